@@ -16,16 +16,21 @@ if TYPE_CHECKING:
     from brt.api import Memory, Model, Text, config_from_gin, load, train
     from brt.config import Config
     from brt.errors import BrtError
+    from brt.layers.kinds import register_kind
+    from brt.tasks import register_task
 
 __version__ = "0.1.0"
 __all__ = [
-    "BrtError", "Config", "Memory", "Model", "Text", "config", "config_from_gin", "load", "train",
+    "BrtError", "Config", "Memory", "Model", "Text", "config", "config_from_gin", "load",
+    "register_kind", "register_task", "train",
 ]  # fmt: skip
 
 # Modules are imported at first use, so that a command that only parses flags does not import jax.
 _HOMES = {
     "BrtError": "brt.errors",
     "Config": "brt.config",
+    "register_kind": "brt.layers.kinds",
+    "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
 _MODULES = ("config", "train")  # the module brt.train is a command, and can also be called

@@ -10,9 +10,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from brt.config import SECTIONS, Config
+from brt.config import Config
+from brt.config.kinds import kind_sections
 from brt.config.removed import REMOVED, refusal
-from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unknown_name
+from brt.config_io import (
+    checked_value,
+    current_names,
+    field_types,
+    has_section,
+    suggestion,
+    unknown_name,
+    with_values,
+)
 from brt.errors import ConfigError
 
 COMMAND_LINE = "--gin_bindings"  # the origin of bindings on the command line
@@ -50,13 +59,13 @@ class Resolved(NamedTuple):
     Attributes:
       origins: of each `Section.field`: default, saved, path:line, or --gin_bindings.
       bound: the last two of these alone.
-      note: a sentence about what was made to fit, where something was.
+      notes: sentences about settings that have another name now, do nothing, or were adjusted.
     """
 
     config: Config
     origins: dict[str, str]
     bound: dict[str, str]
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def resolve(
@@ -74,6 +83,7 @@ def resolve(
         duplicate, or settings that contradict each other. The sentence begins with file and line.
     """
     sources = {key: _without_removed(source) for key, source in sources.items()}
+    sources, renamed = _with_current_names(sources)
     _check_names(sources, beside)
     macros = _macros(sources)
     _check_macros(macros, sources)
@@ -85,7 +95,8 @@ def resolve(
         ]
         for key, source in sources.items()
     }
-    return _build(_winners(fields, _below(sources)), base)
+    resolved = _build(_winners(fields, _below(sources)), base)
+    return resolved._replace(notes=(*renamed, *resolved.notes))
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
@@ -117,6 +128,27 @@ def _without_removed(source: Source) -> Source:
     return source._replace(bindings=[b for b in source.bindings if b.name not in REMOVED])
 
 
+def _with_current_names(
+    sources: Mapping[str, Source],
+) -> tuple[dict[str, Source], list[str]]:
+    """Replaces settings of earlier versions by what they are called now, with a sentence each."""
+    notes: dict[str, str] = {}
+
+    def current(binding: Binding) -> list[Binding]:
+        names = current_names(binding.name)
+        if names != (binding.name,):
+            notes.setdefault(
+                binding.name, f"{binding.origin}: {binding.name} is now {' and '.join(names)}"
+            )
+        return [binding._replace(name=name) for name in names]
+
+    changed = {
+        key: source._replace(bindings=[new for old in source.bindings for new in current(old)])
+        for key, source in sources.items()
+    }
+    return changed, list(notes.values())
+
+
 def _belongs(binding: Binding, section: str) -> bool:
     return binding.name.partition(".")[0] == section
 
@@ -137,10 +169,10 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
         name, _, origin = binding
         if beside and _belongs(binding, beside):
             continue
-        if "." in name and name not in FIELDS:
+        if "." in name and name not in field_types():
             raise ConfigError(f"{origin}: {unknown_name(name)}")
         if "." not in name and not re.fullmatch("[A-Z][A-Z0-9_]*", name):
-            homes = [field for field in FIELDS if field.endswith(f".{name}")]
+            homes = [field for field in field_types() if field.endswith(f".{name}")]
             guess = f"; did you mean {homes[0]!r}?" if homes else ""
             raise ConfigError(
                 f"{origin}: {name!r} is neither Section.field nor a MACRO in upper case{guess}"
@@ -253,24 +285,31 @@ def _substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
 
 
 def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
-    origins = dict.fromkeys(FIELDS, "default" if base is None else "saved")
+    origins = dict.fromkeys(field_types(), "default" if base is None else "saved")
     bound = {name: binding.origin for name, binding in winners.items()}
     origins |= bound
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    values: dict[str, dict[str, Any]] = {"Training": {}, "Optimizer": {}}
     for name, binding in winners.items():
         section, _, field = name.partition(".")
-        values[section][field] = binding.value
-    note = _shorten_warmup(values, origins, base or Config())
+        values.setdefault(section, {})[field] = binding.value
+    warmup = _shorten_warmup(values, origins, base or Config())
     try:
-        sections = {
-            attribute: dataclasses.replace(getattr(base, attribute), **values[section])
-            if base else SECTION_TYPES[section](**values[section])
-            for section, attribute in SECTIONS.items()
-        }  # fmt: skip
-        config = Config(**sections)
+        config = with_values(values, base)
     except ConfigError as error:
         raise explained(error, bound) from error
-    return Resolved(config, origins, bound, note)
+    return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
+
+
+def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
+    """A sentence for each section of a kind that the model does not have, although it is bound."""
+    for section, cls in kind_sections().items():
+        bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
+        bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
+        if bound and not has_section(config, section):
+            yield (
+                f"{bound[0].origin}: {bound[0].name} does nothing, because no layer is of this "
+                f"kind; name some in {section}.layers"
+            )
 
 
 def _shorten_warmup(

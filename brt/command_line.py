@@ -1,37 +1,34 @@
-"""Command line flags, .gin files and exit codes.
-
-This is the only module that imports gin, and only for gin's grammar. Gin files are data here:
-`Section.field = value`, `NAME = value` with `%NAME`, and `include 'path'`. Nothing in them is
-imported or called; brt/bindings.py gives them their meaning.
-"""
+"""Flags, exit codes, and how errors are shown."""
 
 import argparse
 import contextlib
 import os
 import re
 import sys
-import tokenize
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from gin import config_parser
-
-from brt import allocator, bindings, durable, output, platforms, untrusted
-from brt.bindings import Binding, Macro, Resolved, Source
-from brt.config import SECTIONS, Config
-from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
+from brt import allocator, bindings, durable, output, platforms, user_files
+from brt.bindings import Binding, Resolved, Source
+from brt.config import Config
+from brt.config_io import (
+    annotated_text,
+    field_types,
+    find_gin_file,
+    section_types,
+    suggestion,
+)
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
+from brt.gin_files import read_file, read_sources
 from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
-LARGEST_FILE = 1 << 17  # largest size of a .gin file in bytes
 _OUT_OF_MEMORY = (
     "out of memory; lower Training.batch_size, Training.segment_length or the model's size, or "
     "raise the limit of this process (ulimit -v, a container's); brt.plan says what a run needs"
 )
-_BETWEEN = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,6 +38,8 @@ class _Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
+        for path in getattr(namespace, "imports", ()):
+            user_files.execute(path)
         output.check_files(vars(namespace))
         return namespace
 
@@ -65,13 +64,15 @@ class _Parser(argparse.ArgumentParser):
 
 def _field(name: str) -> str | None:
     """Returns `Training.steps` for `steps`; the first section with such a field is chosen."""
-    sections = ("Training", "Optimizer", "Model", *SECTIONS)
-    return next((full for s in sections if (full := f"{s}.{name}") in FIELDS), None)
+    _register_kinds()
+    sections = ("Training", "Optimizer", *section_types())
+    return next((full for s in sections if (full := f"{s}.{name}") in field_types()), None)
 
 
 def _literal(field: str, value: str) -> str:
     """Writes the value of a flag as in a .gin file; "..." if there is no value."""
-    text = FIELDS[field] is str or typing.get_origin(FIELDS[field]) in (Literal, tuple)
+    kind = field_types()[field]
+    text = kind is str or typing.get_origin(kind) in (Literal, tuple)
     return (
         repr(value) if text and value and not value.startswith(("(", "'", '"')) else value or "..."
     )
@@ -100,9 +101,18 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         metavar="'Section.field = value'",
         help="overrides the files; repeatable; short form: --gin.Section.field=value",
     )  # fmt: skip
+    add_import_flag(parser)
     parser.add_argument(
         "--print_config", action="store_true", help="print every setting with its origin, and exit"
     )
+
+
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --import, whose files are executed when the flags are parsed."""
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE.py",
+        help="a Python file of yours that adds kinds of layers or tasks; executed; repeatable",
+    )  # fmt: skip
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +131,8 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
       ConfigError: a file or flag is not valid.
     """
     resolved = read(args.gin_file, args.gin_bindings, base)
-    if resolved.note:
-        _say(resolved.note)
+    for note in resolved.notes:
+        _say(note)
     if args.print_config:
         print(annotated_text(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
@@ -131,7 +141,8 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
     """Returns the config of .gin files and of bindings that override them; raises as `resolve`."""
-    resolved = bindings.resolve(_sources(files, texts), base=base)
+    _register_kinds()
+    resolved = bindings.resolve(read_sources(files, texts), base=base)
     _check_task(resolved)
     return resolved
 
@@ -151,7 +162,8 @@ def variants(
     Raises:
       ConfigError: a file or flag is not valid.
     """
-    sources = _sources(args.gin_file, args.gin_bindings)
+    _register_kinds()
+    sources = read_sources(args.gin_file, args.gin_bindings)
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
@@ -164,7 +176,7 @@ def variants(
             path = find_gin_file(
                 include, asked=f"include {include!r}", beside=Path(files[0]).parent
             )
-            key = _read_file(path, own, tuple(files))
+            key = read_file(path, own, tuple(files))
             for file in files:
                 own[file].includes.append(key)
         own["variant"] = Source(list(more), [BINDINGS_FLAG])
@@ -173,6 +185,11 @@ def variants(
         return resolved
 
     return bindings.section(sources, section), resolve_variant
+
+
+def _register_kinds() -> None:
+    """Makes the sections of all kinds of layers known, which imports jax."""
+    from brt import tasks  # noqa: F401
 
 
 def _check_task(resolved: Resolved) -> None:
@@ -255,137 +272,3 @@ def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | N
 def _say(message: str, code: int = 0) -> int:
     print(f"brt: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
-    """Returns all files by their path, and the command line as a source that includes them."""
-    sources = {BINDINGS_FLAG: Source([], [])}
-    for file in files:
-        path = find_gin_file(file, asked=f"--gin_file={file}")
-        sources[BINDINGS_FLAG].includes.append(_read_file(path, sources, ()))
-    for text in texts:
-        for statement, origin in _statements(text, BINDINGS_FLAG):
-            _add(statement, origin, BINDINGS_FLAG, Path(), sources, ())
-    return sources
-
-
-def _read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
-    """Adds a file and the files that it includes to `sources`; returns its key."""
-    key, shown = str(path.resolve()), shown_path(path)
-    if key in including:
-        circle = " includes ".join(shown_path(Path(file)) for file in (*including, key))
-        raise ConfigError(f"{shown}: files include each other in a circle: {circle}")
-    if key not in sources:
-        try:
-            text = untrusted.read_file(path, LARGEST_FILE).decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{shown} cannot be read: {error}") from error
-        if len(including) > bindings.DEEPEST:
-            raise ConfigError(f"{shown}: files include files more than {bindings.DEEPEST} deep")
-        sources[key] = Source([], [])
-        for statement, origin in _statements(text, shown):
-            _add(statement, origin, key, path.parent, sources, (*including, key))
-    return key
-
-
-def _add(
-    statement: Any,
-    origin: str,
-    key: str,
-    directory: Path,
-    sources: dict[str, Source],
-    including: tuple[str, ...],
-) -> None:
-    """Adds a statement to the source `key`; an included file is added to `sources`."""
-    match statement:
-        case config_parser.BindingStatement():
-            sources[key].bindings.append(_binding(statement, origin))
-        case config_parser.IncludeStatement(filename=file):
-            asked = f"{origin}: include {file!r}"
-            path = find_gin_file(file, asked=asked, beside=directory)
-            sources[key].includes.append(_read_file(path, sources, including))
-        case config_parser.ImportStatement():
-            raise ConfigError(
-                f"{origin}: {statement.format()!r} is refused; gin files are data here, and every "
-                "setting of brt is known without an import"
-            )
-        case config_parser.BlockDeclaration():
-            pass  # The bindings of the block follow as statements.
-
-
-def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
-    name = ".".join(filter(None, (statement.selector, statement.arg_name)))
-    if statement.scope:
-        raise ConfigError(f"{origin}: {statement.scope}/{name} has a scope; bind {name} itself")
-    return Binding(name, statement.value, origin)
-
-
-class _Grammar(config_parser.ConfigParser):
-    """Gin's grammar, with limits, and without dictionaries that contain a key twice."""
-
-    _keys: set[Any] = set()
-    _depth = _strings = 0  # number of open brackets, and of adjacent strings
-
-    def _advance_one_token(self) -> None:
-        super()._advance_one_token()  # This takes quadratic time in the number of adjacent strings.
-        kind = self._current_token.type
-        self._strings = (self._strings + (kind == tokenize.STRING)) * (kind in _BETWEEN)
-        if self._strings > bindings.MOST_STRINGS:
-            self._raise_syntax_error(f"more than {bindings.MOST_STRINGS} strings side by side")
-
-    def _maybe_parse_container(self) -> tuple[bool, Any]:
-        outer, self._keys, self._depth = self._keys, set(), self._depth + 1
-        if self._depth > bindings.DEEPEST:
-            self._raise_syntax_error(f"brackets are nested more than {bindings.DEEPEST} deep")
-        result = super()._maybe_parse_container()
-        self._keys, self._depth = outer, self._depth - 1
-        return result
-
-    def _parse_dict_item(self) -> tuple[Any, Any]:
-        key, value = super()._parse_dict_item()
-        if key in self._keys:
-            self._raise_syntax_error(f"the key {key!r} is there twice")
-        self._keys.add(key)
-        return key, value
-
-
-class _Values(config_parser.ParserDelegate):
-    """Represents %NAME as Macro, and records @name, which `_statements` refuses."""
-
-    def __init__(self) -> None:
-        self.references: list[str] = []
-
-    def configurable_reference(self, name: str, evaluate: bool) -> None:
-        self.references.append(f"@{name}{'()' if evaluate else ''}")
-
-    def macro(self, name: str) -> Macro:
-        return Macro(name)
-
-
-def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
-    """Yields the statements of a text, each with its origin."""
-
-    def origin(line: int | None) -> str:
-        return f"{shown}:{line}" if line and shown != BINDINGS_FLAG else shown
-
-    if (nul := text.find("\0")) >= 0:  # Python's tokenizer does not report this clearly.
-        place = origin(text.count("\n", 0, nul) + 1)
-        raise ConfigError(f"{place}: there is a NUL, which no setting has; write the file anew")
-    values = _Values()
-    try:
-        for statement in _Grammar(text, values):
-            place = origin(statement.location.line_num)
-            if values.references:
-                raise ConfigError(
-                    f"{place}: {values.references[0]} is refused; gin files are data here and "
-                    "call nothing, so write the value itself"
-                )
-            yield statement, place
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{origin(error.lineno)}: {bindings.unreadable(error.msg, error.text)}"
-        ) from error
-    except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
-        raise ConfigError(
-            f"{origin(None)}: {bindings.unreadable(str(error.args[0]), None)}"
-        ) from error

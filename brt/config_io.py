@@ -3,37 +3,98 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import os
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
+from brt.config.kinds import kind_sections
 from brt.config.removed import REMOVED, refusal, without_removed
+from brt.config.renamed import RENAMED
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
-SECTION_TYPES = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
-FIELDS = {
-    f"{section}.{name}": annotation
-    for section, cls in SECTION_TYPES.items()
-    for name, annotation in typing.get_type_hints(cls).items()
-}  # {"Model.layers": int, ...}
+_CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
+
+
+def section_types() -> dict[str, type]:
+    """Returns the class of every section by its name, those of kinds of layers behind `Model`."""
+    return {"Model": _CORE["Model"], **kind_sections(), **_CORE}
+
+
+def field_types() -> dict[str, Any]:
+    """Returns the type of every setting by its name: {"Model.layers": int, ...}."""
+    return _field_types(tuple(section_types().items()))
+
+
+@functools.cache
+def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": typing.get_type_hints(cls)[name]
+        for section, cls in sections
+        for name in settings(cls)
+    }
+
+
+def section_of(config: Config, name: str) -> Any:
+    """Returns the section of that name, with defaults if the model has no layer of its kind."""
+    if name in SECTIONS:
+        return getattr(config, SECTIONS[name])
+    return config.model.of(kind_sections()[name])
+
+
+def has_section(config: Config, name: str) -> bool:
+    """Returns False for sections of kinds of layers that the model does not have."""
+    return name in SECTIONS or any(type(own).__name__ == name for own in config.model.kinds)
+
+
+def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
+    """Returns `base`, or the defaults, with settings replaced.
+
+    Args:
+      values: checked values by section and field.
+      base: the config to start from.
+
+    Raises:
+      ConfigError: settings contradict each other.
+    """
+    types = section_types()
+    new = {
+        name: dataclasses.replace(section_of(base, name), **fields)
+        if base is not None
+        else types[name](**fields)  # other defaults may depend on these fields
+        for name, fields in values.items()
+        if name != "Model"
+    }
+    base = base or Config()
+    kinds = {type(own).__name__: own for own in base.model.kinds}
+    kinds |= {name: section for name, section in new.items() if name not in SECTIONS}
+    placed = tuple(own for own in kinds.values() if any(own.places().values()))
+    model = dataclasses.replace(base.model, **values.get("Model", {}), kinds=placed)
+    core = {SECTIONS[name]: section for name, section in new.items() if name in SECTIONS}
+    return dataclasses.replace(base, model=model, **core)
+
+
+def current_names(name: str) -> tuple[str, ...]:
+    """Returns what a setting of an earlier version is called now; any other name as it is."""
+    return RENAMED.get(name, (name,))
 
 
 def config_text(config: Config) -> str:
     """Returns a gin file that binds every setting; reading it yields the same config."""
-    return "\n".join(f"{name} = {value!r}" for name, value in config_values(config).items()) + "\n"
+    return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
     """Returns `config_text` in columns, with the origin and documentation of every value."""
     comments = _field_comments()
-    values = {name: repr(value) for name, value in config_values(config).items()}
+    values = {name: repr(value) for name, value in _used_values(config).items()}
     name_width = max(map(len, values))
     value_width = min(max(map(len, values.values())), 32)
     lines, section = [], None
@@ -48,10 +109,10 @@ def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
 
 def config_json(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings as JSON, {"Model": {"layers": 12, ...}, ...}; tuples become lists."""
-    result: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in config_values(config).items():
+    result: dict[str, dict[str, Any]] = {}
+    for name, value in _used_values(config).items():
         section, _, field = name.partition(".")
-        result[section][field] = list(value) if isinstance(value, tuple) else value
+        result.setdefault(section, {})[field] = list(value) if isinstance(value, tuple) else value
     return result
 
 
@@ -63,25 +124,35 @@ def saved_json(config: Config) -> dict[str, dict[str, Any]]:
 def config_from_json(saved: Mapping[str, Any]) -> Config:
     """Returns the config that `config_json` wrote; fields that it lacks take their defaults.
 
+    Settings of earlier versions are read under their present names.
+
     Raises:
       ConfigError: a name that no section has, a wrong type, or settings that contradict each other.
     """
-    sections = {}
+    values: dict[str, dict[str, Any]] = {}
     for section, fields in without_removed(saved).items():
-        if section not in SECTIONS:
-            raise ConfigError(f"the saved config has {unknown_name(section)}")
+        if section not in section_types():
+            raise ConfigError(
+                f"the saved config has {unknown_name(section)}; if it is the section of a file of "
+                "yours, add --import=FILE.py"
+            )
         if not isinstance(fields, Mapping):
             raise ConfigError(f"the saved config has {section} = {fields!r}, not its fields")
-        values = {}
         for field, value in fields.items():
-            name = f"{section}.{field}"
-            if name in REMOVED:
-                raise ConfigError(f"the saved config has {refusal(name, value)}")
-            if name not in FIELDS:
-                raise ConfigError(f"the saved config has {unknown_name(name)}")
-            values[field] = checked_value(name, value)
-        sections[SECTIONS[section]] = SECTION_TYPES[section](**values)
-    return Config(**sections)
+            for name, checked in _saved_values(f"{section}.{field}", value):
+                place, _, own = name.partition(".")
+                values.setdefault(place, {})[own] = checked
+    return with_values(values)
+
+
+def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the present names of a saved setting with its checked value."""
+    if name in REMOVED:
+        raise ConfigError(f"the saved config has {refusal(name, value)}")
+    for current in current_names(name):
+        if current not in field_types():
+            raise ConfigError(f"the saved config has {unknown_name(name)}")
+        yield current, checked_value(current, value)
 
 
 def to_read_with(config: Config) -> Config:
@@ -89,11 +160,12 @@ def to_read_with(config: Config) -> Config:
 
     Settings that say where to write have their defaults.
     """
-    for attribute, section in ((name, getattr(config, name)) for name in SECTIONS.values()):
-        declared = settings(type(section)).items()
-        usual = {f: getattr(type(section), f) for f, said in declared if said.path == "written"}
-        config = dataclasses.replace(config, **{attribute: dataclasses.replace(section, **usual)})
-    return config
+    usual = {
+        name: {f: getattr(cls, f) for f, said in settings(cls).items() if said.path == "written"}
+        for name, cls in section_types().items()
+        if has_section(config, name)
+    }
+    return with_values(usual, config)
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
@@ -103,12 +175,18 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections."""
-    return {
-        f"{section}.{field.name}": getattr(getattr(config, attribute), field.name)
-        for section, attribute in SECTIONS.items()
-        for field in dataclasses.fields(SECTION_TYPES[section])
-    }
+    """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections.
+
+    Kinds of layers that the model does not have are there with their defaults.
+    """
+    sections = ((name, section_of(config, name)) for name in section_types())
+    return {f"{name}.{f}": getattr(own, f) for name, own in sections for f in settings(type(own))}
+
+
+def _used_values(config: Config) -> dict[str, Any]:
+    """Returns `config_values` without the kinds of layers that the model does not have."""
+    values = config_values(config).items()
+    return {name: v for name, v in values if has_section(config, name.partition(".")[0])}
 
 
 def checked_value(name: str, value: Any) -> Any:
@@ -117,7 +195,7 @@ def checked_value(name: str, value: Any) -> Any:
     Raises:
       ConfigError: the value has another type.
     """
-    return _checked(name, FIELDS[name], value)
+    return _checked(name, field_types()[name], value)
 
 
 def unknown_name(name: str) -> str:
@@ -127,11 +205,12 @@ def unknown_name(name: str) -> str:
         return f"no field {name!r} any more; {REMOVED[name].now}"
     if section == "Sweep":
         return f"{name} describes a sweep; run it with python -m brt.sweep"
-    if section not in SECTIONS:
-        guess = suggestion(name, FIELDS) if field else suggestion(section, SECTIONS)
-        return f"no section {section!r}{guess or '; there are ' + ', '.join(SECTIONS)}"
-    own = {full.partition(".")[2]: full for full in FIELDS if full.startswith(f"{section}.")}
-    everywhere = {full.partition(".")[2]: full for full in FIELDS}
+    fields, sections = field_types(), section_types()
+    if section not in sections:
+        guess = suggestion(name, fields) if field else suggestion(section, sections)
+        return f"no section {section!r}{guess or '; there are ' + ', '.join(sections)}"
+    own = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
+    everywhere = {full.partition(".")[2]: full for full in fields}
     for known in (own, everywhere):
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
@@ -199,7 +278,7 @@ def shown_path(path: Path) -> str:
 def _field_comments() -> dict[str, str]:
     """Returns the comments next to or above each field."""
     comments = {}
-    for section, cls in SECTION_TYPES.items():
+    for section, cls in section_types().items():
         source = inspect.getsource(cls)
         lines, end = source.splitlines(), 0
         parsed: Any = ast.parse(source).body[0]

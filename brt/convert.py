@@ -52,6 +52,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
+    command_line.add_import_flag(flags)
     forms = ["hf", "brt"]
     flags.add_argument(
         "--from", choices=forms, required=True, dest="source_form", help="format of DIR"

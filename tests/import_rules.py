@@ -24,7 +24,7 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # else of brt.
 FOUNDATION = {
     "allocator", "drawing", "durable", "errors", "formatting", "jax_versions", "locks", "output",
-    "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache",
+    "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "config_io": {"config"},
     "bindings": {"config", "config_io"},
+    "gin_files": {"config_io", "bindings"},
     "distributed": {"config"},
     "ops": {"distributed"},
     "data": {"config"},
@@ -49,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"config", "distributed", "ops", "tasks", "training"},
     "evaluation": {"config", "config_io", "distributed", "tasks", "checkpointing", "training"},
     "sweeping": {"config", "config_io", "bindings", "tasks", "checkpointing", "training"},
-    "command_line": {"config", "config_io", "bindings", "tasks"},
+    "command_line": {"config", "config_io", "bindings", "gin_files", "tasks"},
     "api": _RUNS | {"evaluation", "command_line"},
     **{name: _EVERYTHING for name in COMMANDS},
     "__main__": {"config_io"},

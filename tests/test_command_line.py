@@ -17,8 +17,9 @@ import pytest
 from brt import __version__, command_line, durable, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
-from brt.config_io import FIELDS, SECTION_TYPES, configs_directory
+from brt.config_io import configs_directory, field_types, section_types
 from brt.errors import CheckpointError, ConfigError, DataError
+from brt.layers.sections import Recurrence
 from brt.training.workdir import saved_config
 
 
@@ -48,14 +49,14 @@ def refusal(*flags: str) -> str:
 
 def test_bindings_blocks_macros_comments_and_continued_lines() -> None:
     write(
-        a="# sizes\nWIDTH = 64  # shared\nModel.model_dim = %WIDTH\nModel.recurrent_layers = [\n"
+        a="# sizes\nWIDTH = 64  # shared\nModel.model_dim = %WIDTH\nRecurrence.layers = [\n"
         "    0,  # the first\n    -1,\n]\nModel:\n  heads = 2\n  head_dim = 32\n"
         "Data.train = 'books/' '*.txt'\n"
     )
     resolved = resolve("--gin_file=a.gin")
     model = resolved.config.model
     assert (model.model_dim, model.heads, model.head_dim) == (64, 2, 32)
-    assert model.recurrent_layers == (0, -1)
+    assert model.of(Recurrence).layers == (0, -1)
     assert resolved.config.data.train == ("books/*.txt",)
     assert resolved.origins["Model.model_dim"] == "a.gin:3"
     assert resolved.origins["Model.head_dim"] == "a.gin:10"
@@ -106,9 +107,9 @@ def test_an_override_beats_the_base_that_a_neighbour_includes_too() -> None:
 
 
 def test_a_macro_can_be_set_from_above() -> None:
-    write(base="W = 64\nModel.window = %W\nModel.states = %W")
+    write(base="W = 64\nModel.window = %W\nModel.heads = %W")
     resolved = resolve("--gin_file=base.gin", "--gin.W=128")
-    assert (resolved.config.model.window, resolved.config.model.states) == (128, 128)
+    assert (resolved.config.model.window, resolved.config.model.heads) == (128, 128)
     assert resolved.origins["Model.window"] == "base.gin:2"
 
 
@@ -155,7 +156,7 @@ def test_print_config_prints_gin_with_origins_and_exits(capsys: pytest.CaptureFi
     lines = {line.split(" ")[0]: line for line in text.splitlines() if line}
     assert "# a.gin:1" in lines["Training.steps"]
     assert "# --gin_bindings" in lines["Training.seed"]
-    assert "# default" in lines["Model.gate"]
+    assert "# default" in lines["Model.heads"]
     write(printed=text)
     assert resolve("--gin_file=printed.gin").config == Config(training=Training(steps=7, seed=3))
 
@@ -198,8 +199,8 @@ def test_print_config_prints_gin_with_origins_and_exits(capsys: pytest.CaptureFi
         ("train/Model.layers = 2", "a.gin:1: train/Model.layers has a scope; bind Model.layers"),
         ("STEPS/macro.value = 2", "a.gin:1: STEPS/macro.value has a scope"),
         (
-            "\nModel.gate = lstm",
-            "a.gin:2: cannot read 'Model.gate = lstm': lstm is no value; text needs quotes "
+            "\nRecurrence.gate = lstm",
+            "a.gin:2: cannot read 'Recurrence.gate = lstm': lstm is no value; text needs quotes "
             "('lstm'), booleans are True, False",
         ),
         ("Model.layers 2", "a.gin:1: cannot read 'Model.layers 2': Couldn't parse statement"),
@@ -264,12 +265,12 @@ CHAIN = "".join(f"A{i} = %A{i + 1}\n" for i in range(3000)) + "A3000 = 3\nTraini
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Model.recurrent_layers = " + "[" * 3000 + "]" * 3000, "nested more than 50 deep"),
+        ("Recurrence.layers = " + "[" * 3000 + "]" * 3000, "nested more than 50 deep"),
         ("Model.layers = 3\nModel.heads = \0 4", "there is a NUL"),
-        ("Model.recurrent_layers = " + "{1:" * 3000, "brackets are nested more than 50 deep"),
+        ("Recurrence.layers = " + "{1:" * 3000, "brackets are nested more than 50 deep"),
         (CHAIN, "a.gin:1: macros are nested more than 50 deep"),
-        (DOUBLING + "Model.recurrent_layers = %A0", "A27 is more than 10,000 values"),
-        ("Model.recurrent_layers = (" + "1," * 10_001 + ")", "is more than 10,000 values"),
+        (DOUBLING + "Recurrence.layers = %A0", "A27 is more than 10,000 values"),
+        ("Recurrence.layers = (" + "1," * 10_001 + ")", "is more than 10,000 values"),
         ("Data.store = " + "'a' " * 20_000, "more than 100 strings side by side"),
         ("Model.layers = 3 # x\n" * 500_000, "it has 10,500,000 bytes, more than 131,072"),
         ("Training.steps = 1" + "0" * 30, "is more than 64 bits hold"),
@@ -305,14 +306,14 @@ def test_names_that_no_file_system_takes() -> None:
         saved_config("x" * 300)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in FIELDS.items() if kind is int])
+@pytest.mark.parametrize("name", [name for name, kind in field_types().items() if kind is int])
 def test_every_count_has_an_end(name: str) -> None:
     section, _, field = name.partition(".")
     for value in (10**22, -(10**22)):
         assert name in refusal(f"--gin_bindings={name} = {value}")
         if name not in ("Data.max_document_bytes",) or value < 0:
             with pytest.raises(ConfigError):
-                SECTION_TYPES[section](**{field: value})
+                section_types()[section](**{field: value})
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -325,8 +326,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     [
         (["--gin_file=nothing.gin"], "--gin_file=nothing.gin: no such file"),
         (["--gin_file=configs/base/papper.gin"], "did you mean 'configs/base/paper.gin'?"),
-        (["--gin_bindings=Model.gate = lstm"], "--gin_bindings: cannot read 'Model.gate = lstm'"),
-        (["--gin.Model.gaet='lstm'"], "no field 'Model.gaet'; did you mean 'Model.gate'?"),
+        (
+            ["--gin_bindings=Recurrence.gate = lstm"],
+            "--gin_bindings: cannot read 'Recurrence.gate = lstm'",
+        ),
+        (["--gin.Model.gaet='lstm'"], "no field 'Model.gaet'; did you mean 'Recurrence.gate'?"),
         (["--gin.Training.steps=1", "--gin.Training.steps=2"], "Training.steps is bound twice"),
         (["--gin.Training.batch_size=0"], "(Training.batch_size set by --gin_bindings)"),
         (["--wrkdir=x"], "unknown flag --wrkdir; did you mean '--workdir'?"),

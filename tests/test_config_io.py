@@ -9,7 +9,6 @@ import pytest
 from brt import command_line
 from brt.config import Config, Data, Evaluation, Model, Optimizer, Training
 from brt.config_io import (
-    FIELDS,
     annotated_text,
     checked_value,
     config_from_json,
@@ -17,12 +16,14 @@ from brt.config_io import (
     config_text,
     configs_directory,
     difference,
+    field_types,
     unknown_name,
 )
 from brt.errors import ConfigError
+from brt.layers.sections import Recurrence
 
 UNUSUAL = Config(
-    model=Model(layers=4, recurrent_layers=(-3, 0), gate="lstm", remat=True, window=256),
+    model=Model(layers=4, remat=True, window=256, kinds=(Recurrence(layers=(-3, 0), gate="lstm"),)),
     data=Data(train=('it\'s "a" \\ file\n.txt', "b*.txt"), test=(), tokenizer="träin:4000"),
     training=Training(steps=7, segment_length=512),
     optimizer=Optimizer(learning_rate=4e-05, clip_norm=1e300, final_learning_rate=0.1),
@@ -33,13 +34,16 @@ UNUSUAL = Config(
 @pytest.mark.parametrize("config", [Config(), UNUSUAL])
 def test_text_reads_back_as_the_same_config(config: Config, tmp_path: Any) -> None:
     file = tmp_path / "saved.gin"
-    for text in (config_text(config), annotated_text(config, dict.fromkeys(FIELDS, "default"))):
+    for text in (
+        config_text(config),
+        annotated_text(config, dict.fromkeys(field_types(), "default")),
+    ):
         file.write_text(text, encoding="utf-8")
         parser = command_line.parser(None)
         command_line.add_config_flags(parser)
         resolved = command_line.resolve(parser.parse_args([f"--gin_file={file}"]))
         assert resolved.config == config
-        assert set(resolved.origins) == set(FIELDS)
+        assert set(resolved.origins) == set(field_types())
 
 
 @pytest.mark.parametrize("config", [Config(), UNUSUAL])
@@ -75,13 +79,13 @@ def test_difference_names_what_changed_and_nothing_else() -> None:
 
 
 def test_annotated_text_shows_value_origin_and_documentation() -> None:
-    text = annotated_text(UNUSUAL, dict.fromkeys(FIELDS, "a.gin:3"))
+    text = annotated_text(UNUSUAL, dict.fromkeys(field_types(), "a.gin:3"))
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     value, _, comment = lines["Model.window"].partition("#")
     assert value.split() == ["Model.window", "=", "256"]
-    assert comment.startswith(" a.gin:3 | tokens a token attends to")
+    assert comment.startswith(" a.gin:3 | number of tokens that a token attends to")
     for name, comment in (
-        ("Model.clusters", "centroids of a head that a clustered"),  # which stands above the field
+        ("Recurrence.layers", "indices of the recurrent layers"),  # which stands above the field
         ("Training.task", "a name of brt.tasks.TASKS"),  # behind the last of several lines
         ("Seq2Seq.vocab_size", "0: that of the tokenizer"),
     ):
@@ -94,11 +98,11 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     [
         ("Training.steps", 7, 7),
         ("Optimizer.learning_rate", 1, 1.0),
-        ("Model.recurrent_layers", [-3], (-3,)),
-        ("Model.recurrent_layers", (), ()),
+        ("Recurrence.layers", [-3], (-3,)),
+        ("Recurrence.layers", (), ()),
         ("Data.train", "a.txt", ("a.txt",)),
         ("Data.train", ["a.txt", "b.txt"], ("a.txt", "b.txt")),
-        ("Model.gate", "gru", "gru"),
+        ("Recurrence.gate", "gru", "gru"),
     ],
 )
 def test_values_take_the_type_of_their_field(name: str, value: Any, expected: Any) -> None:
@@ -120,15 +124,15 @@ def test_values_take_the_type_of_their_field(name: str, value: Any, expected: An
         ("Optimizer.clip_norm", 10**400, "must be finite"),
         ("Model.remat", 1, "Model.remat = 1 must be a bool; write True or False"),
         ("Data.tokenizer", 4000, "Data.tokenizer = 4000 must be a str; write '4000' in quotes"),
-        ("Model.gate", "lstn", "must be one of 'fixed', 'lstm', 'gru'; did you mean 'lstm'?"),
-        ("Model.gate", 3, "Model.gate = 3 must be one of 'fixed', 'lstm', 'gru'"),
+        ("Recurrence.gate", "lstn", "must be one of 'fixed', 'lstm', 'gru'; did you mean 'lstm'?"),
+        ("Recurrence.gate", 3, "Recurrence.gate = 3 must be one of 'fixed', 'lstm', 'gru'"),
         (
-            "Model.recurrent_layers",
+            "Recurrence.layers",
             9,
-            "Model.recurrent_layers = 9 must be a tuple of int; write (9,)",
+            "Recurrence.layers = 9 must be a tuple of int; write (9,)",
         ),
-        ("Model.recurrent_layers", (0, 1.5), "Model.recurrent_layers[1] = 1.5 must be an int"),
-        ("Model.recurrent_layers", "9", "Model.recurrent_layers = '9' must be a tuple of int"),
+        ("Recurrence.layers", (0, 1.5), "Recurrence.layers[1] = 1.5 must be an int"),
+        ("Recurrence.layers", "9", "Recurrence.layers = '9' must be a tuple of int"),
         ("Data.train", (1,), "Data.train[0] = 1 must be a str; write '1' in quotes"),
     ],
 )
@@ -146,7 +150,7 @@ def test_values_of_another_type_are_refused(name: str, value: Any, message: str)
         ("Training.learning_rate", "did you mean 'Optimizer.learning_rate'?"),
         ("Model.num_layers", "did you mean 'Model.layers'?"),
         ("Checkpoint.zzz", "no field 'Checkpoint.zzz'; Checkpoint has every, keep, keep_every"),
-        ("Zzzzz", "no section 'Zzzzz'; there are Model, Data, Training"),
+        ("Zzzzz", "no section 'Zzzzz'; there are Model, Recurrence, Clustered"),
     ],
 )
 def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import pytest
+from model_settings import with_settings
 
 from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
-from brt.config_io import config_values
+from brt.config_io import config_values, has_section
 from brt.training.state import initial_params, parameter_counts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,22 @@ PAPER_MILLIONS = {  # sections 4.1 and 4.5; it rounds 374.4 up
 }
 
 
+SIZES = {
+    "Recurrence": {"states": 8},
+    "Memorizing": {"size": 32, "neighbors": 4},
+    "DenseMemory": {"size": 32},
+    "Clustered": {"clusters": 4, "top_k": 2},
+    "Summaries": {
+        "summaries": 2,
+        "short_memory": 2,
+        "long_memory": 4,
+        "long_increment": 2,
+    },
+    "Compressive": {"slots": 8},
+    "Routing": {"heads": 1, "clusters": 2, "keep": 2},
+}
+
+
 @cache
 def resolved(row: str) -> Config:
     parser = command_line.parser("test")
@@ -93,17 +110,20 @@ def structure(model: Model) -> Model:
     run.
     """
     kinds = [kind for _, run in groupby(model.layer_types) for kind in list(run)[:2]]
+    sizes = {name: value for name, value in SIZES.items() if has_section(Config(model=model), name)}
     places = {
-        name: tuple(i for i, kind in enumerate(kinds) if f"{kind}_layers" == name)
-        for name in (field.name for field in dataclasses.fields(Model))
-        if name.endswith("_layers")
+        section.field_of(kind): tuple(i for i, other in enumerate(kinds) if other == kind)
+        for section in model.kinds
+        for kind in section.places()
     }
-    return dataclasses.replace(
-        model, **places, layers=len(kinds), vocab_size=8, model_dim=8, heads=2, head_dim=4,
-        mlp_dim=8, window=8, states=8, memory_size=32, memory_neighbors=4, clusters=4,
-        cluster_top_k=2, summaries=2, short_memory=2, long_memory=4, long_increment=2,
-        compressed_memory=8, routing_heads=1, routing_clusters=2, routing_keep=2, dropout=0.0,
-    )  # fmt: skip
+    own = {
+        f"{section}.{field}": v for section, fields in sizes.items() for field, v in fields.items()
+    }
+    small = {
+        "layers": len(kinds), "vocab_size": 8, "model_dim": 8, "heads": 2, "head_dim": 4,
+        "mlp_dim": 8, "window": 8, "dropout": 0.0,
+    }  # fmt: skip
+    return with_settings(model, small | own | places)
 
 
 @cache

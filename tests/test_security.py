@@ -8,7 +8,7 @@ import pytest
 
 from brt import untrusted
 from brt.config.fields import settings
-from brt.config_io import SECTION_TYPES
+from brt.config_io import section_types
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*(ROOT / "brt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
@@ -47,7 +47,7 @@ def test_a_setting_of_any_kind_may_be_true() -> None:
 def test_every_setting_of_a_path_is_in_the_table() -> None:
     text = (ROOT / "SECURITY.md").read_text("utf-8")
     rows = text.partition("| setting |")[2].partition("\n\n")[0].splitlines()
-    for section, kind in SECTION_TYPES.items():
+    for section, kind in section_types().items():
         for name, setting in settings(kind).items():
             found = [row for row in rows if f"`{section}.{name}`" in row]
             assert len(found) == bool(setting.path), f"{section}.{name}"

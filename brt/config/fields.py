@@ -23,6 +23,7 @@ T = TypeVar("T")
 _DECLARED = "setting"
 _SOURCES = "sources"  # prepared data depend on the content of these files
 _USUAL = "usual"
+_NESTED = "nested"
 _AUTO: Any = ("auto",)  # sources that the user did not name
 Path = Literal["", "read", "written"]
 GENERATED = "generated:"  # prefix of sources that are generated instead of read from files
@@ -96,13 +97,22 @@ def adaptable(default: T) -> T:
     return _field(default, Setting(False, "adaptable", False))
 
 
+def nested(default: T) -> T:
+    """Declares a field that holds other sections and is no setting itself."""
+    return dataclasses.field(default=default, metadata={_NESTED: True})
+
+
 def settings(section: type) -> dict[str, Setting]:
-    """Returns the declaration of every field of a section.
+    """Returns the declaration of every setting of a section.
 
     Raises:
       KeyError: a field is not declared by a function of this module.
     """
-    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(section)}
+    return {
+        field.name: field.metadata[_DECLARED]
+        for field in dataclasses.fields(section)
+        if _NESTED not in field.metadata
+    }
 
 
 def cached_settings(section: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ REMOVED = {
     "Seq2Seq.remat_keep": Removed("nothing", "Seq2Seq.remat = True stores the inputs of layers"),
     "Encoder.remat_keep": Removed("nothing", "Encoder.remat = True stores the inputs of layers"),
     "Encoder.convolution_width": Removed(15, "convolutional positions see 15 inputs"),
+    "Model.layer_kinds": Removed((), "every kind of layers has a section, which places its layers"),
     "Decoding.batch_size": Removed(None, "Evaluation.batch_size also counts summaries"),
 }  # fmt: skip
 
@@ -47,6 +48,7 @@ def refusal(name: str, value: Any) -> str:
       name: a key of `REMOVED`.
     """
     removed = REMOVED[name]
+    value = tuple(value) if isinstance(value, list) else value
     if removed.value is None or value == removed.value:
         return ""
     return f"{name} = {value!r}, but this setting is gone: {removed.now}"

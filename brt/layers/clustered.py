@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock, with_cache
 from brt.layers.basic import parameter
+from brt.layers.sections import Clustered
 from brt.layers.state import (
     WINDOW_AXES,
     OpenBlock,
@@ -58,7 +59,14 @@ CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEP
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
     """The state of a clustered layer that has read nothing."""
-    shape = (batch, model.heads, model.clusters, model.cluster_top_k, model.head_dim)
+    section = model.of(Clustered)
+    shape = (
+        batch,
+        model.heads,
+        section.clusters,
+        section.top_k,
+        model.head_dim,
+    )
     return ClusteredState(
         window=new_window_state(model, batch, dtype),
         keys=jnp.zeros(shape, dtype),
@@ -74,10 +82,11 @@ def clustered_flops(model: Model) -> int:
 
     Every centroid looks at a key once, and at what it keeps once a block.
     """
+    section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
     left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
-    reading = attention // 2 * m.clusters + attention * (left + m.cluster_top_k)
-    taking_in = attention * m.clusters * (m.window + m.cluster_top_k) // m.window
+    reading = attention // 2 * section.clusters + attention * (left + section.top_k)
+    taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return reading + taking_in
 
 
@@ -94,6 +103,7 @@ class ClusteredLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        section = self.model.of(Clustered)
         m = self.model
         self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
@@ -101,18 +111,19 @@ class ClusteredLayer(nn.Module):
         # As queries begin: unit vectors, or of unit variance; their scale is shared.
         spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
         self.centroids = parameter(
-            self, "centroids", (m.heads, m.clusters, m.head_dim), ("heads", "clusters", None),
+            self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),
             nn.initializers.normal(spread),
         )  # fmt: skip
-        if m.cluster_jensen:
+        if section.jensen:
             self.deviations = parameter(
-                self, "deviations", (m.heads, m.clusters), ("heads", "clusters"),
+                self, "deviations", (m.heads, section.clusters), ("heads", "clusters"),
                 nn.initializers.constant(spread),
             )  # fmt: skip
 
     def _centroids(self) -> Centroids:
+        section = self.model.of(Clustered)
         m, scale = self.model, self.tokens.query_scale()[:, None]
-        deviations = self.deviations if m.cluster_jensen else jnp.zeros((m.heads, m.clusters))
+        deviations = self.deviations if section.jensen else jnp.zeros((m.heads, section.clusters))
         return Centroids(self.centroids * scale[..., None], (deviations * scale) ** 2)
 
     def __call__(

@@ -23,6 +23,7 @@ from brt.layers.basic import (
     parameter,
     unrolled,
 )
+from brt.layers.sections import Recurrence
 from brt.layers.state import (
     WINDOW_AXES,
     OpenBlock,
@@ -66,30 +67,36 @@ RECURRENT_AXES: Any = RecurrentState(WINDOW_AXES, ("lanes", None, None), ("lanes
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
     """The state of a recurrent layer that has read nothing."""
-    vectors = jnp.zeros((batch, model.states, model.model_dim), jnp.float32)
+    section = model.of(Recurrence)
+    vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
 
 
 def state_update_flops(model: Model) -> int:
     """The states' share of a token: their projections, both attentions, and the gated layers."""
+    section = model.of(Recurrence)
     m, width = model, model.heads * model.head_dim
-    flops = 4 * 2 * m.model_dim * width + 4 * width * (m.states + 2 * m.window)
-    gates = {"fixed": 0, "gru": 1, "lstm": 2}[m.gate]
+    flops = 4 * 2 * m.model_dim * width + 4 * width * (section.states + 2 * m.window)
+    gates = {"fixed": 0, "gru": 1, "lstm": 2}[section.gate]
     into_mlp = m.model_dim
-    if m.gate_layout == "single":
+    if section.gate_layout == "single":
         into_mlp = 2 * width
     else:
         flops += (1 + gates) * 2 * 2 * width * m.model_dim
-    if m.gate_layout != "skip":
+    if section.gate_layout != "skip":
         flops += 2 * into_mlp * m.mlp_dim + (1 + gates) * 2 * m.mlp_dim * m.model_dim
-    return flops * m.states // m.window
+    return flops * section.states // m.window
 
 
 def _first_keeps(model: Model) -> nn.initializers.Initializer:
     """What gates are biased by at first, so that they keep states."""
-    if model.gate_horizon:
-        return gate_bias_until(model.gate_horizon, shift=0.0 if model.gate == "fixed" else 1.0)
-    return gate_bias(model.gate_bias)
+    section = model.of(Recurrence)
+    if section.gate_horizon:
+        return gate_bias_until(
+            section.gate_horizon,
+            shift=0.0 if section.gate == "fixed" else 1.0,
+        )
+    return gate_bias(section.gate_bias)
 
 
 class StateCell(nn.Module):
@@ -98,21 +105,23 @@ class StateCell(nn.Module):
     model: Model
 
     def setup(self) -> None:
+        section = self.model.of(Recurrence)
         m = self.model
         self.initial = parameter(
-            self, "initial", (m.states, m.model_dim), ("states", "embed"),
+            self, "initial", (section.states, m.model_dim), ("states", "embed"),
             nn.initializers.normal(0.1),
         )  # fmt: skip
         self.weights = self._weights(m)
 
     def _weights(self, m: Model) -> CellWeights:
+        section = self.model.of(Recurrence)
         by_head, scale = (m.model_dim, m.heads, m.head_dim), nn.initializers.constant(m.scale_init)
         attended = (2, m.heads, m.head_dim)
         weights = CellWeights(
             norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
             ids=parameter(
-                self, "ids", (m.states, m.model_dim), ("states", "embed"),
-                nn.initializers.normal(m.id_init),
+                self, "ids", (section.states, m.model_dim), ("states", "embed"),
+                nn.initializers.normal(section.id_init),
             ),
             keys=parameter(self, "keys", by_head, INTO_HEADS),
             values=parameter(self, "values", by_head, INTO_HEADS),
@@ -121,7 +130,7 @@ class StateCell(nn.Module):
             scale=self._scale("scale", scale),
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
-        if m.gate_layout == "single":
+        if section.gate_layout == "single":
             return self._mlp(weights, attended, WHOLE_HEADS)  # its outputs are cut already
         weights = weights._replace(
             output=parameter(
@@ -129,7 +138,7 @@ class StateCell(nn.Module):
             ),
             output_gate=self._gate("output_gate", attended, FROM_HEADS[:-1]),
         )
-        if m.gate_layout == "skip":
+        if section.gate_layout == "skip":
             return weights
         norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
         return self._mlp(weights._replace(mlp_norm=norm), (m.model_dim,), ("embed",))
@@ -153,7 +162,8 @@ class StateCell(nn.Module):
         )
 
     def _gate(self, name: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> GateWeights:
-        kind, width = self.model.gate, self.model.model_dim
+        section = self.model.of(Recurrence)
+        kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
@@ -187,12 +197,13 @@ def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
     """Of the blocks of a segment (axis 0), each layer its own; of parameters they are on axis 0."""
+    section = model.of(Recurrence)
     cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
     scales = dict.fromkeys(("scale", "cross_scale"))
     dtype = compute_dtype(model)
     return RecurrentTaps(
         token_taps(model, params, blocks, lanes),
-        state_taps(CellWeights(**(scales | cell)), blocks, (lanes, model.states), dtype),
+        state_taps(CellWeights(**(scales | cell)), blocks, (lanes, section.states), dtype),
     )
 
 
@@ -210,10 +221,11 @@ class RecurrentLayer(nn.Module):
         self.cell = StateCell(self.model)
 
     def _options(self) -> dict[str, object]:
+        section = self.model.of(Recurrence)
         m = self.model
         return {
-            "kind": m.gate,
-            "tanh": m.gate_tanh,
+            "kind": section.gate,
+            "tanh": section.gate_tanh,
             "normalize_qk": m.normalize_qk,
             "null_keys": has_null_keys(m),
             "attention": self.kernels.softmax_attention,
@@ -239,6 +251,7 @@ class RecurrentLayer(nn.Module):
         Args:
           taps: of the one block that the segment has with them.
         """
+        section = self.model.of(Recurrence)
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(
             self.model, state.window, projections, document_start, as_they_are=self.model.feedback
@@ -248,7 +261,7 @@ class RecurrentLayer(nn.Module):
         shown = raw.keys if raw else projections.keys, projections.values
         keys, values = (constrain(x, *replicated) for x in shown)
         m = self.model
-        on_cpus = BLOCKS_AT_ONCE if m.states * m.model_dim >= _LARGE_STATES else 1
+        on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.cache_mask, document_start, taps=taps.cell,

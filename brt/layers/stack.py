@@ -167,15 +167,16 @@ class Stack(nn.Module):
             self.feedback_source = max(
                 i for i, (_, k, _) in enumerate(places) if kinds.of(k).recurs
             )
-        if any(kinds.of(kind).sums_up for _, kind, _ in places):
+        counts = [kinds.of(kind).summaries for _, kind, _ in places]
+        if number := next((count(self.model) for count in counts if count), 0):
             self.summaries = parameter(
-                self, "summaries", (self.model.summaries, self.model.model_dim),
+                self, "summaries", (number, self.model.model_dim),
                 ("states", "embed"), nn.initializers.truncated_normal(0.25),
             )  # fmt: skip
 
     def _lowest_summaries(self, lanes: int, blocks: int) -> Float[Array, "B N U D"] | None:
         """Of every block the learned ones; None in models without."""
-        if not any(kinds.of(kind).sums_up for kind in self.model.layer_types):
+        if not any(kinds.of(kind).summaries for kind in self.model.layer_types):
             return None
         learned = self.summaries.astype(compute_dtype(self.model))
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
@@ -198,7 +199,7 @@ class Stack(nn.Module):
           taps: of the layers, on axis 0, where there are any.
         """
         name, kind, count = runs(self.model)[run]
-        learns, sums_up = kinds.of(kind).new_model_state is not None, kinds.of(kind).sums_up
+        learns, sums_up = kinds.of(kind).new_model_state is not None, kinds.of(kind).summaries
 
         def layer(
             module: nn.Module, stream: Stream, inputs: PyTree, learnt: PyTree, taps: PyTree,

@@ -119,8 +119,3 @@ def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
 def has_null_keys(model: Model) -> bool:
     """Whether an empty cache counts as zero keys; one that is never read does not."""
     return model.cache and not model.mask_empty_cache
-
-
-def cut_gradient(state: PyTree[Array]) -> PyTree[Array]:
-    """The state as a constant: the one place where a train step cuts the gradient."""
-    return jax.tree.map(jax.lax.stop_gradient, state)

@@ -6,6 +6,7 @@ times include what its code computed in vain (Block-Recurrent Transformers, Tabl
 
 from brt.config import Model
 from brt.layers import kinds
+from brt.layers.sections import Recurrence
 
 
 def forward_flops_per_token(model: Model) -> int:
@@ -14,7 +15,9 @@ def forward_flops_per_token(model: Model) -> int:
     projection = 2 * m.model_dim * width
     attention = 4 * width  # per key: queries with keys, weights with values
     layer = 4 * projection + 4 * m.model_dim * m.mlp_dim + attention * m.window
-    reading = 2 * projection + attention * m.states  # queries, wider output, keys of the states
+    reading = (
+        2 * projection + attention * m.of(Recurrence).states
+    )  # queries, wider output, keys of the states
     flops = m.layers * layer + 2 * m.model_dim * m.vocab_size
     for kind in map(kinds.of, m.layer_types):
         flops += kind.flops(m) + (reading if kind.recurs or m.feedback else 0)

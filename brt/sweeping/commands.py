@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from brt import durable
+from brt import durable, user_files
 from brt.errors import Preempted
 from brt.sweeping.directory import PointDirectory
 from brt.training.workdir import explained
@@ -38,6 +38,7 @@ def start(
     arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
     """Starts `python -m` with these arguments; the output is appended to the point's file."""
+    arguments = [*arguments, *user_files.flags()]
     with (
         explained(directory.output),
         durable.open_file(directory.output, "ab", below=directory.path.parent) as output,

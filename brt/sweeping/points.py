@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from brt.bindings import Binding, Resolved
 from brt.config import Config
-from brt.config_io import config_values, suggestion
+from brt.config.kinds import kind_sections
+from brt.config_io import config_values, has_section, suggestion
 from brt.errors import ConfigError
 from brt.formatting import printable
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
@@ -123,20 +124,37 @@ def listing(points: Iterable[Point]) -> str:
 
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
-    """Fills in the bindings of each point: the settings that differ between points."""
-    values = [config_values(point.config) for point in points]
-    varied = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
+    """Adds to each point the settings that are not the same in all points.
+
+    Settings of kinds of layers that a point does not have are left out, but for their places.
+    """
+    values = [
+        {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
+        for p in points
+    ]
+    names = dict.fromkeys(name for own in values for name in own)
+    varied = [name for name in names if len({own[name] for own in values if name in own}) > 1]
     return [
-        point._replace(bindings={name: point_values[name] for name in varied})
-        for point, point_values in zip(points, values, strict=True)
+        point._replace(bindings={name: own[name] for name in varied if name in own})
+        for point, own in zip(points, values, strict=True)
     ]
 
 
+def _counts(config: Config, name: str) -> bool:
+    return name.endswith("layers") or has_section(config, name.partition(".")[0])
+
+
 def _short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Returns field names without their section, unless two sections have such a field."""
+    """Returns names without their section if they stay distinct, such as "recurrent_layers"."""
     fields = list(fields)
-    tails = [field.partition(".")[2] for field in fields]
+    tails = [_tail(field) for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}
+
+
+def _tail(name: str) -> str:
+    section, _, field = name.partition(".")
+    kind = kind_sections().get(section)
+    return f"{kind.kind}_{field}" if kind and field == "layers" else field
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,7 @@
   Sweep.base = 'configs/base/tiny.gin'    # the run that varies, as if included here
   Sweep.points = (
       {'name': 'Slide'},
-      {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Model.states': 16,
+      {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Recurrence.states': 16,
        'seeds': (0, 1, 2)},               # replaces the seeds of the grid
   )
   Sweep.grid = {'Model.window': (32, 64), 'Training.seed': (0, 1)}
@@ -25,7 +25,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from brt.bindings import Binding
-from brt.config_io import FIELDS, checked_value, nearest, suggestion, unknown_name
+from brt.config_io import (
+    checked_value,
+    current_names,
+    field_types,
+    nearest,
+    suggestion,
+    unknown_name,
+)
 from brt.errors import ConfigError
 
 SEED = "Training.seed"  # Points that differ only in this setting form a group.
@@ -130,9 +137,12 @@ def _draw(rule: tuple[Any, ...], source: random.Random) -> Any:
 
 
 def _known(where: str, name: Any) -> str:
-    if not isinstance(name, str) or name not in FIELDS:
+    current = current_names(name) if isinstance(name, str) else ()
+    if len(current) > 1:
+        raise ConfigError(f"{where} has {name}, which is now {' and '.join(current)}; name those")
+    if not set(current) <= set(field_types()) or not current:
         raise ConfigError(f"{where} has {unknown_name(str(name))}")
-    return name
+    return current[0]
 
 
 def _mapping(where: str, value: Any) -> dict[Any, Any]:
@@ -152,7 +162,8 @@ def _sequence(where: str, value: Any) -> tuple[Any, ...]:
 def _grid(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     grid = {}
     for name, choices in _mapping(where, value).items():
-        values = _sequence(f"{where}: {_known(where, name)}", choices)
+        name = _known(where, name)
+        values = _sequence(f"{where}: {name}", choices)
         grid[name] = tuple(_value(where, name, item) for item in values)
     return grid
 
@@ -172,7 +183,7 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
         inside = f"{where}: {item['name']}"
         include = item.get("include", ())
         bindings = {
-            _known(inside, name): _value(inside, name, setting)
+            _known(inside, name): _value(inside, _known(inside, name), setting)
             for name, setting in item.items()
             if name not in ("name", "include", "seeds")
         }
@@ -185,7 +196,8 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
 def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     rules = {}
     for name, rule in _mapping(where, value).items():
-        inside = f"{where}: {_known(where, name)}"
+        name = _known(where, name)
+        inside = f"{where}: {name}"
         kind, *values = _sequence(inside, rule)
         if kind not in _DISTRIBUTIONS:
             guess = suggestion(str(kind), _DISTRIBUTIONS)
@@ -203,7 +215,7 @@ def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
 
 def _check_range(where: str, name: str, kind: str, arguments: tuple[Any, ...]) -> None:
     wanted = int if kind == "integer" else float
-    if FIELDS[name] is not wanted:
+    if field_types()[name] is not wanted:
         raise ConfigError(f"{where}: {kind} draws {wanted.__name__}s, which {name} is not")
     if len(arguments) != 2 or not arguments[0] < arguments[1]:
         raise ConfigError(f"{where}: {kind} needs a lower and a higher bound, not {arguments}")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from brt import user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
@@ -48,7 +49,7 @@ def script(
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
-    flags += [f"--workdir={workdir}"]
+    flags += [*user_files.flags(), f"--workdir={workdir}"]
     logs = workdir.absolute() / "slurm"
     try:
         more = shlex.split(options)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from brt.config import Config
+from brt.config.kinds import kind_sections
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.tasks.extractive_qa.task import ExtractiveQa
@@ -20,6 +21,17 @@ TASKS: dict[str, Task] = {
         TextClassification(), TextRegression(), ExtractiveQa(),
     )
 }  # fmt: skip
+
+
+def register_task(task: Task) -> None:
+    """Makes a task known under its name, which `Training.task` then may name.
+
+    Raises:
+      ConfigError: the name is taken.
+    """
+    if task.name in TASKS:
+        raise ConfigError(f"there is a task named {task.name!r} already; take another name")
+    TASKS[task.name] = task
 
 
 def from_config(config: Config) -> Task:
@@ -50,13 +62,18 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     task = from_config(config)
     task.check(config)
     defaults, values = config_values(Config()), config_values(config)
-    task_sections = {section for other in TASKS.values() for section in other.sections}
+    task_sections = {section for other in TASKS.values() for section in _sections(other)}
     for name, origin in (origins or {}).items():
         section, _, field = name.partition(".")
-        unread = section in task_sections - set(task.sections) and field != "cache_dir"
+        unread = section in task_sections - _sections(task) and field != "cache_dir"
         if unread and values[name] != defaults[name]:
-            others = [other.name for other in TASKS.values() if section in other.sections]
+            others = [other.name for other in TASKS.values() if section in _sections(other)]
             raise ConfigError(
                 f"{origin}: {name} has no effect if Training.task = {task.name!r}; "
                 f"set Training.task = {others[0]!r}, or remove {name}"
             )
+
+
+def _sections(task: Task) -> set[str]:
+    """The sections that a task reads: with `Model`, those of the kinds of layers as well."""
+    return {*task.sections, *(kind_sections() if "Model" in task.sections else ())}

@@ -25,7 +25,7 @@ sys.addaudithook(watch)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 TINY = (
-    "Model.layers = 1", "Model.recurrent_layers = ()", "Model.model_dim = 16", "Model.heads = 2",
+    "Model.layers = 1", "Recurrence.layers = ()", "Model.model_dim = 16", "Model.heads = 2",
     "Model.head_dim = 8", "Model.mlp_dim = 16", "Model.window = 8", "Model.vocab_size = 32",
     "Training.segment_length = 16", "Training.batch_size = 6", "Mesh.data = 3",
 )  # fmt: skip

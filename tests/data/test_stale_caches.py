@@ -12,7 +12,7 @@ import pytest
 
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
-from brt.config_io import SECTION_TYPES
+from brt.config_io import section_types
 from brt.data import cache, preparation
 from brt.errors import DataError
 from brt.tasks.extractive_qa.data import preparation as questions
@@ -226,6 +226,6 @@ def test_a_changed_setting_is_prepared_as_in_an_empty_cache(
 
 def test_every_section_that_is_prepared_has_an_example() -> None:
     prepared = {
-        kind for kind in SECTION_TYPES.values() if any(s.cached for s in settings(kind).values())
+        kind for kind in section_types().values() if any(s.cached for s in settings(kind).values())
     }
     assert prepared == set(EXAMPLES)

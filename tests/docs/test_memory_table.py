@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from brt.layers.kinds import KINDS
+from brt.layers.sections import Recurrence
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,10 @@ def rows() -> list[Any]:
 def test_the_sweep_has_every_kind_and_the_table_what_each_keeps_and_costs(rows: list) -> None:
     kinds = {kind for row in rows for kind in row.config.model.layer_types}
     assert kinds == set(KINDS)
-    gates = {(row.config.model.gate, row.config.model.gate_layout) for row in rows}
+    gates = {
+        (section.gate, section.gate_layout)
+        for section in (row.config.model.of(Recurrence) for row in rows)
+    }
     assert len(gates) == 6
     training = [row.config.training for row in rows]
     assert len({(t.steps, t.batch_size * t.segment_length) for t in training}) == 1

@@ -80,8 +80,8 @@ def test_configs_that_cannot_work(refused: Callable[..., str]) -> None:
 def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
     """Each with what to do about it."""
     message = refused(ConfigError, "Attention.kind = 'improved_clustered'")
-    assert "which a causal model must not" in message and "Model.clustered_layers" in message
-    clustered = "Model.memorizing_layers = ()", "Model.clustered_layers = (0,)"
+    assert "which a causal model must not" in message and "Clustered.layers" in message
+    clustered = "Memorizing.layers = ()", "Clustered.layers = (0,)"
     message = refused(ConfigError, *clustered, "Model.positions = 'rotary'")
     assert "take 't5', 'alibi' or 'none'" in message
     assert "clusters = 0 must be above 0" in refused(ConfigError, "Attention.clusters = 0")

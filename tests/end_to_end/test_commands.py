@@ -176,7 +176,7 @@ def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
 ) -> None:
     done = commands.train(
         tmp_path, "Optimizer.learning_rate = 1e30", "Checkpoint.every = 1", "Model.layers = 1",
-        "Model.recurrent_layers = ()", "Model.memorizing_layers = ()", "Model.dropout = 0.0",
+        "Recurrence.layers = ()", "Memorizing.layers = ()", "Model.dropout = 0.0",
         code=NonFiniteError.exit_code,
     )  # fmt: skip
     assert "NaN or infinity" in done.err or "is not finite" in done.err

@@ -17,7 +17,7 @@ def test_answers_are_counted_on_the_way_and_in_the_end(commands: Commands, tmp_p
     run, found = tmp_path / "run", tmp_path / "found.json"
     bindings = (
         f"Data.train = '{TASK}'", "Data.validation = ()", "Data.test = ()",
-        "Model.memorizing_layers = ()", "Training.steps = 12", "Training.plots = True",
+        "Memorizing.layers = ()", "Training.steps = 12", "Training.plots = True",
     )  # fmt: skip
     trained = commands.train(run, *bindings)
     assert "asks for what was told 40 bytes before" in trained.err, "a segment is 16"

@@ -25,7 +25,7 @@ from brt import command_line, sweep, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
-from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, config_json
+from brt.config_io import config_from_json, config_json, field_types, section_types
 from brt.sweeping import directory, points
 from brt.sweeping import settings as sweeps
 
@@ -97,19 +97,19 @@ def _fresh(trace: Trace) -> Iterator[None]:
 
 def is_text(name: str) -> bool:
     """Returns True if any text is a valid value of the setting."""
-    return FIELDS[name] in (str, tuple[str, ...])
+    return field_types()[name] in (str, tuple[str, ...])
 
 
 def path_of(name: str) -> str:
     """Returns how a setting declares its path: read, written, or "" if it is no path."""
     section, _, field = name.partition(".")
-    return settings(SECTION_TYPES[section])[field].path
+    return settings(section_types()[section])[field].path
 
 
 def with_text(config: Config, name: str, text: str) -> Config:
     """The config with a text in a setting of one or of several."""
     section, _, field = name.partition(".")
-    value = text if FIELDS[name] is str else (text,)
+    value = text if field_types()[name] is str else (text,)
     attribute = SECTIONS[section]
     changed = dataclasses.replace(getattr(config, attribute), **{field: value})
     return dataclasses.replace(config, **{attribute: changed})
@@ -117,7 +117,11 @@ def with_text(config: Config, name: str, text: str) -> Config:
 
 def trapped(config: Config, trap: Path) -> Config:
     """The config with every path naming one of its own in `trap`, and trackers asked for."""
-    for name in (*filter(path_of, FIELDS), "Logging.wandb_project", "Logging.mlflow_experiment"):
+    for name in (
+        *filter(path_of, field_types()),
+        "Logging.wandb_project",
+        "Logging.mlflow_experiment",
+    ):
         config = with_text(config, name, str(trap / name))
     return config
 
@@ -133,7 +137,7 @@ def snapshot(place: Path) -> dict[str, bytes | None]:
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and directories for settings to name."""
     found = tmp_path_factory.mktemp("trap")
-    for name in filter(path_of, FIELDS):
+    for name in filter(path_of, field_types()):
         if path_of(name) == "written":
             (found / name / "programs").mkdir(parents=True)
             (found / name / "xla").mkdir()
@@ -146,7 +150,7 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a short run that every command takes."""
     run = tmp_path_factory.mktemp("plain") / "run"
-    commands.train(run, "Model.memorizing_layers = ()", "Training.steps = 2")
+    commands.train(run, "Memorizing.layers = ()", "Training.steps = 2")
     return run
 
 
@@ -172,15 +176,15 @@ def test_every_setting_of_a_path_says_so() -> None:
         Training.task Logging.wandb_project Logging.mlflow_experiment
         Data.text_field Pairs.source_field Pairs.target_field Pairs.id_field Pairs.prefix
         Sentences.first_field Sentences.second_field Sentences.label_field Sentences.id_field
-        Sentences.header Sentences.labels Model.layer_kinds
+        Sentences.header Sentences.labels
     """.split()
-    silent = {name for name in filter(is_text, FIELDS) if not path_of(name)}
+    silent = {name for name in filter(is_text, field_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
 
 
 def test_the_trap_is_in_every_path_of_a_config(foreign: Path, trap: Path) -> None:
     saved = json.loads((foreign / "config.json").read_text())
-    for name in filter(path_of, FIELDS):
+    for name in filter(path_of, field_types()):
         section, _, field = name.partition(".")
         assert str(trap / name) in str(saved[section][field]), name
 

@@ -223,7 +223,7 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
 
 _GIN = """
 Model.layers = 1
-Model.recurrent_layers = ()
+Recurrence.layers = ()
 Model.model_dim = 8
 Model.heads = 1
 Model.head_dim = 8

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config, Decoding, Model, Sampling, Training
 from brt.errors import DataError
 from brt.generation import session as sessions
 from brt.generation.session import CHUNK, Session
+from brt.layers.sections import Recurrence
 from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
@@ -25,42 +27,60 @@ pytestmark = pytest.mark.slow_cases(
 TOLERANCE = 1e-4  # of logits and states of magnitude 1, float32
 WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
 WINDOWED = Model(
-    layers=2, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, states=6,
-    vocab_size=VOCABULARY, dtype="float32",
-)  # fmt: skip
+    layers=2,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=WINDOW,
+    vocab_size=VOCABULARY,
+    dtype="float32",
+    kinds=(Recurrence(states=6),),
+)
 MODELS = {
     "window": WINDOWED,
-    "recurrent": dataclasses.replace(WINDOWED, recurrent_layers=(0,)),
-    "feedback, rotary": dataclasses.replace(
-        WINDOWED, recurrent_layers=(1,), feedback=True, positions="rotary"
+    "recurrent": with_settings(WINDOWED, {"Recurrence.layers": (0,)}),
+    "feedback, rotary": with_settings(
+        WINDOWED, {"Recurrence.layers": (1,), "feedback": True, "positions": "rotary"}
     ),
     "alibi": dataclasses.replace(WINDOWED, layers=1, positions="alibi"),
-    "no cache, no positions": dataclasses.replace(
-        WINDOWED, layers=1, recurrent_layers=(0,), cache=False, positions="none"
+    "no cache, no positions": with_settings(
+        WINDOWED, {"layers": 1, "Recurrence.layers": (0,), "cache": False, "positions": "none"}
     ),
-    "memorizing": dataclasses.replace(
-        WINDOWED, memorizing_layers=(1,), memory_size=10, memory_neighbors=3
+    "memorizing": with_settings(
+        WINDOWED, {"Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3}
     ),
-    "clustered": dataclasses.replace(
-        WINDOWED, clustered_layers=(1,), clusters=3, cluster_top_k=2, positions="alibi"
-    ),
-    "compressive": dataclasses.replace(
-        WINDOWED, compressive_layers=(0,), compressed_memory=5, compression_rate=2
-    ),
-    "summary": dataclasses.replace(
+    "clustered": with_settings(
         WINDOWED,
-        summary_layers=(0,),
-        long_summary_layers=(1,),
-        summaries=2,
-        short_memory=3,
-        long_memory=4,
-        long_increment=2,
+        {
+            "Clustered.layers": (1,),
+            "Clustered.clusters": 3,
+            "Clustered.top_k": 2,
+            "positions": "alibi",
+        },
     ),
-    "dense memory": dataclasses.replace(WINDOWED, dense_memory_layers=(1,), memory_size=10),
-    "routing": dataclasses.replace(
-        WINDOWED, routing_layers=(1,), routing_heads=1, routing_clusters=3, routing_keep=4
+    "compressive": with_settings(
+        WINDOWED, {"Compressive.layers": (0,), "Compressive.slots": 5, "Compressive.rate": 2}
     ),
-    "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
+    "summary": with_settings(
+        WINDOWED,
+        {
+            "Summaries.layers": (0,),
+            "Summaries.long_layers": (1,),
+            "Summaries.summaries": 2,
+            "Summaries.short_memory": 3,
+            "Summaries.long_memory": 4,
+            "Summaries.long_increment": 2,
+        },
+    ),
+    "dense memory": with_settings(WINDOWED, {"DenseMemory.layers": (1,), "DenseMemory.size": 10}),
+    "routing": with_settings(
+        WINDOWED,
+        {"Routing.layers": (1,), "Routing.heads": 1, "Routing.clusters": 3, "Routing.keep": 4},
+    ),
+    "bfloat16": with_settings(
+        WINDOWED, {"layers": 1, "Recurrence.layers": (0,), "dtype": "bfloat16"}
+    ),
 }
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
 IDENTITY = {"model": "a", "step": 3}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt import tasks
 from brt.config import Attention, Config, Mesh, Model
@@ -14,15 +15,21 @@ from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_state
 from brt.layers.kinds import KINDS, replace_parts
-from brt.layers.state import cut_gradient
+from brt.layers.sections import Clustered
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
-    layers=1, clustered_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32,
-    window=WINDOW, clusters=3, cluster_top_k=2, vocab_size=8,
-)  # fmt: skip
+    layers=1,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=WINDOW,
+    vocab_size=8,
+    kinds=(Clustered(layers=(0,), clusters=3, top_k=2),),
+)
 NOWHERE = np.zeros((LANES, BLOCKS), bool)
 
 
@@ -56,8 +63,14 @@ def read(
 @pytest.mark.parametrize("normalize_qk", [True, False])
 def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     """In length, and with the variance of queries that are spread evenly around them."""
-    model = dataclasses.replace(
-        MODEL, normalize_qk=normalize_qk, clusters=512, scale_init=3.0, head_dim=32
+    model = with_settings(
+        MODEL,
+        {
+            "normalize_qk": normalize_qk,
+            "Clustered.clusters": 512,
+            "scale_init": 3.0,
+            "head_dim": 32,
+        },
     )
 
     def begin(layer: ClusteredLayer, x: jax.Array) -> tuple:
@@ -77,10 +90,16 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     random_params: Callable, positions: str
 ) -> None:
     """The T5 bias treats all keys beyond the window like the farthest key in it."""
-    wide = dataclasses.replace(
-        MODEL, positions=positions, window=TOKENS, cluster_top_k=TOKENS,
-        relative_buckets=4, relative_max_distance=WINDOW - 1,
-    )  # fmt: skip
+    wide = with_settings(
+        MODEL,
+        {
+            "positions": positions,
+            "window": TOKENS,
+            "Clustered.top_k": TOKENS,
+            "relative_buckets": 4,
+            "relative_max_distance": WINDOW - 1,
+        },
+    )
     params = jax.tree.map(lambda x: x[0], random_params(wide)["stack"]["clustered_0"])
     if positions == "alibi":
         params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)  # reached next to the token
@@ -98,7 +117,7 @@ def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state
     @jax.jit
     def gradients(params: Any, state: ClusteredState) -> tuple:
         def loss(params: Any, state: ClusteredState) -> jax.Array:
-            state = cut_gradient(state)
+            state = jax.lax.stop_gradient(state)
             return jnp.sum(read(params, inputs(), state)[0] ** 2)
 
         return jax.grad(loss, argnums=(0, 1), allow_int=True)(params, state)
@@ -110,7 +129,7 @@ def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state
 
 
 def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
-    model = dataclasses.replace(MODEL, cluster_jensen=False)
+    model = with_settings(MODEL, {"Clustered.jensen": False})
     without = {name: leaf for name, leaf in params.items() if name != "deviations"}
     y, _ = read(without, inputs(), new_state(), model)
     zero, _ = read({**params, "deviations": 0 * params["deviations"]}, inputs(), new_state())
@@ -163,23 +182,23 @@ def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "rotary"}, "'rotary' turns apart the queries .* take 't5', 'alibi' or 'n"),
+        ({"positions": "rotary"}, "'rotary' rotates the queries .* use 't5', 'alibi' or 'n"),
         ({"cache": False}, "which needs Model.cache = True"),
-        ({"clusters": 0}, "Model.clusters = 0 must be above 0"),
-        ({"cluster_top_k": 0}, "Model.cluster_top_k = 0 must be above 0"),
-        ({"clustered_layers": (1,)}, r"names layer 1, but Model.layers = 1 has layers 0 to 0"),
+        ({"Clustered.clusters": 0}, "Clustered.clusters = 0 must be above 0"),
+        ({"Clustered.top_k": 0}, "Clustered.top_k = 0 must be above 0"),
+        ({"Clustered.layers": (1,)}, r"names layer 1, but Model.layers = 1 has layers 0 to 0"),
         (
-            {"memorizing_layers": (-1,)},
-            r"Model.clustered_layers = \(0,\) and Model.memorizing_layers = \(-1,\) both name",
+            {"Memorizing.layers": (-1,)},
+            r"Memorizing.layers = \(-1,\) and Clustered.layers both name",
         ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(MODEL, **changes)
+        with_settings(MODEL, changes)
 
 
 def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:
-    message = "'improved_clustered' looks at the whole .* name layers in Model.clustered_layers"
+    message = "'improved_clustered' attends to a whole .* name layers in Clustered.layers"
     with pytest.raises(ConfigError, match=message):
         tasks.check(Config(attention=Attention(kind="improved_clustered")))

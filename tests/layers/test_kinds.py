@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from model_settings import with_settings
 
 from brt import command_line
 from brt.config import Config, Kernels, Model, Sampling, Training
+from brt.config import kinds as sections
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.layers import kinds
@@ -30,17 +34,26 @@ TOKENS = WINDOW * BLOCKS
 START = jnp.zeros((LANES, BLOCKS), bool)
 GIN = """
 Model.layers = 3
-Model.layer_kinds = ('toy', 'toy', 'window')
+Toy.layers = (0, 1)
 Model.model_dim = 8
 Model.heads = 2
 Model.head_dim = 4
 Model.mlp_dim = 8
 Model.window = 4
-Model.states = 3
 Model.vocab_size = 16
 Model.dtype = 'float32'
 Training.segment_length = 16
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySection(KindSection):
+    kind: ClassVar[str] = "toy"
+
+    layers: tuple[int, ...] = adaptable(())
+
+
+ToySection.__name__ = "Toy"  # the name in .gin files
 
 
 class ToyState(NamedTuple):
@@ -91,6 +104,7 @@ TOY = LayerKind(
     ToyState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 3 * model.model_dim,
+    section=ToySection,
     new_model_state=lambda model: jnp.zeros(()),
 )
 
@@ -98,7 +112,9 @@ TOY = LayerKind(
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kinds.KINDS, "toy", TOY)
+        patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+        patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
+        kinds.register_kind("toy", TOY)
         yield
 
 
@@ -142,31 +158,25 @@ def assert_close(actual: Any, expected: Any) -> None:
 def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> None:
     assert runs(model) == [("toy_0", "toy", 2), ("window_2", "window", 1)]
     assert parts(model) == {"state", "cache"}
-    plain = dataclasses.replace(model, layer_kinds=())
+    plain = model.without(ToySection)
     assert forward_flops_per_token(model) - forward_flops_per_token(plain) == 2 * 3 * 8
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"Toy.layers": (3,)}, r"Toy.layers = \(3,\) names layer 3, but Model.layers = 3 has"),
+        ({"Toy.layers": (0, -3)}, r"Toy.layers = \(0, -3\) names a layer twice"),
         (
-            {"layer_kinds": ("toy", "tony", "window")},
-            "^Model.layer_kinds names 'tony', but the kinds of layers are 'window', 'recurrent', "
-            "'memorizing', 'dense_memory', 'clustered', 'compressive', 'routing', 'summary', "
-            "'long_summary', 'toy'$",
+            {"Recurrence.layers": (1,)},
+            r"Toy.layers = \(0, 1\) and Recurrence.layers both name layer 1",
         ),
-        ({"layer_kinds": ("toy",)}, "must name the kinds of all Model.layers = 3 layers"),
-        (
-            {"layer_kinds": ("toy", "window", "recurrent")},
-            "names 'recurrent'; place it by Model.recurrent_layers",
-        ),
-        ({"recurrent_layers": (1,)}, r"Model.layer_kinds = \('toy', 'toy', 'window'\) both name"),
         ({"feedback": True}, "needs a layer that recurs; none of"),
     ],
 )
 def test_places_that_make_no_sense_are_refused(model: Model, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        runs(dataclasses.replace(model, **changes))
+        runs(with_settings(model, changes))
 
 
 def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
@@ -207,7 +217,7 @@ def test_what_it_says_besides_is_the_same_however_layers_run(
     model: Model, params: Any, changes: dict
 ) -> None:
     expected = read(model, params, tokens())
-    assert_close(read(dataclasses.replace(model, **changes), params, tokens()), expected)
+    assert_close(read(with_settings(model, changes), params, tokens()), expected)
     x = params["embedding"][tokens()]
     size, loud, toy = 0.0, 0.0, params["stack"]["toy_0"]["weight"]
     for i in range(2):
@@ -223,7 +233,7 @@ def test_what_it_says_besides_is_the_same_however_layers_run(
 def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
     model: Model, random_params: Any
 ) -> None:
-    model = dataclasses.replace(model, layer_kinds=("toy", "toy", "window"), recurrent_layers=(2,))
+    model = with_settings(model, {"Recurrence.layers": (2,)})
     model = dataclasses.replace(model, feedback=True)
     params, learnt, state = random_params(model), new_model_state(model), new_state(model, LANES)
     whole = read(model, params, tokens())

@@ -1,4 +1,3 @@
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config, Model, Training
 from brt.errors import ConfigError
 from brt.layers.recurrent import RecurrentLayer, new_recurrent_state
+from brt.layers.sections import Recurrence
 from brt.training.state import initial_params
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -20,7 +21,9 @@ LANES, WINDOW, BLOCKS = 2, 4, 3
 CASES = {
     "fixed-skip": Model(positions="none", cache=False),
     "lstm-dual": Model(positions="alibi").parity(),
-    "gru-single": Model(normalize_qk=False, gate_tanh="paper", attend_to_self=False),
+    "gru-single": Model(
+        normalize_qk=False, attend_to_self=False, kinds=(Recurrence(gate_tanh="paper"),)
+    ),
     "fixed-dual": Model(positions="rotary", cache=False, attend_to_self=False),
     "lstm-skip": Model(positions="rotary").parity(),
 }
@@ -30,11 +33,24 @@ CASES = {
 def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
     """(output, state) of a segment and of its tokens one by one, and the segment's gradients."""
     gate, layout = request.param.split("-")
-    model = dataclasses.replace(
-        CASES[request.param], gate=gate, gate_layout=layout, layers=1, recurrent_layers=(0,),
-        states=6, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=8,
-        relative_buckets=4, relative_max_distance=16,
-    )  # fmt: skip
+    model = with_settings(
+        CASES[request.param],
+        {
+            "Recurrence.gate": gate,
+            "Recurrence.gate_layout": layout,
+            "layers": 1,
+            "Recurrence.layers": (0,),
+            "Recurrence.states": 6,
+            "model_dim": 16,
+            "heads": 2,
+            "head_dim": 8,
+            "mlp_dim": 32,
+            "window": WINDOW,
+            "vocab_size": 8,
+            "relative_buckets": 4,
+            "relative_max_distance": 16,
+        },
+    )
     layer = RecurrentLayer(model)
     params = jax.tree.map(lambda x: x[0], random_params(model)["stack"]["recurrent_0"])
     state = new_recurrent_state(model, LANES, jnp.dtype("float32"))
@@ -87,9 +103,15 @@ def test_every_parameter_gets_a_gradient(both_ways: tuple) -> None:
 def _initial(**gate: Any) -> dict[str, np.ndarray]:
     """Parameters of a recurrent layer with that gate, by name."""
     model = Model(
-        layers=1, recurrent_layers=(0,), states=4, model_dim=64, heads=2, head_dim=8, mlp_dim=32,
-        window=WINDOW, vocab_size=8, **gate,
-    )  # fmt: skip
+        layers=1,
+        model_dim=64,
+        heads=2,
+        head_dim=8,
+        mlp_dim=32,
+        window=WINDOW,
+        vocab_size=8,
+        kinds=(Recurrence(layers=(0,), states=4, **gate),),
+    )
     config = Config(model=model, training=Training(segment_length=WINDOW))
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
     found = jax.tree_util.tree_leaves_with_path(params)
@@ -119,14 +141,20 @@ def test_identities_begin_as_far_apart_as_is_asked_for(deviation: float) -> None
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"id_init": 0.0}, "Model.id_init = 0.0 must be above 0"),
-        ({"gate_horizon": 0.5}, "Model.gate_horizon = 0.5 must be above 1 block, or 0"),
-        ({"gate_horizon": 8.0, "gate_bias": 1.0}, "in place of Model.gate_bias = 1.0; set one"),
+        ({"Recurrence.id_init": 0.0}, "Recurrence.id_init = 0.0 must be above 0"),
+        (
+            {"Recurrence.gate_horizon": 0.5},
+            "Recurrence.gate_horizon = 0.5 must be above 1 block, or 0",
+        ),
+        (
+            {"Recurrence.gate_horizon": 8.0, "Recurrence.gate_bias": 1.0},
+            "replaces Recurrence.gate_bias = 1.0; set one",
+        ),
     ],
 )
 def test_a_gate_begins_in_one_way(settings: dict[str, float], reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        Model(**settings)
+        with_settings(Model(), settings)
 
 
 @pytest.mark.slow_cases("lstm")

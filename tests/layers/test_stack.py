@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.layers.basic import dropout_rngs
 from brt.layers.recurrent import RecurrentLayer
+from brt.layers.sections import Recurrence
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
 from brt.layers.window import WindowLayer
 from brt.ops import dispatch
@@ -20,19 +22,27 @@ from brt.ops.recurrent_attention import CellWeights, state_kv
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, BLOCKS = 2, 3
 MODEL = Model(
-    layers=3, recurrent_layers=(1, 2), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
-    states=6, vocab_size=8, relative_buckets=4, relative_max_distance=16,
-)  # fmt: skip
+    layers=3,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=4,
+    vocab_size=8,
+    relative_buckets=4,
+    relative_max_distance=16,
+    kinds=(Recurrence(layers=(1, 2), states=6),),
+)
 
 
 def test_equal_neighbours_make_a_run() -> None:
-    model = dataclasses.replace(MODEL, layers=6, recurrent_layers=(-3, 2))
+    model = with_settings(MODEL, {"layers": 6, "Recurrence.layers": (-3, 2)})
     assert runs(model) == [
         ("window_0", "window", 2),
         ("recurrent_2", "recurrent", 2),
         ("window_4", "window", 2),
     ]
-    assert runs(dataclasses.replace(MODEL, recurrent_layers=())) == [("window_0", "window", 3)]
+    assert runs(with_settings(MODEL, {"Recurrence.layers": ()})) == [("window_0", "window", 3)]
 
 
 def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
@@ -71,17 +81,17 @@ def assert_close(actual: Any, expected: Any) -> None:
     ids=str,
 )
 def test_unrolling_and_recomputing_change_nothing(random_params: Callable, changes: dict) -> None:
-    scanned = dataclasses.replace(MODEL, layers=2, recurrent_layers=(0, 1))
+    scanned = with_settings(MODEL, {"layers": 2, "Recurrence.layers": (0, 1)})
     params = random_params(scanned)["stack"]
     expected = results(scanned, params)
-    assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
+    assert_close(results(with_settings(scanned, changes), params), expected)
 
 
 def test_layers_that_learn_one_after_the_other_learn_the_same(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On accelerators a layer's weight gradients are computed before those of the layer below."""
-    model = dataclasses.replace(MODEL, layers=3, recurrent_layers=(1,))
+    model = with_settings(MODEL, {"layers": 3, "Recurrence.layers": (1,)})
     params = random_params(model)["stack"]
     expected = results(model, params)
     monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
@@ -119,7 +129,7 @@ def test_layers_are_read_without_a_loop_where_memory_is_not_short(
     random_params: Callable, backend: str, changes: dict, mesh: Mesh, at_once: int
 ) -> None:
     changes = {"layers": 5} | changes
-    model = dataclasses.replace(MODEL, recurrent_layers=(), dtype="float32", **changes)
+    model = with_settings(MODEL, {"Recurrence.layers": (), "dtype": "float32", **changes})
     params = random_params(model)["stack"]
     with dispatch.use_backend(backend), jax.set_mesh(build(mesh, {})):
         found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
@@ -134,7 +144,7 @@ def test_blocks_are_read_without_a_loop_where_states_are_large(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch, backend: str, large: int, loops: bool
 ) -> None:
     monkeypatch.setattr("brt.layers.recurrent._LARGE_STATES", large)
-    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), dtype="float32")
+    model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": (0,), "dtype": "float32"})
     params = random_params(model)["stack"]
     with dispatch.use_backend(backend):
         found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
@@ -147,7 +157,7 @@ def products(model: Model, params: Any) -> int:
 
 
 def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
-    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=())
+    model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": ()})
     params = random_params(model)["stack"]
     plain = products(model, params)
     again = {
@@ -205,7 +215,7 @@ def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks hand on keys as they are then, and the segment the normalised ones."""
-    model = dataclasses.replace(MODEL, feedback=True, layers=2, recurrent_layers=(1,))
+    model = with_settings(MODEL, {"feedback": True, "layers": 2, "Recurrence.layers": (1,)})
     params = random_params(model)["stack"]
     expected = results(model, params)
     for module in ("attention", "stack"):
@@ -214,10 +224,14 @@ def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
 
 
 FED_BACK = {
-    "skip": {"layers": 4, "recurrent_layers": (2,)},
-    "dual, of the last": {"gate": "lstm", "gate_layout": "dual", "remat": True},
-    "single": {"gate": "gru", "gate_layout": "single", "normalize_qk": False},
-    "memorizing": {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2},
+    "skip": {"layers": 4, "Recurrence.layers": (2,)},
+    "dual, of the last": {
+        "Recurrence.gate": "lstm",
+        "Recurrence.gate_layout": "dual",
+        "remat": True,
+    },
+    "single": {"Recurrence.gate": "gru", "Recurrence.gate_layout": "single", "normalize_qk": False},
+    "memorizing": {"Memorizing.layers": (0,), "Memorizing.size": 16, "Memorizing.neighbors": 2},
 }
 
 
@@ -271,7 +285,9 @@ def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     """All blocks share the dropout mask of attention weights, with and without feedback."""
     if only_attention:
         monkeypatch.setattr("brt.layers.attention.dropout", lambda module, x, rate: x)
-    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), feedback=True, dropout=0.5)
+    model = with_settings(
+        MODEL, {"layers": 1, "Recurrence.layers": (0,), "feedback": True, "dropout": 0.5}
+    )
     params = random_params(model)["stack"]
     state = new_stack_state(model, LANES, jnp.dtype("float32"))
     x, start = jnp.ones((LANES, BLOCKS * model.window, 16)), jnp.ones((LANES, BLOCKS), bool)

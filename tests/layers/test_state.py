@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +6,10 @@ import pytest
 from brt.config import Model
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.recurrent import RecurrentState
+from brt.layers.sections import Recurrence
 from brt.layers.stack import parts
-from brt.layers.state import WindowState, cut_gradient, zero_where_invalid
+from brt.layers.state import WindowState, zero_where_invalid
+from brt.memories import DenseMemory, Memorizing, Routing
 from brt.models.decoder import forget, new_state
 
 
@@ -28,20 +28,12 @@ def test_zero_where_invalid_is_by_lane() -> None:
     assert not np.any(after.keys[1]) and not np.any(after.values[1])
 
 
-def test_cut_gradient_lets_none_through() -> None:
-    def total(vectors: jax.Array, cut: bool) -> jax.Array:
-        state = recurrent()._replace(vectors=vectors)
-        return jnp.sum((cut_gradient(state) if cut else state).vectors)
-
-    gradient = jax.grad(total)
-    assert np.all(gradient(jnp.ones((2, 3, 4)), False) == 1)
-    assert not np.any(gradient(jnp.ones((2, 3, 4)), True))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name: str) -> None:
-    sizes = {"window": 3, "states": 3, "memory_size": 128, "routing_heads": 1}
-    model = Model(model_dim=4, heads=2, head_dim=4, **sizes)
+    kinds = (
+        Recurrence(states=3), Memorizing(size=128), DenseMemory(size=128), Routing(heads=1),
+    )  # fmt: skip
+    model = Model(model_dim=4, heads=2, head_dim=4, window=3, kinds=kinds)
     kind = KINDS[name]
     state = kind.new_state(model, 2, jnp.dtype("float32"))
     donor = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, state)
@@ -53,17 +45,22 @@ def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name:
     assert sum(map(len, changed)) == len(jax.tree.leaves(state)), "no array has two names"
 
 
-def test_kinds_name_settings_that_exist_and_that_no_other_kind_reads() -> None:
-    named = [setting for kind in KINDS.values() for setting in kind.settings]
-    assert set(named) <= {field.name for field in dataclasses.fields(Model)}
-    assert len(set(named)) == len(named)
+def test_every_kind_but_the_window_has_a_section_that_places_it() -> None:
+    for name, kind in KINDS.items():
+        assert (kind.section is None) == (name == "window")
+        assert kind.section is None or name in kind.section().places()
 
 
 def test_what_is_forgotten_is_as_if_nothing_had_been_read() -> None:
     model = Model(
-        layers=2, recurrent_layers=(1,), model_dim=4, heads=1, head_dim=4, window=3, states=3,
+        layers=2,
+        model_dim=4,
+        heads=1,
+        head_dim=4,
+        window=3,
         dtype="float32",
-    )  # fmt: skip
+        kinds=(Recurrence(layers=(1,), states=3),),
+    )
     new = new_state(model, 2)
     read = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, new)
     assert parts(model) == {"cache", "state"}

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Model
+from brt.layers.sections import Recurrence
 from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder, forget
@@ -29,45 +30,57 @@ TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 WINDOW, LANES, BLOCKS, VOCABULARY = 4, 2, 4, 32
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
-    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, states=6,
-    vocab_size=VOCABULARY, relative_buckets=4, relative_max_distance=16, dtype="float32",
-)  # fmt: skip
+    layers=3,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=WINDOW,
+    vocab_size=VOCABULARY,
+    relative_buckets=4,
+    relative_max_distance=16,
+    dtype="float32",
+    kinds=(Recurrence(states=6),),
+)
 MODELS = {
     "window": {},
-    "upper": {"recurrent_layers": (1, 2)},
-    "edges": {"recurrent_layers": (0, 2)},
-    "feedback": {"recurrent_layers": (1,), "feedback": True},
+    "upper": {"Recurrence.layers": (1, 2)},
+    "edges": {"Recurrence.layers": (0, 2)},
+    "feedback": {"Recurrence.layers": (1,), "feedback": True},
     "feedback of the last": {
-        "recurrent_layers": (0, 2), "feedback": True, "gate": "lstm", "gate_layout": "single",
+        "Recurrence.layers": (0, 2), "feedback": True, "Recurrence.gate": "lstm",
+        "Recurrence.gate_layout": "single",
     },
     "rotary": {"positions": "rotary"},
     "alibi": {"positions": "alibi"},
     "no positions": {"positions": "none"},
     "no cache": {"cache": False},
-    "no cache, recurrent": {"cache": False, "recurrent_layers": (1,), "positions": "rotary"},
-    "memorizing": {"memorizing_layers": (1,), "memory_size": 10, "memory_neighbors": 3},
+    "no cache, recurrent": {"cache": False, "Recurrence.layers": (1,), "positions": "rotary"},
+    "memorizing": {"Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3},
     "clustered, recurrent": {
-        "layers": 2, "clustered_layers": (0,), "clusters": 3, "cluster_top_k": 2,
-        "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
+        "layers": 2, "Clustered.layers": (0,), "Clustered.clusters": 3, "Clustered.top_k": 2,
+        "positions": "alibi", "Recurrence.layers": (1,), "feedback": True,
     },
     "compressive": {
-        "compressive_layers": (0, 2), "compressed_memory": 4, "compression_rate": 2,
+        "Compressive.layers": (0, 2), "Compressive.slots": 4, "Compressive.rate": 2,
     },
     "compressive, recurrent": {
-        "layers": 2, "compressive_layers": (0,), "compressed_memory": 3, "compression_rate": 4,
-        "compression": "max", "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
+        "layers": 2, "Compressive.layers": (0,), "Compressive.slots": 3, "Compressive.rate": 4,
+        "Compressive.compressor": "max", "positions": "alibi", "Recurrence.layers": (1,),
+        "feedback": True,
     },
     "summary": {
-        "summary_layers": (0,), "long_summary_layers": (2,), "summaries": 2, "short_memory": 3,
-        "long_memory": 4, "long_increment": 2,
+        "Summaries.layers": (0,), "Summaries.long_layers": (2,), "Summaries.summaries": 2,
+        "Summaries.short_memory": 3,
+        "Summaries.long_memory": 4, "Summaries.long_increment": 2,
     },
-    "dense memory": {"dense_memory_layers": (1,), "memory_size": 10},
+    "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 10},
     "routing": {
-        "routing_layers": (0, 2), "routing_heads": 1, "routing_clusters": 3, "routing_keep": 5,
+        "Routing.layers": (0, 2), "Routing.heads": 1, "Routing.clusters": 3, "Routing.keep": 5,
     },
     "memorizing, recurrent": {
-        "layers": 2, "memorizing_layers": (0,), "memory_size": 12, "memory_neighbors": 3,
-        "memory_search": "bucketed", "recurrent_layers": (1,), "feedback": True,
+        "layers": 2, "Memorizing.layers": (0,), "Memorizing.size": 12, "Memorizing.neighbors": 3,
+        "Memorizing.search": "bucketed", "Recurrence.layers": (1,), "feedback": True,
     },
 }  # fmt: skip
 
@@ -84,7 +97,7 @@ class Compiled(NamedTuple):
 def compiled(random_params: Callable) -> Callable[[str], Compiled]:
     @functools.cache
     def build(name: str) -> Compiled:
-        model = dataclasses.replace(MODEL, **MODELS[name])
+        model = with_settings(MODEL, MODELS[name])
         params = random_params(model)
         learnt = new_model_state(model)
         read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args, learnt)[:2])
@@ -174,9 +187,8 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
         near &= place[:, None] // WINDOW == place[None, :] // WINDOW
     # The past of earlier blocks, too: all through recurrent states and summaries, some through a
     # memory.
-    everywhere = model.recurrent_layers or model.memorizing_layers or model.summary_layers
-    some = model.memorizing_layers or model.compressive_layers or model.routing_layers
-    some = some or model.dense_memory_layers
+    everywhere = {"recurrent", "memorizing", "summary"} & set(model.layer_types)
+    some = {"memorizing", "compressive", "routing", "dense_memory"} & set(model.layer_types)
     most = distance >= 0 if everywhere or some else near
     least = near if some else most
     assert (least <= differs[0]).all() and (differs[0] <= most).all()

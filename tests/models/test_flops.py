@@ -1,12 +1,13 @@
 import dataclasses
 
 import pytest
+from model_settings import with_settings
 
 from brt.config import Model
 from brt.models.flops import forward_flops_per_token
 
 PAPER = Model(vocab_size=32000)
-REC = dataclasses.replace(PAPER, recurrent_layers=(-3,))
+REC = with_settings(PAPER, {"Recurrence.layers": (-3,)})
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ REC = dataclasses.replace(PAPER, recurrent_layers=(-3,))
         (dataclasses.replace(PAPER, window=2048), 468.2),
         (dataclasses.replace(PAPER, layers=13), 420.0),
         (REC, 417.9),
-        (dataclasses.replace(REC, gate_layout="dual"), 434.6),
+        (with_settings(REC, {"Recurrence.gate_layout": "dual"}), 434.6),
         (dataclasses.replace(REC, feedback=True), 487.1),
     ],
 )
@@ -27,14 +28,18 @@ def test_the_papers_models(model: Model, millions: float) -> None:
 
 def test_gates_memories_and_centroids_cost() -> None:
     def of(**changes: object) -> int:
-        return forward_flops_per_token(dataclasses.replace(PAPER, **changes))
+        return forward_flops_per_token(with_settings(PAPER, changes))
 
-    recurrent = {"recurrent_layers": (-3,)}
-    fixed, gru, lstm = (of(**recurrent, gate=gate) for gate in ("fixed", "gru", "lstm"))
+    recurrent = {"Recurrence.layers": (-3,)}
+    fixed, gru, lstm = (
+        of(**recurrent, **{"Recurrence.gate": gate}) for gate in ("fixed", "gru", "lstm")
+    )
     assert lstm - gru == gru - fixed == 2 * 2 * 1024 * 1024  # a kernel [2A, D], one state a token
-    found = of(memorizing_layers=(-4,)) - of()
+    found = of(**{"Memorizing.layers": (-4,)}) - of()
     assert found == 2 * 1024 * 32768 + 4 * 1024 * 128
-    clustered = of(clustered_layers=(-4,), clusters=64, cluster_top_k=16) - of()
+    clustered = (
+        of(**{"Clustered.layers": (-4,), "Clustered.clusters": 64, "Clustered.top_k": 16}) - of()
+    )
     reading = 2 * 1024 * 64 + 4 * 1024 * (256 + 16)  # its centroid, what left the window, and 16
     taking_in = 4 * 1024 * 64  # of every key by every centroid, and once a block of the 16
     assert clustered == reading + taking_in + taking_in * 16 // 512

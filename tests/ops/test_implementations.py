@@ -1,6 +1,5 @@
 """Every implementation of every op against its reference: outputs and all gradients, float32."""
 
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -12,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import brt.memories
 import brt.ops
-from brt.config import Attention, CrossAttention, Kernels
+from brt.config import Attention, CrossAttention
+from brt.config.kernels import OPERATIONS
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
+from brt.memories.memorizing.memory_attention import memory_attention
+from brt.memories.routing.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops import (
     attention_baselines,
     clustered_attention,
@@ -31,11 +34,9 @@ from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.encoder_attention import SideKeys
 from brt.ops.gates import GateWeights
-from brt.ops.memory_attention import memory_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
-from brt.ops.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.weight_gradient import weight_gradient
@@ -403,9 +404,13 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
 
 
 def all_ops() -> dict[str, Op]:
-    """Every op that a module of brt.ops declares."""
+    """Every op that a module of brt.ops or brt.memories declares."""
     found = {}
-    for module in pkgutil.walk_packages(brt.ops.__path__, "brt.ops."):
+    modules = (
+        *pkgutil.walk_packages(brt.ops.__path__, "brt.ops."),
+        *pkgutil.walk_packages(brt.memories.__path__, "brt.memories."),
+    )
+    for module in modules:
         for value in vars(importlib.import_module(module.name)).values():
             values = value.values() if isinstance(value, dict) else [value]
             found |= {op.name: op for op in values if isinstance(op, Op)}
@@ -477,4 +482,4 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 def test_a_gin_file_can_name_every_op() -> None:
     # Of cross-attention; of any module; of loops over blocks.
     inner = {"segmented_recurrent_attention", "dropout", "weight_gradient", "spread", "gathered"}
-    assert {field.name for field in dataclasses.fields(Kernels)} == set(OPS) - inner
+    assert set(OPERATIONS) == set(OPS) - inner

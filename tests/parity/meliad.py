@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from brt.config import Model
 from brt.errors import DataError
 from brt.layers.recurrent import RecurrentState
+from brt.layers.sections import Recurrence
 from brt.layers.stack import runs
 from brt.layers.state import LayerState, WindowState
 
@@ -86,7 +88,7 @@ def _by_head(part: str, name: str, value: np.ndarray, model: Model) -> np.ndarra
     heads = (model.heads, model.head_dim)
     if name in ("queries", "keys", "values", "cross_queries"):
         return value.reshape(len(value), *heads)
-    single = (part, name, model.gate_layout) == ("cell", "mlp_in", "single")
+    single = (part, name, model.of(Recurrence).gate_layout) == ("cell", "mlp_in", "single")
     if single or name == "output" or (name.startswith("output_gate") and "kernel" in name):
         return value.reshape(-1, *heads, value.shape[1])
     return value
@@ -150,7 +152,6 @@ def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
     model_dim, width = first["tbase/_kvq/keys_layer/kernel"].shape
     sizes = {
         "layers": len(parts),
-        "recurrent_layers": tuple(recurrent),
         "model_dim": model_dim,
         "heads": heads,
         "head_dim": width // heads,
@@ -166,9 +167,9 @@ def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
         "vocab_size": arrays["embed/embedding"].shape[0] if "embed/embedding" in arrays else 1,
         "dtype": "float32",
     }
-    if recurrent:
-        sizes |= _gates_of(parts[recurrent[0]])
-    return Model(**sizes).parity()
+    gates = _gates_of(parts[recurrent[0]]) if recurrent else {}
+    kinds = (Recurrence(layers=tuple(recurrent), **gates),) if recurrent else ()
+    return Model(**sizes, kinds=kinds).parity()
 
 
 def _any_of(arrays: Arrays, *names: str) -> np.ndarray:
@@ -186,7 +187,7 @@ def _positions_of(part: Arrays) -> str:
     raise DataError(f"meliad positions with {names} have no counterpart in brt")
 
 
-def _gates_of(part: Arrays) -> dict[str, object]:
+def _gates_of(part: Arrays) -> dict[str, Any]:
     cell = _subtree(part, "recurrent_tbase/")
     projects, has_mlp = "post_attn_mlp/output_layer/kernel" in cell, "ffn/hidden0/kernel" in cell
     layout = "skip" if not has_mlp else "dual" if projects else "single"

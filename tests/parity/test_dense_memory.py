@@ -5,7 +5,6 @@ order of keys means nothing. There a stack adds what the layer makes to what it 
 all, and a segment is the layer's block, however short windows are.
 """
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import with_settings
 from recordings import Golden, assert_close
 from test_melodi import layer_parameters, starts
 
 from brt.config import Model
-from brt.layers.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
 from brt.layers.state import new_window_state
 from brt.layers.window import WindowLayer
+from brt.memories import DenseMemory
+from brt.memories.dense_memory.layer import DenseMemoryLayer, DenseState, new_dense_state
 from brt.models import decoder
 from brt.ops.normalization import rms_norm
 
@@ -32,10 +33,17 @@ def model_of(golden: Golden) -> Model:
     """Whose block is the segment."""
     cfg = golden.meta["cfg"]
     return Model(
-        layers=1, dense_memory_layers=(0,), memory_size=cfg["memory"], model_dim=cfg["d"],
-        heads=cfg["heads"], head_dim=cfg["head_dim"], mlp_dim=cfg["mlp"], window=cfg["seq"],
-        mlp_bias=True, vocab_size=cfg["vocab"], dtype="float32",
-    ).parity()  # fmt: skip
+        layers=1,
+        model_dim=cfg["d"],
+        heads=cfg["heads"],
+        head_dim=cfg["head_dim"],
+        mlp_dim=cfg["mlp"],
+        window=cfg["seq"],
+        mlp_bias=True,
+        vocab_size=cfg["vocab"],
+        dtype="float32",
+        kinds=(DenseMemory(layers=(0,), size=cfg["memory"]),),
+    ).parity()
 
 
 def memory(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +72,7 @@ def test_layer(dense_layer_file: Path) -> None:
         return jnp.sum(ys * golden["ct"]), (ys, state)
 
     keys, values = map(jnp.asarray, memory(golden.under("state_in")))
-    state = DenseState(keys, values, jnp.full(len(keys), model.memory_size))
+    state = DenseState(keys, values, jnp.full(len(keys), model.of(DenseMemory).size))
     tokens = golden["xs"].shape[1]
     (value, (ys, state)), (grads, grad_xs) = value_and_grad(
         params, jnp.asarray(golden["xs"]), state, starts(golden["start"], tokens, model)
@@ -89,8 +97,8 @@ def test_stack(dense_stack_file: Path) -> None:
     golden = Golden(dense_stack_file)
     dense = model_of(golden)
     cfg = golden.meta["cfg"]
-    xl = dataclasses.replace(
-        dense, dense_memory_layers=(), memory_neighbors=1, window=cfg["window"]
+    xl = with_settings(
+        dense, {"DenseMemory.layers": (), "Memorizing.neighbors": 1, "window": cfg["window"]}
     )
     layers = {"transformer0": xl, "side_layer": dense, "transformer1": xl}
 

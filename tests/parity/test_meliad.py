@@ -58,7 +58,7 @@ def test_layer(layer_file: Path) -> None:
         pytest.skip(f"positions of kind {kind!r} are not among Model.positions")
     window = min(cfg["window"], cfg["seq"])
     model = meliad.model_of(golden.under("params"), window=window, rotary=kind == "rotary")
-    layer = (RecurrentLayer if model.recurrent_layers else WindowLayer)(model)
+    layer = (RecurrentLayer if model.kinds else WindowLayer)(model)
     params = jax.tree.map(jnp.asarray, meliad.layer_parameters(golden.under("params"), model))
     blocks = golden["xs"].shape[1] // window
 

@@ -14,7 +14,8 @@ from recordings import Golden, assert_close
 from brt.config import Model
 from brt.layers.kinds import KINDS
 from brt.layers.state import Stream
-from brt.layers.summary import LongSummaryState, SummaryState
+from brt.memories import Summaries
+from brt.memories.summary.layer import LongSummaryState, SummaryState
 from brt.models import decoder
 from brt.models.decoder import Decoder
 
@@ -49,14 +50,31 @@ def model_of(golden: Golden) -> Model:
     cfg = golden.meta["cfg"]
     long = tuple(cfg.get("long_layers", [0] if cfg.get("kind") == "long" else []))
     layers = cfg["layers"] if "long_layers" in cfg else 1
-    own = {} if not long else {"long_memory": cfg["long"], "long_increment": cfg["increment"]}
+    own = (
+        {}
+        if not long
+        else {"Summaries.long_memory": cfg["long"], "Summaries.long_increment": cfg["increment"]}
+    )
     return Model(
-        layers=layers, long_summary_layers=long,
-        summary_layers=tuple(i for i in range(layers) if i not in long),
-        model_dim=cfg["d"], heads=cfg["heads"], head_dim=cfg["head_dim"], mlp_dim=cfg["mlp"],
-        window=cfg["window"], summaries=cfg["summary"], short_memory=cfg["short"], mlp_bias=True,
-        vocab_size=cfg["vocab"], dtype="float32", **own,
-    ).parity()  # fmt: skip
+        layers=layers,
+        model_dim=cfg["d"],
+        heads=cfg["heads"],
+        head_dim=cfg["head_dim"],
+        mlp_dim=cfg["mlp"],
+        window=cfg["window"],
+        mlp_bias=True,
+        vocab_size=cfg["vocab"],
+        dtype="float32",
+        **own,
+        kinds=(
+            Summaries(
+                long_layers=long,
+                layers=tuple(i for i in range(layers) if i not in long),
+                summaries=cfg["summary"],
+                short_memory=cfg["short"],
+            ),
+        ),
+    ).parity()
 
 
 def layer_parameters(arrays: dict[str, np.ndarray], model: Model) -> dict[str, Any]:
@@ -105,7 +123,7 @@ def test_layer(melodi_layer_file: Path) -> None:
 
     def stream(segment: str) -> Stream:
         us = jnp.asarray(golden["us" + segment])
-        us = us.reshape(len(us), -1, model.summaries, model.model_dim)
+        us = us.reshape(len(us), -1, model.of(Summaries).summaries, model.model_dim)
         return Stream(jnp.asarray(golden["xs" + segment]), us)
 
     @jax.jit

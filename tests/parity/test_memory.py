@@ -7,8 +7,10 @@ import numpy as np
 from recordings import arrays
 
 from brt.config import Model
-from brt.layers.memorizing import MemoryState, extended, new_memory_state, remembered
-from brt.ops.memory_attention.retrieval import attend_to_neighbors, find_neighbors, take
+from brt.memories import DenseMemory, Memorizing
+from brt.memories.memorizing.layer import MemoryState, extended, new_memory_state, remembered
+from brt.memories.memorizing.memory_attention.retrieval import attend_to_neighbors, find_neighbors
+from brt.ops.gathering import take
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
 
@@ -28,13 +30,20 @@ def test_bucketed_search(knn_file: Path) -> None:
     written, heads, width = golden["k1"].shape[1:]
     lanes, neighbors = len(golden["q"]), golden["keys"].shape[3]
     model = Model(
-        heads=heads, head_dim=width, window=written, memory_size=3 * written,
-        memory_neighbors=neighbors, memory_search="bucketed",
-    )  # fmt: skip
+        heads=heads,
+        head_dim=width,
+        window=written,
+        kinds=(
+            Memorizing(size=3 * written, neighbors=neighbors, search="bucketed"),
+            DenseMemory(size=3 * written),
+        ),
+    )
     state = new_memory_state(model, lanes, jnp.dtype("float32"))
     for n in (1, 2):
         past = extended(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
-        state = remembered(past, state.length + written, state.window, size=model.memory_size)
+        state = remembered(
+            past, state.length + written, state.window, size=model.of(Memorizing).size
+        )
 
     def check(state: MemoryState, keys: np.ndarray, values: np.ndarray) -> None:
         queries = jnp.asarray(golden["q"]).swapaxes(1, 2)

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from model_settings import with_settings
 
 from brt import jax_versions
 from brt.config import Config, Mesh, Model, Optimizer, Training
 from brt.errors import ConfigError
+from brt.layers.sections import Recurrence
 from brt.plan import main, parser
 from brt.planning import plan, report, topologies
 from brt.planning.costs import Cost, Costs, Moved
@@ -20,10 +22,8 @@ from brt.planning.topologies import CHIPS, Topology
 
 GIB = 1 << 30
 CONFIG = Config(
-    model=Model(
-        layers=2, recurrent_layers=(1,), model_dim=16, heads=4, head_dim=4, mlp_dim=32, window=8,
-        states=8, vocab_size=64,
-    ),
+    model=Model(layers=2, model_dim=16, heads=4, head_dim=4, mlp_dim=32, window=8,
+    vocab_size=64, kinds=(Recurrence(layers=(1,), states=8),)),
     training=Training(batch_size=8, segment_length=32, loss_chunk=8),
     optimizer=Optimizer(min_dim_size_to_factor=8),
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_idle_devices_are_counted() -> None:
 
 def test_a_plan_counts_what_each_device_has() -> None:
     """With fsdp = 4 a device holds a fourth of each sharded matrix and all of the vectors."""
-    model = dataclasses.replace(CONFIG.model, layers=1, recurrent_layers=())
+    model = with_settings(CONFIG.model, {"layers": 1, "Recurrence.layers": ()})
     alone = dataclasses.replace(CONFIG, model=model)
     one = plan.plan(alone, topologies.present())
     config = dataclasses.replace(alone, mesh=Mesh(data=2, fsdp=4))
@@ -194,7 +194,9 @@ def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
     """In the quickstart's file the byte tokenizer determines the size of the vocabulary."""
     here, found = topologies.present(), []
     for size in (0, 256):
-        model = dataclasses.replace(CONFIG.model, vocab_size=size, layers=1, recurrent_layers=())
+        model = with_settings(
+            CONFIG.model, {"vocab_size": size, "layers": 1, "Recurrence.layers": ()}
+        )
         config = dataclasses.replace(CONFIG, model=model)
         planned = plan.plan(config, here, low_effort=True)
         found.append(planned.parameters)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from model_settings import with_settings
 
 from brt.config import (
     Attention,
@@ -25,15 +26,28 @@ from brt.config import (
     Speech,
     Training,
 )
+from brt.layers.sections import Clustered, Recurrence
+from brt.memories import DenseMemory, Memorizing, Summaries
 from brt.training import run as runs
 
 STEPS = 20
 WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
 MODEL = Model(
-    layers=2, model_dim=16, heads=8, head_dim=4, mlp_dim=32, window=4, states=4, memory_size=64,
-    memory_neighbors=4, clusters=3, cluster_top_k=2, summaries=2, short_memory=2, long_memory=8,
-    long_increment=2, dtype="float32",
-)  # fmt: skip
+    layers=2,
+    model_dim=16,
+    heads=8,
+    head_dim=4,
+    mlp_dim=32,
+    window=4,
+    dtype="float32",
+    kinds=(
+        Recurrence(states=4),
+        Memorizing(size=64, neighbors=4),
+        DenseMemory(size=64),
+        Clustered(clusters=3, top_k=2),
+        Summaries(summaries=2, short_memory=2, long_memory=8, long_increment=2),
+    ),
+)
 ENCODER = Encoder(
     layers=2, model_dim=32, heads=8, mlp_dim=32, dropout=0.0, positions="sinusoidal",
     dtype="float32",
@@ -62,11 +76,11 @@ def _lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     return (str(place / "a.jsonl"),)
 
 
-def documents(place: Path, **model: Any) -> Config:
+def documents(place: Path, kinds: Mapping[str, Any] | None = None, **model: Any) -> Config:
     """Returns a config with documents of several segments and of less than one segment."""
     rows = [{"text": text(i, words)} for i, words in enumerate((90, 3, 150, 40, 7, 70, 120, 60))]
     return Config(
-        model=dataclasses.replace(MODEL, **model),
+        model=with_settings(MODEL, {**model, **(kinds or {})}),
         data=Data(train=_lines(place, rows), validation_fraction=0.0, test_fraction=0.0,
                   cache_dir=str(place / "cache")),
         training=Training(segment_length=32, batch_size=8, loss_chunk=8),
@@ -145,42 +159,55 @@ def speech(place: Path) -> Config:
 
 CASES: dict[str, Callable[[Path], Config]] = {
     "window": documents,
-    "recurrent": lambda place: documents(place, recurrent_layers=(1,)),
+    "recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}),
     "recurrent_dual": lambda place: documents(
-        place, recurrent_layers=(1,), gate="lstm", gate_layout="dual", positions="rotary"
+        place,
+        {"Recurrence.layers": (1,), "Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual"},
+        positions="rotary",
     ),
     "recurrent_single": lambda place: documents(
-        place, recurrent_layers=(1,), gate="gru", gate_layout="single", positions="alibi"
+        place,
+        {"Recurrence.layers": (1,), "Recurrence.gate": "gru", "Recurrence.gate_layout": "single"},
+        positions="alibi",
     ),
-    "feedback": lambda place: documents(place, layers=3, recurrent_layers=(1,), feedback=True),
-    "memorizing": lambda place: documents(place, memorizing_layers=(1,)),
-    "clustered": lambda place: documents(place, clustered_layers=(0,)),
-    "compressive": lambda place: documents(place, compressive_layers=(0,), compressed_memory=8),
-    "dense_memory": lambda place: documents(place, dense_memory_layers=(1,)),
+    "feedback": lambda place: documents(
+        place, {"Recurrence.layers": (1,)}, layers=3, feedback=True
+    ),
+    "memorizing": lambda place: documents(place, {"Memorizing.layers": (1,)}),
+    "clustered": lambda place: documents(place, {"Clustered.layers": (0,)}),
+    "compressive": lambda place: documents(
+        place, {"Compressive.layers": (0,), "Compressive.slots": 8}
+    ),
+    "dense_memory": lambda place: documents(place, {"DenseMemory.layers": (1,)}),
     "routing": lambda place: documents(
-        place, routing_layers=(0,), routing_clusters=4, routing_keep=8
+        place, {"Routing.layers": (0,), "Routing.clusters": 4, "Routing.keep": 8}
     ),
-    "summary": lambda place: documents(place, summary_layers=(0,), long_summary_layers=(1,)),
+    "summary": lambda place: documents(
+        place, {"Summaries.layers": (0,), "Summaries.long_layers": (1,)}
+    ),
     "masked": masked,
-    "masked_clustered": lambda place: masked(
-        place, kind="improved_clustered", clusters=4, top_k=4
-    ),
+    "masked_clustered": lambda place: masked(place, kind="improved_clustered", clusters=4, top_k=4),
     "masked_reformer": lambda place: shared(masked(place, kind="reformer", chunk=4, buckets=4)),
     "t5": pairs,
     "t5_dropout": lambda place: pairs(place, dropout=0.2, attention_dropout=0.2),
     "bart_raf": lambda place: pairs(
-        place, CrossAttention(kind="srformer", segment_size=8, q_ref=16), family="bart",
+        place,
+        CrossAttention(kind="srformer", segment_size=8, q_ref=16),
+        family="bart",
         activation="gelu",
     ),
     "long_t5": lambda place: pairs(
-        place, encoder_attention="transient_global", encoder_radius=3, global_block=4,
+        place,
+        encoder_attention="transient_global",
+        encoder_radius=3,
+        global_block=4,
         activation="gated_gelu",
     ),
     "classification": sentences,
     "regression": lambda place: sentences(place, "text_regression"),
     "questions": questions,
     "speech": speech,
-}  # fmt: skip
+}
 
 
 def with_optimizer(config: Config, name: str, steps: int) -> Config:

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "launch/local/run_processes.py"
 GIN = """
 Model.layers = 1
-Model.recurrent_layers = (0,)
+Recurrence.layers = (0,)
 Model.model_dim = 16
 Model.heads = 4
 Model.head_dim = 4
 Model.mlp_dim = 32
 Model.window = 8
-Model.states = 8
+Recurrence.states = 8
 Training.steps = 8
 Training.batch_size = 8
 Training.segment_length = 16
@@ -123,10 +123,10 @@ def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
     ("model", "devices", "mesh", "other"),
     [
         pytest.param(
-            "Model.recurrent_layers = ()", 2, ("Mesh.data = 2",), ("Mesh.fsdp = 2",), id="window"
+            "Recurrence.layers = ()", 2, ("Mesh.data = 2",), ("Mesh.fsdp = 2",), id="window"
         ),
         pytest.param(
-            "Model.recurrent_layers = (0,)", 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
+            "Recurrence.layers = (0,)", 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
             id="recurrent", marks=pytest.mark.slow,
         ),
     ],

@@ -15,7 +15,7 @@ from brt.errors import BrtError
 from .conftest import ROOT, Sweeps
 
 pytestmark = pytest.mark.slow
-GATES = "Model.recurrent_layers = (-1,)\nSweep.grid = {'Model.gate': ('fixed', 'lstm')}\n"
+GATES = "Recurrence.layers = (-1,)\nSweep.grid = {'Recurrence.gate': ('fixed', 'lstm')}\n"
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 
 from brt import command_line, sweep
 from brt.errors import ConfigError
+from brt.layers.sections import Recurrence
 from brt.sweeping import points, settings
 
 from .conftest import ROOT, RUN, Sweeps
@@ -24,7 +25,10 @@ def expanded(sweeps: Sweeps, text: str, *flags: str) -> list[points.Point]:
 
 
 def test_a_grid_is_every_combination_the_last_field_fastest(names: Names) -> None:
-    assert names("Sweep.grid = {'Model.gate': ('fixed', 'lstm'), 'Training.seed': (0, 1)}") == [
+    assert names(
+        "Recurrence.layers = (0,)\n"
+        "Sweep.grid = {'Recurrence.gate': ('fixed', 'lstm'), 'Training.seed': (0, 1)}"
+    ) == [
         "gate=fixed,seed=0",
         "gate=fixed,seed=1",
         "gate=lstm,seed=0",
@@ -34,7 +38,7 @@ def test_a_grid_is_every_combination_the_last_field_fastest(names: Names) -> Non
 
 def test_more_points_than_anybody_runs_are_refused_at_once(names: Names) -> None:
     seeds, states = (tuple(range(first, 200)) for first in (0, 1))
-    many = f"Sweep.grid = {{'Training.seed': {seeds}, 'Model.states': {states}}}"
+    many = f"Sweep.grid = {{'Training.seed': {seeds}, 'Recurrence.states': {states}}}"
     with pytest.raises(ConfigError, match="the sweep has 39,800 points, more than 10,000"):
         names(many)
     with pytest.raises(ConfigError, match="the sweep has 1,000,000,000 points"):
@@ -46,7 +50,7 @@ def test_more_points_than_anybody_runs_are_refused_at_once(names: Names) -> None
 
 def test_named_points_take_files_bindings_and_the_grid(sweeps: Sweeps) -> None:
     (sweeps.directory / "rec.gin").write_text(
-        "Model.recurrent_layers = (-1,)\nModel.states = 32\nTraining.steps = 99"
+        "Recurrence.layers = (-1,)\nRecurrence.states = 32\nTraining.steps = 99"
     )
     text = """
 Sweep.points = (
@@ -63,10 +67,12 @@ SEEDS = (0, 1)
     assert [point.directory for point in found][2] == "Rec-fixed,seed=0"
     assert [point.group for point in found] == ["Slide", "Slide", "Rec:fixed", "Rec:fixed"]
     rec = found[3].config
-    assert (rec.model.recurrent_layers, rec.model.window, rec.training.seed) == ((-1,), 4, 1)
-    assert (rec.model.states, rec.training.steps) == (8, 5), "the sweep file beats what is included"
+    assert (rec.model.of(Recurrence).layers, rec.model.window, rec.training.seed) == ((-1,), 4, 1)
+    assert (rec.model.of(Recurrence).states, rec.training.steps) == (8, 5), (
+        "the sweep file beats what is included"
+    )
     assert found[3].bindings == {
-        "Model.recurrent_layers": (-1,), "Model.window": 4, "Training.seed": 1,
+        "Recurrence.layers": (-1,), "Model.window": 4, "Training.seed": 1,
     }  # fmt: skip
     assert len(expanded(sweeps, text, "--gin_bindings=SEEDS = (3,)")) == 2
 
@@ -100,14 +106,14 @@ Sweep.seed = {seed}
     first = rates(4)
     assert len(set(first)) == 4 and all(1e-4 <= rate <= 1e-2 for rate in first)
     assert rates(6)[:4] == first, "more samples leave the first ones as they are"
-    more = ", 'Model.states': ('integer', 1, 64), 'Model.gate': ('choice', 'gru', 'lstm')"
+    more = ", 'Recurrence.states': ('integer', 1, 64), 'Recurrence.gate': ('choice', 'gru', 'lstm')"
     assert rates(4, more=more) == first
     assert rates(4, seed=1) != first
     assert first == [float(f"{rate:.4g}") for rate in first], "names stay readable"
 
 
 def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
-    assert names("Sweep.grid = {'Model.recurrent_layers': ((), (0, -1))}") == [
+    assert names("Sweep.grid = {'Recurrence.layers': ((), (0, -1))}") == [
         "recurrent_layers=none",
         "recurrent_layers=0+-1",
     ]
@@ -129,8 +135,14 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
         ("Sweep.grid = {}", "the sweep has no points"),
         ("Sweep.grid = {'Training.seed': ()}", "Training.seed = () is empty"),
         ("Sweep.grid = {'Training.seed': 3}", "Training.seed = 3 must be a tuple; write (3,)"),
-        ("Sweep.grid = {'Model.gat': (1,)}", "no field 'Model.gat'; did you mean 'Model.gate'?"),
-        ("Sweep.grid = {'Model.gate': ('lsmt',)}", "must be one of 'fixed', 'lstm', 'gru'; did"),
+        (
+            "Sweep.grid = {'Model.gat': (1,)}",
+            "no field 'Model.gat'; did you mean 'Recurrence.gate'?",
+        ),
+        (
+            "Sweep.grid = {'Recurrence.gate': ('lsmt',)}",
+            "must be one of 'fixed', 'lstm', 'gru'; did",
+        ),
         ("Sweep.grid = {'Training.steps': (1.0,)}", "Training.steps = 1.0 must be an int; write 1"),
         ("Sweep.grid = {'Training.seed': (0, 0)}", "two points are named 'seed=0'"),
         ("Sweep.points = ({'name': 'a'}, {'name': 'a'})", "two points are named 'a'"),
@@ -157,7 +169,7 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
         ("Sweep.grid = {'Training.seed': %SEED}", "uses %SEED, which is not defined"),
         ("Sweep.grid = {'Training.seed': (0,), 'Training.seed': (1,)}", "is there twice"),
         ("Sweep.grid = {'Training.seed': (0,)}\nSweep.grid = {}", "Sweep.grid is bound twice"),
-        ("Sweep.grid = {'Model.recurrent_layers': ((0,), (2,))}", "recurrent_layers=2: "),
+        ("Sweep.grid = {'Recurrence.layers': ((0,), (2,))}", "recurrent_layers=2: "),
         ("Sweep.grid = {'Model.feedback': (True,)}", "needs a recurrent layer"),
         (
             "Sweep.points = ({'name': 'a', 'Model.window': 4},)\n"
@@ -165,9 +177,9 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
             "Model.window is in Sweep.grid and in the point 'a'; keep one",
         ),
         (
-            "Sweep.grid = {'Model.memorizing_layers': ((0,),), 'Model.memory_size': (8,), "
-            "'Model.memory_neighbors': (8,)}",
-            "Model.memory_size = 8 must not be below",
+            "Sweep.grid = {'Memorizing.layers': ((0,),), 'Memorizing.size': (8,), "
+            "'Memorizing.neighbors': (8,)}",
+            "Memorizing.size = 8 must not be below",
         ),
     ],
 )
@@ -181,9 +193,9 @@ def test_refusals_name_the_file_the_line_and_the_point(sweeps: Sweeps) -> None:
     line = RUN.count("\n") + 1
     message = sweeps.refusal("Sweep.grid = {'Model.gat': (1,)}")
     assert message.startswith(f"sweep.gin:{line}: Sweep.grid has no field 'Model.gat'")
-    message = sweeps.refusal("Sweep.grid = {'Model.recurrent_layers': ((0,), (2,))}")
-    assert message.startswith("point recurrent_layers=2: Model.recurrent_layers = (2,) names layer")
-    assert f"Model.recurrent_layers set at sweep.gin:{line}" in message
+    message = sweeps.refusal("Sweep.grid = {'Recurrence.layers': ((0,), (2,))}")
+    assert message.startswith("point recurrent_layers=2: Recurrence.layers = (2,) names layer")
+    assert f"Recurrence.layers set at sweep.gin:{line}" in message
 
 
 GRID = "Sweep.grid = {'Training.seed': (0, 1)}"

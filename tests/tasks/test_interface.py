@@ -6,7 +6,7 @@ import pytest
 
 from brt import tasks
 from brt.config import Config, Encoder, Pairs, Training
-from brt.config_io import SECTION_TYPES
+from brt.config_io import section_types
 from brt.errors import ConfigError
 from brt.tasks import TASKS
 from brt.tasks.interface import Task
@@ -22,7 +22,7 @@ def config(task: str, **sections: object) -> Config:
 def test_every_task_says_what_it_reads_and_what_it_is_measured_by(task: Task) -> None:
     assert TASKS[task.name] is task is tasks.from_config(config(task.name))
     sections = {type(getattr(Config(), name)).__name__ for name in (task.model, task.data)}
-    assert sections <= set(task.sections) <= set(SECTION_TYPES)
+    assert sections <= set(task.sections) <= set(section_types())
     for metrics in (task.metrics, task.table_metrics):
         assert metrics and len({m.name for m in metrics}) == len(metrics)
         for measure in metrics:

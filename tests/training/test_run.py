@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt import tasks
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
+from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
 from brt.training import run as runs
 from brt.training.run import Run
@@ -22,10 +24,8 @@ from brt.training.state import TrainState
 TOLERANCE = 1e-5  # absolute, float32; the compared numbers have magnitude 1
 STEPS = 3
 CONFIG = Config(
-    model=Model(
-        layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
-        states=6,
-    ),
+    model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
+    kinds=(Recurrence(states=6),)),
     training=Training(steps=100, batch_size=16, segment_length=8, loss_chunk=4),
     optimizer=Optimizer(warmup_steps=2, learning_rate=0.1),
 )  # fmt: skip
@@ -71,8 +71,9 @@ def trained(
         )
         config = dataclasses.replace(
             CONFIG,
-            model=dataclasses.replace(
-                CONFIG.model, dropout=dropout, recurrent_layers=(0,) * (optimizer == "adamw")
+            model=with_settings(
+                CONFIG.model,
+                {"dropout": dropout, "Recurrence.layers": (0,) * (optimizer == "adamw")},
             ),
             data=Data(train=train, validation=validation, test=test),
             optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer, offload=offload),

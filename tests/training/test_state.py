@@ -6,8 +6,10 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config, Model
+from brt.layers.sections import Recurrence
 from brt.training.state import initial_params, parameter_counts
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
@@ -16,8 +18,14 @@ EMBEDDING = 32128 * 1024
 
 
 def recurrent(gate: str, layout: str) -> Model:
-    return dataclasses.replace(
-        PAPER, recurrent_layers=(-3,), states=512, gate=gate, gate_layout=layout
+    return with_settings(
+        PAPER,
+        {
+            "Recurrence.layers": (-3,),
+            "Recurrence.states": 512,
+            "Recurrence.gate": gate,
+            "Recurrence.gate_layout": layout,
+        },
     )
 
 
@@ -48,9 +56,15 @@ def test_the_papers_models_have_the_papers_sizes(model: Model, expected: int) ->
 def test_parameters_have_their_names_shapes_and_axes() -> None:
     """Compares the names in checkpoints with a golden file; UPDATE_GOLDEN=1 rewrites it."""
     model = Model(
-        layers=4, recurrent_layers=(1,), model_dim=16, heads=2, head_dim=4, mlp_dim=24, window=4,
-        states=6, vocab_size=32, gate="lstm", gate_layout="dual",
-    )  # fmt: skip
+        layers=4,
+        model_dim=16,
+        heads=2,
+        head_dim=4,
+        mlp_dim=24,
+        window=4,
+        vocab_size=32,
+        kinds=(Recurrence(layers=(1,), states=6, gate="lstm", gate_layout="dual"),),
+    )
     shapes = jax.eval_shape(lambda: initial_params(Config(model=model)))
     leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     found = {

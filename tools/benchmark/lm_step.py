@@ -24,6 +24,7 @@ from products_alone import products, program
 
 from brt import allocator, tasks
 from brt.config import Config, Model, Training
+from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
 from brt.training import compilation
 from brt.training.state import initial_params, parameter_counts
@@ -32,6 +33,7 @@ from brt.types import Batch
 
 class Size(NamedTuple):
     model: dict[str, int]
+    states: int
     tokens: int
     rounds: int
     original: dict[str, float]  # milliseconds per step of the original code
@@ -39,18 +41,17 @@ class Size(NamedTuple):
 
 SIZES = {
     "small": Size(
-        dict(
-            model_dim=128, heads=4, head_dim=32, mlp_dim=512, window=64, states=64, vocab_size=256
-        ),
+        {"model_dim": 128, "heads": 4, "head_dim": 32, "mlp_dim": 512, "window": 64,
+         "vocab_size": 256},
+        states=64,
         tokens=512,
         rounds=40,
         original={"XL": 25.9, "Slide": 31.5, "Rec:fixed:skip": 41.9},
     ),
     "mid": Size(
-        dict(
-            model_dim=256, heads=4, head_dim=64, mlp_dim=1024, window=256, states=256,
-            vocab_size=1024,
-        ),
+        {"model_dim": 256, "heads": 4, "head_dim": 64, "mlp_dim": 1024, "window": 256,
+         "vocab_size": 1024},
+        states=256,
         tokens=2048,
         rounds=16,
         original={"XL": 390.0, "Slide": 438.0, "Rec:fixed:skip": 541.0},
@@ -63,9 +64,13 @@ def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
 
     def model(layers: int, recurrent: tuple[int, ...] = ()) -> Model:
         return Model(
-            layers=layers, recurrent_layers=recurrent, dtype="float32",
-            layer_unroll=unroll, block_unroll=unroll, **size.model,
-        )  # fmt: skip
+            layers=layers,
+            dtype="float32",
+            layer_unroll=unroll,
+            block_unroll=unroll,
+            **size.model,
+            kinds=(Recurrence(layers=recurrent, states=size.states),),
+        )
 
     window = size.model["window"]
     return {

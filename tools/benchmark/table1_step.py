@@ -18,13 +18,20 @@ from lm_step import Contestant
 
 from brt import allocator
 from brt.config import Model
+from brt.layers.sections import Recurrence
 from brt.models.flops import forward_flops_per_token
 from brt.training.state import parameter_counts
 
 SIZES = {
     "paper": Model(vocab_size=256),
     "small": Model(
-        model_dim=96, heads=3, head_dim=32, mlp_dim=384, window=32, states=32, vocab_size=256
+        model_dim=96,
+        heads=3,
+        head_dim=32,
+        mlp_dim=384,
+        window=32,
+        vocab_size=256,
+        kinds=(Recurrence(states=32),),
     ),
 }
 BASELINE = "Slide:13L"
@@ -47,10 +54,10 @@ def row(name: str, size: Model, tokens: int) -> tuple[Model, int, int]:
     elif kind == "Slide":
         size = dataclasses.replace(size, layers=int(rest[0].rstrip("L")))
     else:
-        size = dataclasses.replace(
-            size, recurrent_layers=(-3,), gate=rest[0], gate_layout=rest[1],
-            feedback=kind == "Feedback",
-        )  # fmt: skip
+        recurrence = dataclasses.replace(
+            size.of(Recurrence), layers=(-3,), gate=rest[0], gate_layout=rest[1]
+        )
+        size = dataclasses.replace(size.with_kinds(recurrence), feedback=kind == "Feedback")
     return size, max(tokens // segment, 1), segment
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 4  # of a process
 SETTINGS = {
-    "Model.layers": 4, "Model.recurrent_layers": "(2,)", "Model.model_dim": 256, "Model.heads": 4,
-    "Model.head_dim": 64, "Model.mlp_dim": 1024, "Model.window": 128, "Model.states": 128,
+    "Model.layers": 4, "Recurrence.layers": "(2,)", "Model.model_dim": 256, "Model.heads": 4,
+    "Model.head_dim": 64, "Model.mlp_dim": 1024, "Model.window": 128, "Recurrence.states": 128,
     "Training.segment_length": 512, "Training.log_every": 5, "Training.evaluate_every": 0,
     "Training.sample_every": 0, "Training.probe_every": 0, "Training.plots": False,
     "Checkpoint.every": 0, "Optimizer.name": "'adafactor'", "Optimizer.warmup_steps": 5,

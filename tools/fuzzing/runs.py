@@ -28,8 +28,7 @@ from brt.training.state import initial_params
 STEP = 5
 CONFIG = config.Config(
     model=config.Model(
-        layers=1, recurrent_layers=(), model_dim=8, heads=1, head_dim=8, mlp_dim=8, window=8,
-        states=4, vocab_size=256,
+        layers=1, model_dim=8, heads=1, head_dim=8, mlp_dim=8, window=8, vocab_size=256,
     ),
     training=config.Training(segment_length=16, batch_size=1, steps=STEP),
 )  # fmt: skip
@@ -87,7 +86,7 @@ def readers(place: Path) -> dict[str, Reader]:
         "step": STEP, "bits_per_byte": 2.0, "answers": [{"windows": 1, "answers_exact": 0.5}],
         "rouge": {"rouge1": {"f1": 1.0}}, "ablation": {"protocol": {"ablate": "all"}},
     }  # fmt: skip
-    report["answers"] = [{"windows": 1, results.EXACT.name: 0.5}]
+    report["answers"] = [{"windows": 1, results.EXACT_ANSWERS.name: 0.5}]
     add("run/evaluations/*/validation.json", report, lambda path: _report(path, task))
     add("run/checkpoints/*/meta.json", None, lambda path: _meta(run))
     add("run/checkpoints/*/MANIFEST.sha256", None, lambda path: _verified(run))

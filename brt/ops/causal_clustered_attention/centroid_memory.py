@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.memory_attention.retrieval import take
+from brt.ops.gathering import take
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.top_k import top_k
 

@@ -56,7 +56,7 @@ class LanguageModeling(Task):
         if kind != "full":
             raise ConfigError(
                 f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "
-                "must not; remove it, and name layers in Model.clustered_layers"
+                "must not; remove it, and name layers in Clustered.layers"
             )
         for name, length in (
             ("Training.segment_length", config.training.segment_length),
@@ -67,10 +67,8 @@ class LanguageModeling(Task):
                     f"{name} = {length} must be a multiple of Model.window = {model.window}; "
                     f"set it to {max(length // model.window, 1) * model.window}"
                 )
-            if model.memorizing_layers and model.memory_size < length:
-                raise ConfigError(
-                    f"Model.memory_size = {model.memory_size} must not be below {name} = {length}"
-                )
+            for section in model.kinds:
+                section.check_segment(name, length)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the documents, and prepares them first if necessary."""

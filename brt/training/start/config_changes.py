@@ -13,7 +13,14 @@ from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config
 from brt.config.fields import settings
-from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, difference, unknown_name
+from brt.config_io import (
+    config_from_json,
+    current_names,
+    difference,
+    field_types,
+    section_types,
+    unknown_name,
+)
 from brt.errors import ConfigError
 from brt.training.state import TrainState
 
@@ -34,13 +41,13 @@ class ConfigChanges(NamedTuple):
 def may_change(name: str) -> bool:
     """Returns True if a resumed run may change the setting `Section.field` without a flag."""
     section, _, field = name.partition(".")
-    return settings(SECTION_TYPES[section])[field].resume
+    return settings(section_types()[section])[field].resume
 
 
 def check_names(names: Collection[str]) -> None:
     """Raises ConfigError if one of the names in --allow_config_change is not a setting."""
     for name in names:
-        if name not in FIELDS:
+        if not set(current_names(name)) <= set(field_types()):
             raise ConfigError(f"--allow_config_change={name}: there is {unknown_name(name)}")
 
 

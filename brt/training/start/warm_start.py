@@ -7,8 +7,9 @@ from typing import Any
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.config import Config
+from brt.config import Config, Model
 from brt.config.fields import settings
+from brt.config.kinds import kind_sections
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.weights import Weights
 from brt.training.start import saved_model
@@ -74,7 +75,13 @@ def with_model(config: Config, weights: Weights) -> Config:
     task = tasks.from_config(config)
     task.check_weights(weights)
     section = task.model
-    model = _merged(getattr(config, section), weights.model, weights.where)
+    requested, trained, where = getattr(config, section), weights.model, weights.where
+    model = _merged(requested, trained, where)
+    if isinstance(requested, Model):
+        types = kind_sections().values()
+        kinds = (_merged(requested.of(kind), trained.of(kind), where) for kind in types)
+        placed = tuple(kind for kind in kinds if any(kind.places().values()))
+        model = dataclasses.replace(model, kinds=placed)
     return dataclasses.replace(config, **{section: model})
 
 

@@ -1,6 +1,5 @@
 """Language models in Hugging Face's form, and modeling_brt.py, which reads them."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config, Model, Sampling, Training
 from brt.data import tokenizers
@@ -19,30 +19,42 @@ from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.decoder import form, tokenizer, verify
+from brt.layers.sections import Recurrence
 from brt.tasks.language_modeling.task import LanguageModeling
 
 WINDOW = 4
 MODEL = Model(
-    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=24, window=WINDOW, states=3,
-    vocab_size=256, relative_buckets=4, relative_max_distance=16, dtype="float32",
-)  # fmt: skip
-RECURRENT = {"recurrent_layers": (1,)}
+    layers=3,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    window=WINDOW,
+    vocab_size=256,
+    relative_buckets=4,
+    relative_max_distance=16,
+    dtype="float32",
+    kinds=(Recurrence(states=3),),
+)
+RECURRENT = {"Recurrence.layers": (1,)}
 MODELS = {
     "t5": {},
     "rotary": {"positions": "rotary", **RECURRENT},
     "alibi": {"positions": "alibi", "logit_scale": "vocab"},
     "no positions, plain queries": {"positions": "none", "normalize_qk": False, **RECURRENT},
-    "no cache": {"cache": False, "recurrent_layers": (0, -1)},
+    "no cache": {"cache": False, "Recurrence.layers": (0, -1)},
     "strictly past": {"attend_to_self": False, **RECURRENT},
     "null keys": {"mask_empty_cache": False, "positions": "rotary", **RECURRENT},
     "scaled bias": {"bias_before_scale": True, "positions": "alibi"},
     "parity": {
         "attend_to_self": False, "mask_empty_cache": False, "bias_before_scale": True, **RECURRENT,
     },
-    "feedback": {"recurrent_layers": (0, 1), "feedback": True},
-    "paper's lstm": {"gate": "lstm", "gate_layout": "dual", "gate_tanh": "paper", **RECURRENT},
+    "feedback": {"Recurrence.layers": (0, 1), "feedback": True},
+    "paper's lstm": {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual",
+        "Recurrence.gate_tanh": "paper", **RECURRENT},
     **{
-        f"{gate}, {layout}": {"gate": gate, "gate_layout": layout, **RECURRENT}
+        f"{gate}, {layout}": {"Recurrence.gate": gate, "Recurrence.gate_layout": layout,
+        **RECURRENT}
         for gate in ("fixed", "lstm", "gru")
         for layout in ("dual", "single", "skip")
     },
@@ -54,7 +66,7 @@ def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNames
     """(fields of Model, flags of `to_hf`) -> params, model, directory, lines."""
 
     def write(changes: dict[str, Any], **flags: Any) -> SimpleNamespace:
-        model, flags = dataclasses.replace(MODEL, **changes), {"verified": False, **flags}
+        model, flags = with_settings(MODEL, changes), {"verified": False, **flags}
         params, target = random_params(model), tmp_path / "theirs"
         own = LanguageModeling().export(
             tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer
@@ -70,7 +82,9 @@ def config_of(model: Model) -> Config:
 
 
 def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
-    done = export({"gate": "lstm", "gate_layout": "dual", "feedback": True, **RECURRENT})
+    done = export(
+        {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual", "feedback": True, **RECURRENT}
+    )
     assert {path.name for path in done.directory.iterdir()} == {
         "config.json", "model.safetensors", "modeling_brt.py", "tokenizer.json",
         "tokenizer_config.json",
@@ -124,15 +138,14 @@ def test_verification_says_what_it_lacks(export: Callable, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"memorizing_layers": (1,)}, r"Model.memorizing_layers = \(1,\) has no counterpart"),
-        ({"clustered_layers": (0,)}, r"Model.clustered_layers = \(0,\) has no counterpart"),
-        ({"summary_layers": (1,)}, r"Model.summary_layers = \(1,\) has no counterpart"),
+        ({"Memorizing.layers": (1,)}, r"Memorizing.layers = \(1,\) cannot be exported"),
+        ({"Clustered.layers": (0,)}, r"Clustered.layers = \(0,\) cannot be exported"),
+        ({"Summaries.layers": (1,)}, r"Summaries.layers = \(1,\) cannot be exported"),
         ({"mlp_bias": True}, "Model.mlp_bias = True has no counterpart"),
-        ({"layer_kinds": ("window", "toy", "window")}, r"Model.layer_kinds = .*'toy' cannot be"),
     ],
 )
 def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:
-    own = form.TrainedDecoder({}, dataclasses.replace(MODEL, **changes), 0)
+    own = form.TrainedDecoder({}, with_settings(MODEL, changes), 0)
     with pytest.raises(CheckpointError, match=sentence):
         form.form(own, "float32")
 

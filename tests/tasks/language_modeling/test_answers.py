@@ -14,6 +14,7 @@ from brt.data import token_store
 from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
+from brt.layers.sections import Recurrence
 from brt.ops.cross_entropy import token_scores
 from brt.tasks import TASKS
 from brt.tasks.language_modeling import answers, evaluation
@@ -23,9 +24,15 @@ from brt.tasks.language_modeling.scoring import TextScorer
 
 WINDOW = 4
 MODEL = Model(
-    layers=2, recurrent_layers=(1,), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW,
-    states=4, vocab_size=256,
-)  # fmt: skip
+    layers=2,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=WINDOW,
+    vocab_size=256,
+    kinds=(Recurrence(layers=(1,), states=4),),
+)
 TASK = TASKS["language_modeling"]
 TEXTS = {  # uneven, of two tasks, and one that asks for nothing
     "memory:copy/test/9?distance=5&length=3#0": "=abc;...>abc<",

@@ -14,6 +14,8 @@ from brt.data import token_store
 from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
+from brt.layers.sections import Recurrence
+from brt.memories import Memorizing
 from brt.models import decoder
 from brt.models.decoder import Decoder
 from brt.tasks.language_modeling import evaluation
@@ -30,9 +32,18 @@ RELATIVE = 1e-6  # of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
 WINDOW = 4
 MODEL = Model(
-    layers=2, recurrent_layers=(0,), memorizing_layers=(1,), model_dim=16, heads=2, head_dim=8,
-    mlp_dim=32, window=WINDOW, states=6, memory_size=48, memory_neighbors=3, vocab_size=256,
-)  # fmt: skip
+    layers=2,
+    model_dim=16,
+    heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=WINDOW,
+    vocab_size=256,
+    kinds=(
+        Recurrence(layers=(0,), states=6),
+        Memorizing(layers=(1,), size=48, neighbors=3),
+    ),
+)
 
 
 @pytest.fixture(scope="module")

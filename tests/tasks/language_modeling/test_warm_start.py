@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import with_settings
 
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
@@ -17,7 +18,9 @@ from brt.config import Config, Data, Model, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
+from brt.layers.sections import Clustered, Recurrence
 from brt.layers.stack import new_model_state
+from brt.memories import Memorizing
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training.start import warm_start
@@ -26,14 +29,24 @@ from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
 MODEL = Model(
-    layers=3, model_dim=8, heads=2, head_dim=4, mlp_dim=8, window=4, vocab_size=256, states=3,
-    recurrent_layers=(1,), clusters=2, cluster_top_k=2, dtype="float32",
-)  # fmt: skip
+    layers=3,
+    model_dim=8,
+    heads=2,
+    head_dim=4,
+    mlp_dim=8,
+    window=4,
+    vocab_size=256,
+    dtype="float32",
+    kinds=(
+        Recurrence(states=3, layers=(1,)),
+        Clustered(clusters=2, top_k=2),
+    ),
+)
 
 
-def config(where: Path | str = "", **model: Any) -> Config:
+def config(where: Path | str = "", kinds: Any = (), **model: Any) -> Config:
     training = Training(init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8)
-    return Config(training=training, model=Model(**{"window": 4, "states": 3, **model}))
+    return Config(training=training, model=Model(**{"window": 4, "kinds": kinds, **model}))
 
 
 def ready(asked: Config) -> Model:
@@ -90,11 +103,15 @@ def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -
 
 
 def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path: Path) -> None:
-    plain = dataclasses.replace(MODEL, recurrent_layers=())
+    plain = with_settings(MODEL, {"Recurrence.layers": ()})
     where = write(tmp_path, plain)
-    asked = config(where, clustered_layers=(1,), memorizing_layers=(2,), window=8)
+    asked = config(where, (Clustered(layers=(1,)), Memorizing(layers=(2,))), window=8)
     model = ready(asked)
-    assert (model.clustered_layers, model.memorizing_layers, model.window) == ((1,), (2,), 8)
+    assert (model.of(Clustered).layers, model.of(Memorizing).layers, model.window) == (
+        (1,),
+        (2,),
+        8,
+    )
     new = drawn(model, seed=2)
     started = start(where, model, new)
     old = layers(drawn(plain, seed=1), {str(i): ("window_0", i) for i in range(3)})
@@ -126,10 +143,16 @@ def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
 
 def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> None:
     """With a checkpoint, and with the weights that another run starts from."""
-    model = dataclasses.replace(
-        MODEL, recurrent_layers=(), routing_layers=(0, 2), routing_heads=1, routing_clusters=2,
-        routing_keep=4,
-    )  # fmt: skip
+    model = with_settings(
+        MODEL,
+        {
+            "Recurrence.layers": (),
+            "Routing.layers": (0, 2),
+            "Routing.heads": 1,
+            "Routing.clusters": 2,
+            "Routing.keep": 4,
+        },
+    )
     rng = np.random.default_rng(3)
     learnt = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), new_model_state(model)
@@ -151,7 +174,7 @@ def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:
         ready(config(recurrent, heads=4))
     with pytest.raises(CheckpointError, match="is no workdir of a run with .*init_from"):
         ready(config(tmp_path))
-    more = dataclasses.replace(MODEL, states=5)
+    more = with_settings(MODEL, {"Recurrence.states": 5})
     with pytest.raises(CheckpointError, match=r"layer 1: .* is .*3.*, but this model's is .*5"):
         start(recurrent, more, drawn(more, seed=2))
     encoder = dataclasses.replace(config().training, task="masked_language_modeling")

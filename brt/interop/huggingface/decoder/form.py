@@ -16,6 +16,7 @@ from brt.interop.huggingface.decoder import verify
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
 from brt.layers.recurrent import StateCell
+from brt.layers.sections import Recurrence
 from brt.layers.stack import runs
 from brt.layers.state import has_null_keys
 from brt.models.decoder import logit_scale
@@ -48,15 +49,14 @@ def form(own: TrainedDecoder, dtype: str) -> Form:
       CheckpointError: it has layers of a kind, or biases, that modeling_brt.py does not know.
     """
     model = own.model
-    for kind in model.layer_types:
-        if kind not in KINDS:
-            field = f"{kind}_layers"
-            field = field if hasattr(model, field) else "layer_kinds"
-            raise CheckpointError(
-                f"Model.{field} = {getattr(model, field)} has no counterpart in Hugging Face's "
-                f"form: layers of the kind {kind!r} cannot be exported, only window and recurrent "
-                "ones"
-            )
+    for section in model.kinds:
+        for kind, layers in section.places().items():
+            if kind not in KINDS and layers:
+                raise CheckpointError(
+                    f"{section.field_of(kind)} = {layers} cannot be exported, because Hugging "
+                    f"Face's form has no layers of the kind {kind!r}, only window and recurrent "
+                    "ones"
+                )
     if model.mlp_bias:
         raise CheckpointError(
             "Model.mlp_bias = True has no counterpart in Hugging Face's form; only MLPs without "
@@ -74,9 +74,12 @@ def form(own: TrainedDecoder, dtype: str) -> Form:
 
 def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
     """config.json; what has a usual name bears it."""
-    m = own.model
-    # See `brt.config.Model.gate_tanh`.
-    bounded = m.gate_layout == "single" if m.gate_tanh == "original" else m.gate == "lstm"
+    m, recurrence = own.model, own.model.of(Recurrence)
+    bounded = (
+        recurrence.gate_layout == "single"
+        if recurrence.gate_tanh == "original"
+        else recurrence.gate == "lstm"
+    )
     return {
         "architectures": ["BrtForCausalLM"],
         "model_type": "brt",
@@ -101,9 +104,9 @@ def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
         "cache": m.cache,
         "null_keys": has_null_keys(m),
         "recurrent_layers": [i for i, kind in enumerate(m.layer_types) if kind == "recurrent"],
-        "states": m.states,
-        "gate": m.gate,
-        "gate_layout": m.gate_layout,
+        "states": recurrence.states,
+        "gate": recurrence.gate,
+        "gate_layout": recurrence.gate_layout,
         "bounded_updates": bounded,
         "feedback": m.feedback,
     }

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config, Model
 from brt.distributed import rules
 from brt.layers import kinds
+from brt.layers.sections import Recurrence
 from brt.layers.stack import StackState, runs
 
 # Training computes the metrics for this many lanes; Gram matrices of all lanes need much memory.
@@ -82,7 +83,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     """
     decays, first = {}, 0
     for name, kind, count in runs(model):
-        if kinds.of(kind).recurs and model.gate == "fixed":
+        if kinds.of(kind).recurs and model.of(Recurrence).gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
             decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))  # -log sigmoid(b)

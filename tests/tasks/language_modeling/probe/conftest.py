@@ -12,15 +12,14 @@ from brt.data import token_store
 from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
+from brt.layers.sections import Recurrence
 
 WINDOW, SEGMENT = 4, 8
 LENGTHS = [61, 23, 14, 5, 70]
 CONFIG = Config(
-    model=Model(
-        layers=1, recurrent_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32,
-        window=WINDOW, states=6, vocab_size=256, relative_buckets=4, relative_max_distance=16,
-        dtype="float32",
-    ),
+    model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW,
+    vocab_size=256, relative_buckets=4, relative_max_distance=16, dtype="float32",
+    kinds=(Recurrence(layers=(0,), states=6),)),
     training=Training(batch_size=1, segment_length=SEGMENT, loss_chunk=8),
     evaluation=Evaluation(batch_size=2),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
@@ -15,7 +16,9 @@ from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 def test_all_of_a_sound_model_is_reached(
     tiny: Config, random_params: Callable, store: TokenStore
 ) -> None:
-    model = dataclasses.replace(tiny.model, layers=2, recurrent_layers=(0, 1), gate="lstm")
+    model = with_settings(
+        tiny.model, {"layers": 2, "Recurrence.layers": (0, 1), "Recurrence.gate": "lstm"}
+    )
     config = dataclasses.replace(tiny, model=model)
     params = random_params(model)
     found = gradient_reach(config, params, store)
@@ -76,8 +79,8 @@ def test_segments_of_one_block_do_not_train_the_update_of_the_states(
 def test_a_model_that_learns_without_gradients_too_is_reached(
     tiny: Config, random_params: Callable, store: TokenStore
 ) -> None:
-    routing = {"routing_layers": (0,), "routing_heads": 1, "routing_clusters": 2}
-    model = dataclasses.replace(tiny.model, recurrent_layers=(), routing_keep=8, **routing)
+    routing = {"Routing.layers": (0,), "Routing.heads": 1, "Routing.clusters": 2}
+    model = with_settings(tiny.model, {"Recurrence.layers": (), "Routing.keep": 8, **routing})
     config = dataclasses.replace(tiny, model=model)
     found = gradient_reach(config, random_params(model), store, new_model_state(model))
     assert found["starved"] == found["not_finite"] == [] and found["states"] == []

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config
 from brt.data.preparation import Dataset
@@ -145,21 +146,22 @@ def test_a_part_of_the_split_can_be_read(tiny: Config, params: Any, store: Token
 def test_a_model_without_any_memory_has_nothing_to_replace(
     tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    model = dataclasses.replace(tiny.model, recurrent_layers=(), cache=False)
+    model = with_settings(tiny.model, {"Recurrence.layers": (), "cache": False})
     config = dataclasses.replace(tiny, model=model)
     result = evaluate_interventions(config, random_params(model), ByteTokenizer(), store, tokens=16)
     assert list(result.nats) == [None] and result.states == {} and job.memory(result) == []
 
 
 MEMORIES: dict[str, dict[str, Any]] = {
-    "memorizing": {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2},
-    "dense memory": {"dense_memory_layers": (0,), "memory_size": 16},
-    "clustered": {"clustered_layers": (0,), "clusters": 2, "cluster_top_k": 2},
-    "compressive": {"compressive_layers": (0,), "compressed_memory": 8},
-    "routing": {"routing_layers": (0,), "routing_heads": 1, "routing_clusters": 2,
-                "routing_keep": 8},
-    "summary": {"long_summary_layers": (0,), "summaries": 2, "short_memory": 2, "long_memory": 8,
-                "long_increment": 2},
+    "memorizing": {"Memorizing.layers": (0,), "Memorizing.size": 16, "Memorizing.neighbors": 2},
+    "dense memory": {"DenseMemory.layers": (0,), "DenseMemory.size": 16},
+    "clustered": {"Clustered.layers": (0,), "Clustered.clusters": 2, "Clustered.top_k": 2},
+    "compressive": {"Compressive.layers": (0,), "Compressive.slots": 8},
+    "routing": {"Routing.layers": (0,), "Routing.heads": 1, "Routing.clusters": 2,
+                "Routing.keep": 8},
+    "summary": {"Summaries.long_layers": (0,), "Summaries.summaries": 2,
+        "Summaries.short_memory": 2, "Summaries.long_memory": 8,
+                "Summaries.long_increment": 2},
 }  # fmt: skip
 
 
@@ -168,7 +170,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 def test_a_memory_of_any_kind_is_a_part_as_well(
     name: str, tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    model = dataclasses.replace(tiny.model, recurrent_layers=(), **MEMORIES[name])
+    model = with_settings(tiny.model, {"Recurrence.layers": (), **MEMORIES[name]})
     config, learnt = dataclasses.replace(tiny, model=model), new_model_state(model)
     tokenizer = ByteTokenizer()
     result = evaluate_interventions(

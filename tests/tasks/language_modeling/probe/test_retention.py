@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
@@ -30,7 +31,7 @@ def test_short_documents_and_plain_models_have_none(
     tiny: Config, params: Any, written: Callable
 ) -> None:
     assert retention(tiny, params, written(["short", "tiny"])) == {0: []}
-    plain = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, recurrent_layers=()))
+    plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
     assert retention(plain, params, written(["short"])) == {}
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Config
 from brt.models.decoder import new_state
@@ -47,7 +48,7 @@ def test_figures_are_those_of_a_decomposition(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("layout", "gates"), [("skip", 1), ("single", 1), ("dual", 2)])
 def test_the_half_life_of_a_known_gate(layout: str, gates: int, tiny: Config, params: Any) -> None:
-    model = dataclasses.replace(tiny.model, gate_layout=layout)
+    model = with_settings(tiny.model, {"Recurrence.gate_layout": layout})
     keeps = 0.9
     bias = jnp.full((1, model.model_dim), math.log(keeps / (1 - keeps)))
     names = {"skip": ["output"], "single": ["mlp"], "dual": ["output", "mlp"]}[layout]
@@ -67,12 +68,12 @@ def test_training_logs_recurrent_layers_only(tiny: Config, params: Any) -> None:
     assert set(values) == {f"probe/layer_0/{name}" for name in names}
     assert float(values["probe/layer_0/state_norm"]) == pytest.approx(4)
     assert float(values["probe/layer_0/state_rank"]) == pytest.approx(1)
-    plain = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, recurrent_layers=()))
+    plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
     assert StateProbe(plain)(params, new_state(plain.model, 2)) == {}
 
 
 def test_vectors_are_found_and_put_back_by_layer(tiny: Config) -> None:
-    model = dataclasses.replace(tiny.model, layers=5, recurrent_layers=(0, 2, 3))
+    model = with_settings(tiny.model, {"layers": 5, "Recurrence.layers": (0, 2, 3)})
     carried = new_state(model, 2)
     vectors = recurrent_vectors(model, carried)
     assert sorted(vectors) == [0, 2, 3]

@@ -1,0 +1,113 @@
+"""Sections of kinds of layers.
+
+Every kind of layer but the sliding window has a section of its own, which is declared beside the
+kind's module and registered together with it (`brt.layers.kinds`). A `Model` holds the sections
+of the kinds that it has, in `Model.kinds`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from brt.config.checks import check, check_finite
+from brt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from brt.config.model import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindSection:
+    """Base class of the settings of a kind of layer.
+
+    A subclass is a frozen dataclass. Its name is the name of the section in .gin files. It has a
+    field `layers`, the indices of the layers of this kind (negative ones count from the last
+    layer), and every field is declared by a function of `brt.config.fields`.
+
+    Attributes:
+      kind: the name of the kind, which is part of the names of its parameters.
+    """
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Returns the indices of layers by the name of their kind."""
+        layers: tuple[int, ...] = getattr(self, "layers", ())
+        return {self.kind: layers}
+
+    def field_of(self, kind: str) -> str:
+        """Returns the full name of the field that places layers of this kind."""
+        return f"{type(self).__name__}.layers"
+
+    def check_model(self, model: "Model") -> None:
+        """Refuses combinations with settings of the model.
+
+        Raises:
+          ConfigError: the settings contradict each other.
+        """
+
+    def check_segment(self, name: str, length: int) -> None:
+        """Refuses lengths of segments that layers of this kind cannot read.
+
+        Args:
+          name: the setting that gives the length.
+          length: tokens in a segment.
+
+        Raises:
+          ConfigError: the length does not fit.
+        """
+
+
+_SECTIONS: dict[str, type[KindSection]] = {}
+
+
+def register_section(section: type[KindSection]) -> None:
+    """Makes a section known to .gin files and saved configs.
+
+    Raises:
+      ConfigError: another section has the same name.
+    """
+    name = section.__name__
+    if _SECTIONS.setdefault(name, section) is not section:
+        raise ConfigError(f"there are two sections named {name!r}; rename one of them")
+
+
+def kind_sections() -> Mapping[str, type[KindSection]]:
+    """Returns the sections of all registered kinds by their names."""
+    if not _SECTIONS:
+        raise AssertionError("no kinds of layers are registered: import brt.models first")
+    return _SECTIONS
+
+
+def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
+    """Returns the kind of each of the model's layers, lowest first.
+
+    Args:
+      kinds: the sections of the model.
+      layers: the number of layers.
+
+    Raises:
+      ConfigError: a layer does not exist or has two kinds.
+    """
+    names, fields = ["window"] * layers, [""] * layers
+    for field, kind, index, indices in _placements(kinds):
+        check(
+            -layers <= index < layers,
+            f"{field} = {indices} names layer {index}, but Model.layers = {layers} has layers 0 to "
+            f"{layers - 1}",
+        )
+        place = index % layers
+        check(fields[place] != field, f"{field} = {indices} names a layer twice")
+        check(not fields[place], f"{field} = {indices} and {fields[place]} both name layer {place}")
+        names[place], fields[place] = kind, field
+    return tuple(names)
+
+
+def _placements(kinds: tuple[Any, ...]) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
+    for section in kinds:
+        for kind, indices in section.places().items():
+            for index in indices:
+                yield section.field_of(kind), kind, index, indices

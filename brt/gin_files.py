@@ -1,0 +1,166 @@
+"""Reads .gin files and gin bindings as data. The only file that imports gin, for its grammar.
+
+Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, and
+`include 'path'`. Nothing in them is imported or called. brt/bindings.py gives them meaning.
+"""
+
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gin import config_parser
+
+from brt import untrusted
+from brt.bindings import (
+    COMMAND_LINE,
+    DEEPEST,
+    MOST_STRINGS,
+    Binding,
+    Macro,
+    Source,
+    unreadable,
+)
+from brt.config_io import find_gin_file, shown_path
+from brt.errors import ConfigError
+
+LARGEST_FILE = 1 << 17  # bytes of a .gin file
+_ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # tokens between adjacent strings
+
+
+def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
+    """Reads the command line as a source that includes every --gin_file, and all files by path.
+
+    Args:
+      files: the values of --gin_file.
+      texts: the values of --gin_bindings.
+
+    Raises:
+      ConfigError: anything in a file or flag that is not understood.
+    """
+    sources = {COMMAND_LINE: Source([], [])}
+    for file in files:
+        path = find_gin_file(file, asked=f"--gin_file={file}")
+        sources[COMMAND_LINE].includes.append(read_file(path, sources, ()))
+    for text in texts:
+        for statement, origin in _statements(text, COMMAND_LINE):
+            _add(statement, origin, COMMAND_LINE, Path(), sources, ())
+    return sources
+
+
+def read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
+    """Adds a file and the files that it includes to `sources`, and returns its key."""
+    key, shown = str(path.resolve()), shown_path(path)
+    if key in including:
+        circle = " includes ".join(shown_path(Path(file)) for file in (*including, key))
+        raise ConfigError(f"{shown}: files include each other in a circle: {circle}")
+    if key not in sources:
+        try:
+            text = untrusted.read_file(path, LARGEST_FILE).decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{shown} cannot be read: {error}") from error
+        if len(including) > DEEPEST:
+            raise ConfigError(f"{shown}: files include files more than {DEEPEST} deep")
+        sources[key] = Source([], [])
+        for statement, origin in _statements(text, shown):
+            _add(statement, origin, key, path.parent, sources, (*including, key))
+    return key
+
+
+def _add(
+    statement: Any,
+    origin: str,
+    key: str,
+    directory: Path,
+    sources: dict[str, Source],
+    including: tuple[str, ...],
+) -> None:
+    """Adds a statement to the source `key`, or the file that it includes to `sources`."""
+    match statement:
+        case config_parser.BindingStatement():
+            sources[key].bindings.append(_binding(statement, origin))
+        case config_parser.IncludeStatement(filename=file):
+            asked = f"{origin}: include {file!r}"
+            path = find_gin_file(file, asked=asked, beside=directory)
+            sources[key].includes.append(read_file(path, sources, including))
+        case config_parser.ImportStatement():
+            raise ConfigError(
+                f"{origin}: {statement.format()!r} is refused; gin files are data here, and every "
+                "setting of brt is known without an import"
+            )
+        case config_parser.BlockDeclaration():
+            pass  # its bindings follow
+
+
+def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
+    name = ".".join(filter(None, (statement.selector, statement.arg_name)))
+    if statement.scope:
+        raise ConfigError(f"{origin}: {statement.scope}/{name} has a scope; bind {name} itself")
+    return Binding(name, statement.value, origin)
+
+
+class _Grammar(config_parser.ConfigParser):
+    """Gin's grammar, with limits, and refusing dictionaries that have a key twice."""
+
+    _keys: set[Any] = set()
+    _depth = _strings = 0  # nesting of brackets, and number of adjacent strings
+
+    def _advance_one_token(self) -> None:
+        super()._advance_one_token()
+        kind = self._current_token.type
+        self._strings = (self._strings + (kind == tokenize.STRING)) * (kind in _ADJACENT)
+        if self._strings > MOST_STRINGS:
+            self._raise_syntax_error(f"more than {MOST_STRINGS} strings side by side")
+
+    def _maybe_parse_container(self) -> tuple[bool, Any]:
+        outer, self._keys, self._depth = self._keys, set(), self._depth + 1
+        if self._depth > DEEPEST:
+            self._raise_syntax_error(f"brackets are nested more than {DEEPEST} deep")
+        result = super()._maybe_parse_container()
+        self._keys, self._depth = outer, self._depth - 1
+        return result
+
+    def _parse_dict_item(self) -> tuple[Any, Any]:
+        key, value = super()._parse_dict_item()
+        if key in self._keys:
+            self._raise_syntax_error(f"the key {key!r} is there twice")
+        self._keys.add(key)
+        return key, value
+
+
+class _Values(config_parser.ParserDelegate):
+    """Keeps macros (%NAME) and records references (@name), which `_statements` refuses."""
+
+    def __init__(self) -> None:
+        self.references: list[str] = []
+
+    def configurable_reference(self, name: str, evaluate: bool) -> None:
+        self.references.append(f"@{name}{'()' if evaluate else ''}")
+
+    def macro(self, name: str) -> Macro:
+        return Macro(name)
+
+
+def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
+    """Yields the statements of gin's grammar, each with its origin."""
+
+    def origin(line: int | None) -> str:
+        return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
+
+    if (nul := text.find("\0")) >= 0:  # not an error for Python's tokenizer
+        place = origin(text.count("\n", 0, nul) + 1)
+        raise ConfigError(f"{place}: there is a NUL character; remove it")
+    values = _Values()
+    try:
+        for statement in _Grammar(text, values):
+            place = origin(statement.location.line_num)
+            if values.references:
+                raise ConfigError(
+                    f"{place}: {values.references[0]} is refused; gin files are data here and "
+                    "call nothing, so write the value itself"
+                )
+            yield statement, place
+    except SyntaxError as error:
+        raise ConfigError(f"{origin(error.lineno)}: {unreadable(error.msg, error.text)}") from error
+    except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
+        raise ConfigError(f"{origin(None)}: {unreadable(str(error.args[0]), None)}") from error

@@ -1,0 +1,289 @@
+"""The compressive layer: a window, the whole block before, and compressed slots of older blocks."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.attention import KVCache, Mix, TokenProjections, TransformerBlock, with_cache
+from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
+from brt.layers.state import (
+    WINDOW_AXES,
+    LayerAux,
+    OpenBlock,
+    WindowState,
+    cache_is_readable,
+    new_window_state,
+)
+from brt.memories.compressive.compression import (
+    Convolution,
+    attend_window_and_slots,
+    attention_reconstruction_error,
+    compress,
+    reconstruction_error,
+    sliding_windows,
+    visible_slot_counts,
+)
+from brt.memories.compressive.section import Compressive
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.recurrent_attention import StateKV
+
+
+class CompressedState(NamedTuple):
+    """The cache, and what blocks before it have become.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      inputs: [B, W, D], what the layer read in the block that the cache is of.
+      vectors: float32 [B, C, D], the slots, oldest first; zeros before the first.
+      length: int32 [B], how many of them are of the document: the last so many.
+    """
+
+    window: WindowState
+    inputs: Float[Array, "B W D"]
+    vectors: Float[Array, "B C D"]
+    length: Int[Array, " B"]
+
+
+class CompressedBlock(NamedTuple):
+    """An open block: that of a sliding-window layer, its inputs [B, W, D], the slots' keys."""
+
+    tokens: OpenBlock
+    inputs: Float[Array, "B W D"]
+    slots: StateKV
+
+
+_VECTORS = ("lanes", None, None)
+COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes",))
+
+
+def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
+    """The state of a compressive layer that has read nothing."""
+    section = model.of(Compressive)
+    return CompressedState(
+        new_window_state(model, batch, dtype),
+        jnp.zeros((batch, model.window, model.model_dim), dtype),
+        jnp.zeros((batch, section.slots, model.model_dim), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def compressive_flops(model: Model) -> int:
+    """Of a token: the slots and their keys, what left the window, and the compressor."""
+    section = model.of(Compressive)
+    m, width = model, model.heads * model.head_dim
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    keys = 4 * m.model_dim * width * section.slots // m.window
+    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0  # without its loss
+    return 4 * width * (section.slots + left) + keys + learned
+
+
+class CompressiveLayer(nn.Module):
+    """A layer of the Compressive Transformer: (x, state) -> (y, state).
+
+    As a sliding-window layer, but keys that leave the window stay readable: those of the block
+    before exactly, blocks before that as slots, `compression_rate` tokens in one, until newer ones
+    push them out. To the learned positions all of them are as far as the window's farthest key.
+
+    Slots are constants to what reads them. A compressor that learns does so by its own loss: that
+    attention to the slots of a block reads what attention to the block does, or that a transposed
+    convolution makes the block of them again.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        section = self.model.of(Compressive)
+        m = self.model
+        self.tokens = TransformerBlock(
+            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
+        )
+        self.compressor: Any = section.compressor
+        if section.compressor == "conv":
+            shape = (section.rate, m.model_dim, m.model_dim)
+            kernel = parameter(
+                self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
+            )
+            bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.compressor = Convolution(kernel, bias)
+        if self._restores():
+            shape = (m.model_dim, section.rate, m.model_dim)
+            kernel = parameter(self, "decompressor_kernel", shape, ("embed", None, None))
+            bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.decompressor = Convolution(kernel, bias)
+
+    def _restores(self) -> bool:
+        section = self.model.of(Compressive)
+        return section.compressor == "conv" and section.loss == "autoencoding"
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: CompressedState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateKV | None = None,
+    ) -> tuple[Float[Array, "B T D"], CompressedState, LayerAux]:
+        """A segment; with feedback its one block."""
+        section = self.model.of(Compressive)
+        m, blocks = self.model, document_start.shape[1]
+        projections = self.tokens.project(x)
+        past, window = with_cache(m, state.window, projections, document_start)
+        inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
+        before = jax.lax.stop_gradient(
+            sliding_windows(inputs, blocks, step=m.window, size=m.window)
+        )
+        made = self._compressed(before)
+        vectors = jnp.concatenate([state.vectors, made.reshape(len(x), -1, m.model_dim)], axis=1)
+        length = visible_slot_counts(
+            state.length, past.cache_mask, added=made.shape[2], size=section.slots
+        )
+        slots = StateKV(
+            *(
+                sliding_windows(part, blocks, step=made.shape[2], size=section.slots)
+                for part in self._slots(vectors)
+            )
+        )
+        tokens = StateKV(
+            *(
+                sliding_windows(part, blocks, step=m.window, size=m.window)
+                for part in past.joined(projections)
+            )
+        )
+        left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
+        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
+        y = self.tokens.attend(x, projections, past, feedback, mix)
+        after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
+        return y, after, self._aux(projections, tokens, before, made, past)
+
+    def _nearest(self) -> int:
+        return 0 if self.model.attend_to_self else 1
+
+    def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
+        section = self.model.of(Compressive)
+        return compress(x, section.rate, self.compressor)
+
+    def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
+        """Keys and values by today's weights."""
+        constant = jax.lax.stop_gradient(vectors)
+        return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
+
+    def _after(
+        self,
+        window: WindowState,
+        inputs: Float[Array, "B W D"],
+        vectors: Float[Array, "B Z D"],
+        length: Int[Array, " B"],
+    ) -> CompressedState:
+        section = self.model.of(Compressive)
+        size = section.slots
+        kept = jnp.arange(size)[None] >= size - length[:, None]
+        return CompressedState(
+            window, inputs, jnp.where(kept[..., None], vectors[:, -size:], 0), length
+        )
+
+    def _mix(
+        self,
+        slots: StateKV,
+        before: StateKV,
+        length: Int[Array, "B N"],
+        cache_mask: Bool[Array, "B N"],
+        left: Bool[Array, "Q W"],
+    ) -> Mix:
+        """Adds to what tokens of N blocks read in their window what lies beyond it.
+
+        Args:
+          slots, before: [B, N, C, H, K] and [B, N, W, H, K], of the block before.
+          left: which keys of that have left a token's window.
+        """
+        section = self.model.of(Compressive)
+        size = section.slots
+        there = jnp.arange(size)[None, None] >= size - length[..., None]
+        there = jnp.broadcast_to(there[:, :, None], (*length.shape, len(left), size))
+        seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
+
+        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
+            q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
+            bias = self.tokens.far_bias()
+            y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
+            return y.reshape(queries.shape)
+
+        return mix
+
+    def _aux(
+        self,
+        projections: TokenProjections,
+        before: StateKV,
+        inputs: Float[Array, "B N W D"],
+        made: Float[Array, "B N S D"],
+        past: KVCache,
+    ) -> LayerAux:
+        """The compressor's loss, of tokens that have a block before theirs."""
+        section = self.model.of(Compressive)
+        m = self.model
+        if section.compressor != "conv" or section.loss_weight == 0:
+            return LayerAux()
+        if self._restores():
+            errors = reconstruction_error(inputs, made, self.decompressor)
+        else:
+            rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
+            slots = (
+                _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
+            )
+            queries = _by_block(projections.queries, made.shape[1])
+            errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
+        loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
+        return LayerAux(losses={"compression": loss})
+
+    def begin_block(
+        self, x: None, state: CompressedState, *_: None
+    ) -> tuple[None, CompressedBlock]:
+        """An empty block behind `state`, with what its tokens read of the slots."""
+        tokens = OpenBlock(state.window.keys, state.window.values, None)
+        inputs = jnp.zeros_like(state.inputs)
+        return x, CompressedBlock(tokens, inputs, self._slots(state.vectors))
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[CompressedState, CompressedBlock],
+        position: Int[Array, ""],
+        feedback: StateKV | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], CompressedBlock]:
+        """One token of the open block; the slots stand still."""
+        (state, block), window = carried, carried[0].window
+        slots, before = (
+            StateKV(*(part[:, None] for part in parts))
+            for parts in (block.slots, (window.keys, window.values))
+        )
+        cache_mask = cache_is_readable(self.model, window)
+        left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
+        length = jnp.where(cache_mask, state.length, 0)
+        mix = self._mix(slots, before, length[:, None], cache_mask[:, None], left)
+        y, tokens = self.tokens.attend_step(x, window, block.tokens, position, feedback, mix)
+        inputs = jax.lax.dynamic_update_slice_in_dim(block.inputs, x, position, axis=1)
+        return y, block._replace(tokens=tokens, inputs=inputs)
+
+    def end_block(
+        self, x: None, carried: tuple[CompressedState, CompressedBlock], *_: None
+    ) -> tuple[None, CompressedState]:
+        """The state after a full block: the one before it has become slots."""
+        section = self.model.of(Compressive)
+        (state, block), m = carried, self.model
+        made = self._compressed(state.inputs)
+        vectors = jnp.concatenate([state.vectors, made], axis=1)
+        length = jnp.minimum(state.length + made.shape[1], section.slots)
+        length = jnp.where(cache_is_readable(m, state.window), length, 0)
+        tokens = block.tokens
+        window = WindowState(tokens.keys, tokens.values, jnp.ones_like(state.window.valid))
+        return x, self._after(window, block.inputs, vectors, length)
+
+
+def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:
+    return x.reshape(len(x), blocks, -1, *x.shape[2:])

@@ -1,0 +1,51 @@
+"""Settings of compressive layers."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from brt.config import Model
+from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import adaptable, free
+from brt.config.kinds import KindSection
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compressive(KindSection):
+    """Layers of the Compressive Transformer, which keep older blocks in compressed form."""
+
+    kind: ClassVar[str] = "compressive"
+
+    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
+    slots: int = adaptable(512)  # compressed vectors in the memory
+    rate: int = adaptable(2)  # tokens that are compressed into one slot
+    # conv: learned, with a loss of its own
+    compressor: Literal["mean", "max", "conv"] = adaptable("conv")
+    # attention: attention to the slots equals attention to their tokens; autoencoding: the tokens
+    # can be reconstructed from the slots
+    loss: Literal["attention", "autoencoding"] = adaptable("attention")
+    # weight of the compressor's loss relative to the model's; 0: the compressor is not trained
+    loss_weight: float = free(1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "slots", "rate")
+        check_not_negative(self, "loss_weight")
+
+    def check_model(self, model: Model) -> None:
+        """Refuses windows that the rate does not divide, rotary positions, and no cache."""
+        if not self.layers:
+            return
+        check(
+            model.window % self.rate == 0,
+            f"Model.window = {model.window} must be a multiple of Compressive.rate = {self.rate}",
+        )
+        check(
+            model.positions != "rotary",
+            "Model.positions = 'rotary' has no positions for the slots of Compressive.layers = "
+            f"{self.layers}; use 't5', 'alibi' or 'none'",
+        )
+        check(
+            model.cache,
+            f"Compressive.layers = {self.layers} attend to the previous block, which needs "
+            "Model.cache = True",
+        )

@@ -1,0 +1,22 @@
+"""Layers that attend to a whole memory and their block with one softmax (arXiv 2410.03156)."""
+
+from brt.layers.kinds import LayerKind, register_kind
+from brt.memories.dense_memory.layer import (
+    DENSE_AXES,
+    DenseMemoryLayer,
+    dense_memory_flops,
+    new_dense_state,
+)
+from brt.memories.dense_memory.section import DenseMemory as DenseMemory
+
+register_kind(
+    "dense_memory",
+    LayerKind(
+        DenseMemoryLayer,
+        new_dense_state,
+        DENSE_AXES,
+        {"memory": ("keys", "values", "length")},
+        dense_memory_flops,
+        DenseMemory,
+    ),
+)

@@ -1,0 +1,181 @@
+"""The dense-memory layer: one softmax over a block and all of the last tokens before it.
+
+What MELODI's authors compare with (arXiv 2410.03156) as a Memorizing Transformer: no token is
+searched for, all are read, and no gate stands between them and the tokens of the block.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.attention import TransformerBlock
+from brt.layers.basic import compute_dtype
+from brt.memories.dense_memory.section import DenseMemory
+from brt.memories.history import tokens_before
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import attend
+from brt.ops.recurrent_attention import StateKV
+
+
+class DenseState(NamedTuple):
+    """Keys and values of the last M tokens; there is no cache beside them.
+
+    Attributes:
+      keys: [B, M, H, K], oldest first; zeros before the first.
+      values: [B, M, H, K].
+      length: int32 [B], how many are of the document: the last so many.
+    """
+
+    keys: Float[Array, "B M H K"]
+    values: Float[Array, "B M H K"]
+    length: Int[Array, " B"]
+
+
+_VECTORS = ("lanes", None, "heads", None)
+DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
+
+
+def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
+    """The state of a dense-memory layer that has read nothing."""
+    section = model.of(DenseMemory)
+    keys = jnp.zeros((batch, section.size, model.heads, model.head_dim), dtype)
+    return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+
+
+def dense_memory_flops(model: Model) -> int:
+    """Of a token: all of the memory, and half of its block instead of a window."""
+    section = model.of(DenseMemory)
+    m = model
+    own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    return 4 * m.heads * m.head_dim * (section.size + own - m.window)
+
+
+class DenseMemoryLayer(nn.Module):
+    """(x, state) -> (y, state). It has no positions."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        self.tokens = TransformerBlock(
+            dataclasses.replace(self.model, positions="none"), training=self.training,
+            kernels=self.kernels,
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: DenseState, document_start: Bool[Array, "B N"],
+        _: None = None,
+    ) -> tuple[Float[Array, "B T D"], DenseState]:  # fmt: skip
+        """A segment: every block by itself, behind what it remembers."""
+        section = self.model.of(DenseMemory)
+        m, blocks = self.model, document_start.shape[1]
+        projected = self.tokens.project(x)
+        pairs = (state.keys, projected.keys), (state.values, projected.values)
+        keys, values = (
+            jnp.concatenate([old, constrain(new, *_VECTORS)], axis=1) for old, new in pairs
+        )
+        start = constrain(document_start, "lanes", None)
+        lengths = tokens_before(state.length, start, window=m.window, size=section.size)
+        queries = constrain(projected.queries, *_VECTORS)
+        drawn = self.make_rng("dropout") if m.dropout and self.training else None
+
+        # A block's weights are computed again for its gradients: there are W (M + W) of them.
+        @jax.checkpoint
+        def of_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
+            first = n * m.window
+            own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
+            seen = StateKV(
+                *(
+                    jax.lax.dynamic_slice_in_dim(z, first, section.size + m.window, axis=1)
+                    for z in (keys, values)
+                )
+            )
+            dropout = None
+            if drawn is not None:
+                dropout = Dropout(jax.random.fold_in(drawn, n), m.dropout)
+            length = jnp.take(lengths, n, axis=1)
+            return self._read(own, seen, length, jnp.arange(m.window), dropout)
+
+        read = jax.lax.map(lambda n: of_block(n, keys, values, queries), jnp.arange(blocks))
+        read = jnp.moveaxis(read, 0, 1).reshape(projected.queries.shape)
+        y = self.tokens.finish(x, [read])
+        return y, self._after(keys, values, lengths[:, -1])
+
+    def _read(
+        self,
+        queries: Float[Array, "B Q H K"],
+        seen: StateKV,
+        length: Int[Array, " B"],
+        places: Int[Array, " Q"],
+        dropout: Dropout | None = None,
+    ) -> Float[Array, "B Q H K"]:
+        """What tokens at `places` of a block read; `seen` is the memory, then the block."""
+        section = self.model.of(DenseMemory)
+        m = self.model
+        columns = jnp.arange(seen.keys.shape[1])[None]
+        there = (columns >= section.size) | (columns >= section.size - length[:, None])
+        if not m.mask_empty_cache:  # what is not there counts as zero vectors
+            kept = there[:, :, None, None]
+            seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
+            there = jnp.ones_like(there)
+        last = places + section.size - (0 if m.attend_to_self else 1)
+        mask = there[:, None] & (columns <= last[:, None])[None]
+        return attend(
+            queries, *seen, None, mask, dropout, implementation=self.kernels.masked_attention
+        )
+
+    def _after(
+        self, keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"],
+        length: Int[Array, " B"],
+    ) -> DenseState:  # fmt: skip
+        section = self.model.of(DenseMemory)
+        size = section.size
+        kept = (jnp.arange(size)[None] >= size - length[:, None])[:, :, None, None]
+        keys, values = (jnp.where(kept, z[:, -size:], 0) for z in (keys, values))
+        return DenseState(keys, values, length)
+
+    def begin_block(self, x: None, state: DenseState, *_: None) -> tuple[None, StateKV]:
+        """An empty block behind `state`."""
+        m = self.model
+        shape = (len(state.length), m.window, m.heads, m.head_dim)
+        zeros = jnp.zeros(shape, compute_dtype(m))
+        return x, StateKV(zeros, zeros)
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[DenseState, StateKV],
+        position: Int[Array, ""],
+        _: None = None,
+    ) -> tuple[Float[Array, "B 1 D"], StateKV]:
+        """One token of the open block; the memory stands still."""
+        state, block = carried
+        projected = self.tokens.project(x)
+        pairs = (block.keys, projected.keys), (block.values, projected.values)
+        block = StateKV(
+            *(jax.lax.dynamic_update_slice_in_dim(z, own, position, axis=1) for z, own in pairs)
+        )
+        seen = StateKV(
+            *(jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True))
+        )
+        read = self._read(projected.queries, seen, state.length, position[None])
+        return self.tokens.finish(x, [read]), block
+
+    def end_block(
+        self, x: None, carried: tuple[DenseState, StateKV], *_: None
+    ) -> tuple[None, DenseState]:
+        """The state after a full block, which the memory takes in."""
+        section = self.model.of(DenseMemory)
+        (state, block), m = carried, self.model
+        keys, values = (
+            jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)
+        )
+        length = jnp.minimum(state.length + m.window, section.size)
+        return x, self._after(keys, values, length)

@@ -1,0 +1,26 @@
+"""Memories of the last tokens of a document."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def tokens_before(
+    length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
+) -> Int[Array, "B N+1"]:
+    """Returns how many tokens of its document each block finds in a memory of `size` tokens.
+
+    Args:
+      length: tokens of the document in the memory before the first block.
+      document_start: whether a document starts with block n.
+      window: tokens in a block.
+      size: tokens in the memory.
+
+    Returns:
+      The number of tokens for every block, and in the last column for the block after them.
+    """
+    blocks = jnp.arange(document_start.shape[1] + 1)[None]
+    starts = jnp.pad(document_start, ((0, 0), (0, 1)))
+    last = jax.lax.cummax(jnp.where(starts, blocks, -1), axis=1)
+    carried = length[:, None] + blocks * window
+    return jnp.minimum(jnp.where(last < 0, carried, (blocks - last) * window), size)

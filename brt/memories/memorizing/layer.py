@@ -1,0 +1,171 @@
+"""The memorizing layer: sliding-window attention beside attention to a memory of past tokens."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.attention import Mix, TransformerBlock, with_cache
+from brt.layers.basic import parameter
+from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
+from brt.memories.history import tokens_before
+from brt.memories.memorizing.memory_attention import memory_attention
+from brt.memories.memorizing.section import Memorizing
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.recurrent_attention import StateKV
+
+
+class MemoryState(NamedTuple):
+    """The cache and the memory: keys and values of the last M tokens, by head, oldest first.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, M, K], as in the cache. Heads come first, because each is searched by itself.
+      values: [B, H, M, K].
+      length: int32 [B], tokens of the document in the memory: the last so many.
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H M K"]
+    values: Float[Array, "B H M K"]
+    length: Int[Array, " B"]
+
+
+MEMORY_AXES: Any = MemoryState(
+    WINDOW_AXES, ("lanes", "heads", None, None), ("lanes", "heads", None, None), ("lanes",)
+)
+
+
+def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
+    """The state of a memorizing layer that has read nothing."""
+    section = model.of(Memorizing)
+    shape = (batch, model.heads, section.size, model.head_dim)
+    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    window = new_window_state(model, batch, dtype)
+    return MemoryState(window, keys, values, jnp.zeros((batch,), jnp.int32))
+
+
+def memory_flops(model: Model) -> int:
+    """Of a token: its search, and its attention to what it finds."""
+    section = model.of(Memorizing)
+    width = model.heads * model.head_dim
+    return 2 * width * section.size + 4 * width * section.neighbors
+
+
+class Past(NamedTuple):
+    """Keys and values [B, H, Z, K] of what is remembered, and of tokens that come after it."""
+
+    keys: Float[Array, "B H Z K"]
+    values: Float[Array, "B H Z K"]
+
+
+def extended(
+    state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
+) -> Past:
+    """The memory with a segment behind it."""
+    pairs = (state.keys, keys), (state.values, values)
+    whole = ((old, constrain(new, "lanes", None, "heads", None)) for old, new in pairs)
+    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
+
+
+def remembered(
+    past: Past, length: Int[Array, " B"], window: WindowState, *, size: int
+) -> MemoryState:
+    """The state that keeps the last `length` tokens of the past; zeros stand before them."""
+    kept = jnp.arange(size)[None] >= size - length[:, None]
+    keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    return MemoryState(window, keys, values, length)
+
+
+class MemorizingLayer(nn.Module):
+    """A Memorizing Transformer layer: (x, state) -> (y, state).
+
+    A token attends to its window, and to what it finds in the memory of the tokens before its
+    block (Memorizing Transformers, section 3); a learned gate per head mixes the two. As in
+    the original's recipe the layer has no positions.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        m = self.model
+        self.tokens = TransformerBlock(
+            dataclasses.replace(m, positions="none"), cross_attends=m.feedback,
+            training=self.training, kernels=self.kernels,
+        )  # fmt: skip
+        self.memory_gate = parameter(
+            self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
+        )
+
+    def _mix(self, past: Past, counts: Int[Array, "B N"]) -> Mix:
+        """Adds to what the tokens of N blocks read in their window what they find here."""
+        section = self.model.of(Memorizing)
+        m = self.model
+        null_keys = not m.mask_empty_cache
+
+        def mix(queries: Float[Array, "B T H K"], window: AttentionPart) -> Float[Array, "B T H K"]:
+            local = window.output
+            found = memory_attention(
+                queries, *past, counts, size=section.size, neighbors=section.neighbors,
+                search=section.search, null_keys=null_keys,
+                implementation=self.kernels.memory_attention,
+            )  # fmt: skip
+            open_gate = (counts > 0) | null_keys  # an empty memory has no say
+            gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
+            gate = jnp.repeat(gate, local.shape[1] // counts.shape[1], axis=1)
+            gate = gate.astype(local.dtype)[..., None]
+            return local * (1 - gate) + found * gate
+
+        return mix
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: MemoryState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateKV | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryState]:
+        """A segment; with feedback its one block."""
+        section = self.model.of(Memorizing)
+        m = self.model
+        projections = self.tokens.project(x)
+        cached, window = with_cache(m, state.window, projections, document_start)
+        past = extended(state, projections.keys, projections.values)
+        counts = tokens_before(state.length, document_start, window=m.window, size=section.size)
+        mix = self._mix(past, counts[:, :-1])
+        y = self.tokens.attend(x, projections, cached, feedback, mix)
+        return y, remembered(past, counts[:, -1], window, size=section.size)
+
+    def begin_block(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
+        """An empty block behind `state`."""
+        return x, OpenBlock(state.window.keys, state.window.values, None)
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[MemoryState, OpenBlock],
+        position: Int[Array, ""],
+        feedback: StateKV | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        """One token of the open block; the memory stands still."""
+        state, block = carried
+        mix = self._mix(Past(state.keys, state.values), state.length[:, None])
+        return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+
+    def end_block(
+        self, x: None, carried: tuple[MemoryState, OpenBlock], *_: None
+    ) -> tuple[None, MemoryState]:
+        """The state after a full block, which the memory takes in."""
+        section = self.model.of(Memorizing)
+        (state, block), m = carried, self.model
+        past = extended(state, block.keys, block.values)
+        length = jnp.minimum(state.length + m.window, section.size)
+        window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
+        return x, remembered(past, length, window, size=section.size)

@@ -1,0 +1,66 @@
+"""Search for the neighbours of a query, and attention to them.
+
+exact     the keys with the largest products with the query
+bucketed  the best key of each bucket; tokens are distributed in turn to as many buckets as there
+are neighbours (the original code's approximate search)
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.top_k import top_k
+
+Search = Literal["exact", "bucketed"]
+
+
+class Neighbors(NamedTuple):
+    """The neighbours of every query, in no particular order.
+
+    Attributes:
+      indices: int32 [B, H, Q, R], indices of keys.
+      there: bool [B, H, Q, R], False if there were too few keys or a bucket was empty.
+    """
+
+    indices: Int[Array, "B H Q R"]
+    there: Bool[Array, "B H Q R"]
+
+
+def find_neighbors(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H M K"],
+    count: Int[Array, " B"],
+    *,
+    neighbors: int,
+    search: Search,
+) -> Neighbors:
+    """Searches the last `count` keys of every lane; all [B, H, Q, M] scores exist at once."""
+    scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
+    size = keys.shape[2]
+    mask = jnp.arange(size)[None] >= size - count[:, None]
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
+    return Neighbors(indices, best > -jnp.inf)
+
+
+def _top_of_buckets(scores: Float[Array, "B H Q M"], buckets: int) -> tuple[Array, Array]:
+    by_bucket = scores.reshape(*scores.shape[:3], -1, buckets)
+    place = jnp.argmax(by_bucket, axis=3).astype(jnp.int32)
+    return jnp.max(by_bucket, axis=3), place * buckets + jnp.arange(buckets)[None, None, None]
+
+
+def attend_to_neighbors(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H Q R K"],
+    values: Float[Array, "B H Q R K"],
+    there: Bool[Array, "B H Q R"],
+    *,
+    null_keys: bool,
+) -> Float[Array, "B H Q K"]:
+    """Attends from every query to its own keys; see `api.memory_attention`."""
+    logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
+    weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
+    weights = jnp.where(there, weights, 0).astype(values.dtype)
+    return jnp.einsum("bhqr,bhqrk->bhqk", weights, values)

@@ -1,0 +1,238 @@
+"""The routing layer: some heads read a window, the others the last tokens of a token's cluster."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.attention import TransformerBlock, with_cache
+from brt.layers.basic import INTO_HEADS, kernel_init, parameter
+from brt.layers.state import WINDOW_AXES, LayerAux, OpenBlock, WindowState, new_window_state
+from brt.memories.routing.routed_attention import (
+    ClusterStatistics,
+    Rings,
+    RoutedTokens,
+    add_tokens,
+    commitment,
+    nearest_clusters,
+    new_statistics,
+    rings_after,
+    routed_attention,
+    routed_attention_step,
+    update_averages,
+)
+from brt.memories.routing.section import Routing
+from brt.ops.dense import dense
+from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.positions import relative_bias
+
+
+class RoutedState(NamedTuple):
+    """The cache of the other heads, and the last tokens of every cluster: see `Rings`.
+
+    Attributes:
+      window: as of a sliding-window layer, of H - G heads.
+      keys: [B, G, C, R, K], unit vectors, oldest first; zeros before the first.
+      values: [B, G, C, R, K].
+      filled: int32 [B, G, C].
+    """
+
+    window: WindowState
+    keys: Float[Array, "B G C R K"]
+    values: Float[Array, "B G C R K"]
+    filled: Int[Array, "B G C"]
+
+    @property
+    def rings(self) -> Rings:
+        return Rings(*self[1:])
+
+
+class RoutedBlock(NamedTuple):
+    """An open block: that of a sliding-window layer, and [B, W, G, K] of the routed heads."""
+
+    tokens: OpenBlock
+    routed: RoutedTokens
+
+
+_RINGS = ("lanes", "heads", None, None, None)
+ROUTED_AXES: Any = RoutedState(WINDOW_AXES, _RINGS, _RINGS, _RINGS[:3])
+
+
+def _of_windows(model: Model) -> Model:
+    """What the heads that read a window are built by."""
+    section = model.of(Routing)
+    return dataclasses.replace(model.without(Routing), heads=model.heads - section.heads)
+
+
+def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
+    """The state of a routing layer that has read nothing."""
+    section = model.of(Routing)
+    m = model
+    shape = (batch, section.heads, section.clusters, section.keep, m.head_dim)
+    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    window = new_window_state(_of_windows(m), batch, dtype)
+    return RoutedState(window, keys, values, jnp.zeros(shape[:3], jnp.int32))
+
+
+def new_routing(model: Model) -> ClusterStatistics:
+    """Its model state: what the clusters are."""
+    section = model.of(Routing)
+    return new_statistics(section.heads, section.clusters, model.head_dim)
+
+
+def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
+    """The next step's."""
+    return update_averages(statistics, model.of(Routing).decay)
+
+
+def routing_flops(model: Model) -> int:
+    """Of a token: its clusters and their tokens, less windows and the keys that queries are."""
+    section = model.of(Routing)
+    m, width = model, section.heads * model.head_dim
+    reading = 2 * width * section.clusters + 4 * width * section.keep
+    return reading - 4 * width * m.window - 2 * m.model_dim * width
+
+
+class RoutingLayer(nn.Module):
+    """A layer with routed heads: (x, state, statistics) -> (y, state, aux).
+
+    A token of a routed head is of the cluster that its query fits best, and reads the last tokens
+    of this cluster, itself included (`brt.memories.routing.routed_attention`). T5 positions are
+    positions in the cluster there: the number of its tokens in between.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        section = self.model.of(Routing)
+        m = self.model
+        self.tokens = TransformerBlock(_of_windows(m), training=self.training, kernels=self.kernels)
+        by_head = (m.model_dim, section.heads, m.head_dim)
+        self.queries = parameter(self, "routed_queries", by_head, INTO_HEADS)
+        self.values = parameter(self, "routed_values", by_head, INTO_HEADS)
+        self.output = parameter(
+            self, "routed_output", (*by_head[1:], m.model_dim), ("heads", "head_dim", "embed"),
+            kernel_init(inputs=2, variance=section.heads / m.heads),
+        )  # fmt: skip
+        self.scale = parameter(
+            self, "routed_scale", by_head[1:2], ("heads",), nn.initializers.constant(m.scale_init)
+        )
+        if m.positions == "t5":
+            self.relative_bias = parameter(
+                self, "routed_bias", (section.heads, m.relative_buckets), ("heads", "buckets"),
+                nn.initializers.normal(m.relative_buckets**-0.5),
+            )  # fmt: skip
+
+    def _bias(self) -> Float[Array, "G R"]:
+        section = self.model.of(Routing)
+        m = self.model
+        if m.positions != "t5":
+            return jnp.zeros((section.heads, section.keep), jnp.float32)
+        bias = relative_bias(
+            self.relative_bias, window=section.keep, attend_to_self=m.attend_to_self,
+            max_distance=m.relative_max_distance,
+        )  # fmt: skip
+        return bias * jnp.abs(self.scale)[:, None] if m.bias_before_scale else bias
+
+    def _routed(
+        self, x: Float[Array, "B T D"], statistics: ClusterStatistics
+    ) -> tuple[Float[Array, "B T G K"], RoutedTokens]:
+        """Queries with their scale, and the tokens as others read them."""
+        h = self.tokens.normed(x)
+        products = dense(h, self.queries)
+        keys, values = l2_normalize(products), dense(h, self.values)
+        queries = scaled_unit(products, jnp.abs(self.scale))
+        return queries, RoutedTokens(keys, values, nearest_clusters(keys, statistics))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: RoutedState,
+        document_start: Bool[Array, "B N"],
+        _: None,
+        statistics: ClusterStatistics,
+    ) -> tuple[Float[Array, "B T D"], RoutedState, LayerAux]:
+        """A segment."""
+        m = self.model
+        projections = self.tokens.project(x)
+        past, window = with_cache(m, state.window, projections, document_start)
+        queries, routed = self._routed(x, statistics)
+        heads = ("lanes", None, "heads", None)  # of the whole segment, which is sorted
+        queries = constrain(queries, *heads)
+        routed = RoutedTokens(
+            constrain(routed.keys, *heads), constrain(routed.values, *heads),
+            constrain(routed.clusters, *heads[:3]),
+        )  # fmt: skip
+        start = constrain(document_start, "lanes", None)
+        read = routed_attention(
+            queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
+            implementation=self.kernels.routed_attention,
+        )  # fmt: skip
+        x = x + dense(read, self.output, inputs=2)  # and what the other heads read is added to it
+        y = self.tokens.attend(x, projections, past, None)
+        rings = rings_after(routed, state.rings, start)
+        return y, RoutedState(window, *rings), self._aux(routed, statistics)
+
+    def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
+        section = self.model.of(Routing)
+        after = add_tokens(statistics, routed.keys, routed.clusters)
+        found = after.new_counts - statistics.new_counts
+        largest = jnp.max(found / routed.clusters[..., 0].size, axis=-1)
+        metrics = {"largest_cluster": jnp.mean(largest)}
+        weight = section.commitment
+        if weight == 0:
+            return LayerAux(after, metrics=metrics)
+        loss = weight * commitment(routed.keys, routed.clusters, statistics)
+        return LayerAux(after, {"routing": loss}, metrics)
+
+    def begin_block(self, x: None, state: RoutedState, *_: Any) -> tuple[None, RoutedBlock]:
+        """An empty block behind `state`."""
+        section = self.model.of(Routing)
+        window, m = state.window, self.model
+        shape = (len(state.keys), m.window, section.heads, m.head_dim)
+        keys = jnp.zeros(shape, state.keys.dtype)
+        routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
+        return x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed)
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[RoutedState, RoutedBlock],
+        position: Int[Array, ""],
+        _: None,
+        statistics: ClusterStatistics,
+    ) -> tuple[Float[Array, "B 1 D"], RoutedBlock]:
+        """One token of the open block; the rings stand still."""
+        state, block = carried
+        queries, routed = self._routed(x, statistics)
+        whole = RoutedTokens(
+            *(
+                jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
+                for old, new in zip(block.routed, routed, strict=True)
+            )
+        )
+        read = routed_attention_step(
+            queries, routed.clusters[:, 0], whole, state.rings, position, self._bias(),
+            attend_to_self=self.model.attend_to_self,
+        )  # fmt: skip
+        y, tokens = self.tokens.attend_step(
+            x + dense(read, self.output, inputs=2), state.window, block.tokens, position, None,
+            projections=self.tokens.project(x),
+        )  # fmt: skip
+        return y, RoutedBlock(tokens, whole)
+
+    def end_block(
+        self, x: None, carried: tuple[RoutedState, RoutedBlock], *_: Any
+    ) -> tuple[None, RoutedState]:
+        """The state after a full block, which the rings take in."""
+        state, (tokens, routed) = carried
+        nowhere = jnp.zeros((len(state.keys), 1), bool)
+        window = WindowState(tokens.keys, tokens.values, jnp.ones_like(state.window.valid))
+        return x, RoutedState(window, *rings_after(routed, state.rings, nowhere))

@@ -1,0 +1,93 @@
+"""The last tokens of every cluster, which are carried from segment to segment.
+
+In shapes, C is the number of clusters of a head, R the number of tokens that each keeps, and M = C
+R + T the number of positions, the first of which are those of the rings.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.gathering import take
+
+NO_TOKEN = -1  # The group of a position without a token.
+
+
+class Rings(NamedTuple):
+    """The last R tokens of every cluster.
+
+    Attributes:
+      keys: [B, H, C, R, K], the oldest first; zeros before the first token.
+      values: [B, H, C, R, K].
+      filled: int32 [B, H, C], the number of tokens, which are at the end.
+    """
+
+    keys: Float[Array, "B H C R K"]
+    values: Float[Array, "B H C R K"]
+    filled: Int[Array, "B H C"]
+
+
+class RoutedTokens(NamedTuple):
+    """Keys and values of tokens, and their clusters."""
+
+    keys: Float[Array, "B T H K"]
+    values: Float[Array, "B T H K"]
+    clusters: Int[Array, "B T H"]
+
+
+class Places(NamedTuple):
+    """All tokens that a segment can read, in the order in which they were read.
+
+    Attributes:
+      groups: int32, equal for tokens of one cluster and one document; NO_TOKEN for none.
+    """
+
+    keys: Float[Array, "B H M K"]
+    values: Float[Array, "B H M K"]
+    groups: Int[Array, "B H M"]
+
+
+def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
+    """Returns True for positions of the rings that have a token."""
+    size = rings.keys.shape[3]
+    return jnp.arange(size)[None, None, None] >= size - rings.filled[..., None]
+
+
+def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
+    """Returns the rings' tokens, then the segment's; the rings belong to the document before its
+    first start.
+    """
+    clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
+    documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
+    of_tokens = documents[:, None] * clusters + tokens.clusters.swapaxes(1, 2)
+    own = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
+    there = ring_mask(rings) & ~document_start[:, :1, None, None]
+    of_rings = jnp.where(there, own, NO_TOKEN)
+    of_rings = of_rings.reshape(*of_rings.shape[:2], -1)
+    pairs = (rings.keys, tokens.keys), (rings.values, tokens.values)
+    keys, values = (
+        jnp.concatenate([r.reshape(*r.shape[:2], -1, r.shape[-1]), t.swapaxes(1, 2)], axis=2)
+        for r, t in pairs
+    )
+    return Places(keys, values, jnp.concatenate([of_rings, of_tokens], axis=2))
+
+
+def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
+    """Returns the rings after a segment: the last tokens of its last document."""
+    clusters, size = rings.keys.shape[2:4]
+    visible = places(tokens, rings, document_start)
+    last = jnp.sum(document_start, axis=1, dtype=jnp.int32)
+    wanted = last[:, None] * clusters + jnp.arange(clusters, dtype=jnp.int32)[None]
+    wanted = wanted[:, None, :, None]
+    there = visible.groups[:, :, None]
+    counts = jnp.sum(there == wanted, axis=-1, dtype=jnp.int32)
+    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)  # Ends of the groups in sorted order.
+    order = jnp.argsort(visible.groups, axis=-1, stable=True)
+    places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)
+    flat = places_in_order.reshape(*ends.shape[:2], -1)
+    chosen = jnp.take_along_axis(order, flat, axis=-1).reshape(places_in_order.shape)
+    keys, values = (take(x, chosen) for x in visible[:2])
+    after = Rings(keys, values, jnp.minimum(counts, size))
+    kept = ring_mask(after)[..., None]
+    return after._replace(keys=jnp.where(kept, keys, 0), values=jnp.where(kept, values, 0))

@@ -1,0 +1,115 @@
+"""Routed attention in plain XLA: the tokens of a cluster lie side by side, in small chunks.
+
+A chunk belongs to one document and one cluster, and begins a multiple of the chunk's size after the
+first token of these. The position of a token in its chunk, and its neighbours, therefore depend on
+earlier tokens alone, and its result is bitwise the same for any later tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.memories.routing.routed_attention.rings import (
+    NO_TOKEN,
+    Rings,
+    RoutedTokens,
+    places,
+)
+from brt.ops.gathering import take
+from brt.ops.partial_attention import attend_to_part
+from brt.ops.products import matmul_nt
+from brt.ops.softmax import MASKED
+
+# Least number of tokens of a chunk; smaller ones save less work than their number costs.
+MIN_CHUNK = 8
+
+
+class ChunkLayout(NamedTuple):
+    """The positions of tokens in chunks.
+
+    Attributes:
+      sources: int32 [B, H, P * Q], the position in each row of P chunks of Q rows; M for an empty
+        row.
+      rows: int32 [B, H, M], the row of each position; P * Q for none.
+    """
+
+    sources: Int[Array, "B H Z"]
+    rows: Int[Array, "B H M"]
+
+
+def routed_attention(
+    queries: Float[Array, "B T H K"],
+    tokens: RoutedTokens,
+    rings: Rings,
+    document_start: Bool[Array, "B N"],
+    bias: Float[Array, "H R"],
+    *,
+    attend_to_self: bool,
+) -> Float[Array, "B T H K"]:
+    """Computes `api.routed_attention`."""
+    visible = places(tokens, rings, document_start)
+    count, blocks = queries.shape[1], document_start.shape[1]
+    clusters, bias_length = rings.keys.shape[2], bias.shape[1]
+    # Every cluster of every document may have one chunk that is not full.
+    size = min(max(count // (blocks * clusters), MIN_CHUNK), bias_length)
+    total = visible.groups.shape[-1]
+    chunks = (total + blocks * clusters * (size - 1)) // size
+    layout = _layout(visible.groups, chunks, size)
+    sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
+
+    def row_major(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        return take(padded, sources)
+
+    q = jnp.pad(queries.swapaxes(1, 2), ((0, 0), (0, 0), (total - count, 0), (0, 0)))
+    groups = jnp.pad(visible.groups, ((0, 0), (0, 0), (0, 1)), constant_values=NO_TOKEN)
+    groups = jnp.take_along_axis(groups, layout.sources, axis=-1).reshape(sources.shape)
+    nearest = 0 if attend_to_self else 1
+    # Number of chunks that a chunk reads in addition to itself.
+    back = -(-(bias_length - 1 + nearest) // size)
+    keys, values = (
+        _with_previous_chunks(row_major(x), back, 0) for x in (visible.keys, visible.values)
+    )
+    of_keys = _with_previous_chunks(groups, back, NO_TOKEN)
+    columns = np.arange((back + 1) * size)
+    distance = np.arange(size)[:, None] + back * size - columns[None] - nearest
+    near = jnp.asarray((distance >= 0) & (distance < bias_length))[None, None, None]
+    seen = near & (groups[..., None] == of_keys[..., None, :]) & (groups >= 0)[..., None]
+    logits = (
+        matmul_nt(row_major(q), keys)
+        + bias[:, np.clip(distance, 0, bias_length - 1)][None, :, None]
+    )
+    y = attend_to_part(jnp.where(seen, logits, MASKED), values).output
+    y = y.reshape(*y.shape[:2], -1, y.shape[-1])
+    results = take(y, layout.rows[:, :, -count:, None])[:, :, :, 0]
+    return results.swapaxes(1, 2).astype(tokens.values.dtype)
+
+
+def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
+    total = groups.shape[-1]
+    order = jnp.argsort(groups, axis=-1, stable=True)
+    ordered, index = jnp.take_along_axis(groups, order, axis=-1), jnp.arange(total)[None, None]
+    begins = jnp.pad(
+        ordered[..., 1:] != ordered[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True
+    )
+    rank = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=2)
+    there = ordered != NO_TOKEN
+    chunk = jnp.cumsum(there & (rank % size == 0), axis=-1) - 1
+    rows = jnp.where(there, chunk * size + rank % size, chunks * size)
+
+    def scattered(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
+        sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
+        return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
+
+    return jax.vmap(jax.vmap(scattered))(order, rows)
+
+
+def _with_previous_chunks(x: Array, back: int, nothing: int) -> Array:
+    """Returns [B, H, P, (back + 1) * Q, ...], every chunk after the `back` chunks before it."""
+    pad = [(0, 0)] * x.ndim
+    pad[2] = (back, 0)
+    padded = jnp.pad(x, pad, constant_values=nothing)
+    return jnp.concatenate([padded[:, :, i : i + x.shape[2]] for i in range(back + 1)], axis=3)

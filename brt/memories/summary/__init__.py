@@ -1,0 +1,42 @@
+"""Layers that summarise what they read (MELODI, arXiv 2410.03156)."""
+
+from brt.layers.kinds import LayerKind, register_kind
+from brt.memories.summary.layer import (
+    LONG_SUMMARY_AXES,
+    SUMMARY_AXES,
+    LongSummaryLayer,
+    SummaryLayer,
+    long_summary_flops,
+    new_long_summary_state,
+    new_summary_state,
+    number_of_summaries,
+    summary_flops,
+)
+from brt.memories.summary.section import Summaries as Summaries
+
+register_kind(
+    "summary",
+    LayerKind(
+        SummaryLayer,
+        new_summary_state,
+        SUMMARY_AXES,
+        {"state": ("vectors", "valid")},
+        summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)
+register_kind(
+    "long_summary",
+    LayerKind(
+        LongSummaryLayer,
+        new_long_summary_state,
+        LONG_SUMMARY_AXES,
+        {"state": ("short",), "memory": ("vectors", "length")},
+        long_summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)

@@ -1,0 +1,392 @@
+"""Layers that sum up what they read (MELODI, arXiv 2410.03156): vectors in place of a cache.
+
+A block is read together with what the layer below made of it, U summaries. Tokens and summaries
+read the block up to themselves and the short-term memory, S vectors that the layer made of the
+block before; in a long-term layer also M vectors that it made of many blocks, the oldest of which
+leave as new ones come. All these are mixed from what the layer gives, and none from a later token.
+
+Letters beside the glossary's: U summaries, S short-term and M long-term vectors, P = W + U.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.attention import TransformerBlock
+from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
+from brt.layers.state import Stream
+from brt.memories.summary.section import Summaries
+from brt.memories.summary.token_mixing import MixWeights, mix_tokens
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import attend
+from brt.ops.recurrent_attention import StateKV
+from brt.ops.window_attention import circulant
+
+
+class SummaryState(NamedTuple):
+    """The short-term memory.
+
+    Attributes:
+      vectors: float32 [B, S, D], made of the last block; zeros before the first.
+      valid: bool [B], False before the first block of a document.
+    """
+
+    vectors: Float[Array, "B S D"]
+    valid: Bool[Array, " B"]
+
+    @property
+    def short(self) -> "SummaryState":
+        return self
+
+
+class LongSummaryState(NamedTuple):
+    """Both memories.
+
+    Attributes:
+      short: as of a layer without the long-term one.
+      vectors: float32 [B, M, D], oldest first; zeros before the first.
+      length: int32 [B], how many of them are of the document: the last so many.
+    """
+
+    short: SummaryState
+    vectors: Float[Array, "B M D"]
+    length: Int[Array, " B"]
+
+
+_VECTORS = ("lanes", None, None)
+SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
+LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
+
+
+class Read(NamedTuple):
+    """What is known while a block is read.
+
+    Attributes:
+      state: before the block; of either kind.
+      long: keys and values [B, M, H, K] of the long-term memory, or None.
+    """
+
+    state: Any
+    long: StateKV | None
+
+
+class SummaryBlock(NamedTuple):
+    """An open block.
+
+    Attributes:
+      keys, values: [B, W, H, K], of its tokens.
+      outputs: [B, W, D], what the layer made of them.
+      short, long: keys and values of the memories.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    outputs: Float[Array, "B W D"]
+    short: StateKV
+    long: StateKV | None
+
+
+class Tokens(NamedTuple):
+    """Tokens and summaries of N blocks, and what they attend with."""
+
+    inputs: Float[Array, "B N P D"]
+    queries: Float[Array, "B N P H K"]
+    keys: Float[Array, "B N P H K"]
+    values: Float[Array, "B N P H K"]
+
+
+def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
+    """The state of a short-term layer that has read nothing."""
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
+    return SummaryState(vectors, jnp.zeros((batch,), bool))
+
+
+def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
+    """The state of a long-term layer that has read nothing."""
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
+    short = new_summary_state(model, batch, dtype)
+    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
+
+
+def number_of_summaries(model: Model) -> int:
+    """Returns the number of vectors in which a layer summarises a block for the layer above."""
+    section = model.of(Summaries)
+    return section.summaries
+
+
+def summary_flops(model: Model) -> int:
+    """Of a token: its share of summaries and mixes, less what a window has more keys."""
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    projection, attention = 2 * m.model_dim * width, 4 * width
+    dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
+    keys = section.short_memory + places // 2  # on average
+    mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
+    block = section.summaries * dense + places * (attention * keys + mixes)
+    return (block + section.short_memory * 2 * projection) // m.window - attention * m.window
+
+
+def long_summary_flops(model: Model) -> int:
+    """The same, with the long-term memory; its keys are made once a segment, which is left out."""
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    reading = 4 * width * section.long_memory + 2 * m.model_dim * section.long_increment
+    new_keys = 4 * m.model_dim * width * section.long_increment
+    return summary_flops(m) + (places * reading + new_keys) // m.window
+
+
+class TokenMix(nn.Module):
+    """Owns the weights of a mix of P places into `size` vectors."""
+
+    model: Model
+    size: int
+    residual: bool
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
+    ) -> Float[Array, "B O D"]:
+        """See `mix_tokens`."""
+        section = self.model.of(Summaries)
+        places = self.model.window + section.summaries
+        weights = MixWeights(
+            parameter(self, "kernel", (places, self.size), (None, None)),
+            parameter(self, "bias", (self.size,), (None,), ZEROS),
+        )
+        if self.residual:
+            norms = (
+                parameter(self, name, (self.model.model_dim,), ("embed",), ONES)
+                for name in ("token_norm", "summary_norm")
+            )
+            weights = MixWeights(*weights[:2], *norms)
+        return mix_tokens(tokens, summaries, weights)
+
+
+class SummaryLayer(nn.Module):
+    """A short-term layer: (`Stream`, state) -> (`Stream`, state)."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+    remembers: ClassVar[bool] = False  # longer than a block
+
+    def setup(self) -> None:
+        section = self.model.of(Summaries)
+        m = self.model
+        self.tokens = TransformerBlock(m, training=self.training, kernels=self.kernels)
+        self.summary_mix = TokenMix(m, section.summaries, residual=True)
+        self.short_mix = TokenMix(
+            m,
+            section.short_memory,
+            residual=section.short_memory == section.summaries,
+        )
+        if self.remembers:
+            self.long_mix = TokenMix(m, section.long_increment, residual=False)
+            self.memory_gate = parameter(
+                self, "memory_gate", (m.heads, m.head_dim), ("heads", "head_dim"),
+                nn.initializers.truncated_normal(0.25),
+            )  # fmt: skip
+
+    def __call__(
+        self, stream: Stream, state: Any, document_start: Bool[Array, "B N"], _: None = None
+    ) -> tuple[Stream, Any]:
+        """A segment: projections of all blocks, then block by block."""
+        m, blocks = self.model, document_start.shape[1]
+        x = constrain(stream.tokens, "lanes", None, None)  # nobody has a block for himself
+        x = x.reshape(len(x), blocks, m.window, m.model_dim)
+        z = jnp.concatenate([x, constrain(stream.summaries, "lanes", None, None, None)], axis=2)
+        projected = self.tokens.project(z.reshape(len(z), -1, m.model_dim))
+        heads = (*z.shape[:3], m.heads, m.head_dim)
+        tokens = Tokens(z, *(part.reshape(heads) for part in projected[:3]))
+        scan = nn.scan(
+            SummaryLayer._read_block,
+            variable_broadcast="params",
+            split_rngs={"params": False, "dropout": True},
+            in_axes=(1, 1, nn.broadcast),
+            out_axes=1,
+            unroll=unrolled(m.block_unroll, blocks, BLOCKS_AT_ONCE),
+            check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
+        )
+        read = Read(state, self._long(state))
+        read, (x, summaries) = scan(self, read, tokens, document_start, self._bias())
+        x = constrain(x.reshape(stream.tokens.shape), "lanes", "tokens", None)
+        return Stream(x, summaries), read.state
+
+    def _read_block(
+        self,
+        read: Read,
+        block: Tokens,
+        start: Bool[Array, " B"],
+        bias: Float[Array, "H P Z"] | None,
+    ) -> tuple[Read, tuple[Float[Array, "B W D"], Float[Array, "B U D"]]]:
+        read = jax.tree.map(lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), read)
+        own, short = StateKV(block.keys, block.values), self._short(read.state)
+        attended = self._attend(block.queries, own, short, read, bias, jnp.zeros((), jnp.int32))
+        z = self.tokens.finish(block.inputs, [attended])
+        x, u = jnp.split(z, [self.model.window], axis=1)
+        read, u = self._after(read, x, u)
+        return read, (x, u)
+
+    def _attend(
+        self,
+        queries: Float[Array, "B Q H K"],
+        own: StateKV,
+        short: StateKV,
+        read: Read,
+        bias: Float[Array, "H Q Z"] | None,
+        first: Int[Array, ""],
+    ) -> Float[Array, "B Q H K"]:
+        """What queries, of which the first is at place `first` of the block, read."""
+        section = self.model.of(Summaries)
+        m, state, implementation = self.model, read.state, self.kernels.masked_attention
+        nulls = not m.mask_empty_cache  # what is not there counts as zero vectors
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
+        columns = jnp.arange(keys.shape[1])
+        distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
+        there = (columns >= section.short_memory)[None] | state.short.valid[:, None] | nulls
+        seen = (distance >= 0)[None] & there[:, None]
+        y = attend(
+            queries, keys, values, bias, seen, self._dropout(), implementation=implementation
+        )
+        if read.long is None:
+            return y
+        there = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
+        far = attend(
+            queries, *read.long, None, (there | nulls)[:, None], self._dropout(),
+            implementation=implementation,
+        )  # fmt: skip
+        # An empty memory has no say.
+        kept = jnp.where(_along((state.length > 0) | nulls, y), nn.sigmoid(self.memory_gate), 1)
+        return (kept * y + (1 - kept) * far).astype(y.dtype)
+
+    def _after(
+        self, read: Read, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
+    ) -> tuple[Read, Float[Array, "B U D"]]:
+        """What is known after a block, given what the layer made of it; summaries for above."""
+        section = self.model.of(Summaries)
+        state, long, above = read.state, read.long, self.summary_mix(x, u).astype(u.dtype)
+        short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
+        if not isinstance(state, LongSummaryState):
+            return Read(short, None), above
+        new = self.long_mix(x, u)
+        vectors = _appended(state.vectors, new)
+        length = jnp.minimum(state.length + section.long_increment, section.long_memory)
+        if long is not None:
+            long = StateKV(*map(_appended, long, self._memory(new)))
+        return Read(LongSummaryState(short, vectors, length), long), above
+
+    def _memory(self, vectors: Float[Array, "B S D"]) -> StateKV:
+        return self.tokens.project_kv(vectors.astype(compute_dtype(self.model)))
+
+    def _short(self, state: Any) -> StateKV:
+        return self._memory(state.short.vectors)
+
+    def _long(self, state: Any) -> StateKV | None:
+        return self._memory(state.vectors) if self.remembers else None
+
+    def _dropout(self) -> Dropout | None:
+        rate = self.model.dropout
+        return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
+
+    def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
+        """How far every key lies behind the nearest one seen; the short-term ones come first."""
+        section = self.model.of(Summaries)
+        m = self.model
+        columns = jnp.arange(section.short_memory + m.window + section.summaries)
+        nearest = 0 if m.attend_to_self else 1
+        return places[:, None] + (section.short_memory - nearest) - columns[None]
+
+    def _row(self) -> Float[Array, "H Z"] | None:
+        section = self.model.of(Summaries)
+        m = self.model
+        return self.tokens.bias(section.short_memory + m.window + section.summaries)
+
+    def _bias(self) -> Float[Array, "H P Z"] | None:
+        """Of every place of a block and every key."""
+        section = self.model.of(Summaries)
+        m, row = self.model, self._row()
+        if row is None:
+            return None
+        last = section.short_memory - (0 if m.attend_to_self else 1)  # distance of place 0 to key 0
+        return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
+
+    def begin_block(self, stream: Stream, state: Any, *_: None) -> tuple[Stream, SummaryBlock]:
+        """An empty block behind `state`, with what its tokens read of the memories."""
+        m, dtype = self.model, compute_dtype(self.model)
+        keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
+        outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
+        block = SummaryBlock(keys, keys, outputs, self._short(state), self._long(state))
+        return stream, block
+
+    def decode_step(
+        self, stream: Stream, carried: tuple[Any, SummaryBlock], position: Int[Array, ""],
+        _: None = None,
+    ) -> tuple[Stream, SummaryBlock]:  # fmt: skip
+        """One token of the open block; the memories stand still."""
+        section = self.model.of(Summaries)
+        (state, block), x = carried, stream.tokens
+        projected = self.tokens.project(x)
+
+        def written(whole: Array, z: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
+
+        pairs = (block.keys, projected.keys), (block.values, projected.values)
+        own = StateKV(*(written(*pair) for pair in pairs))
+        bias = self._row()
+        if bias is not None:
+            keys = section.short_memory + self.model.window
+            distance = self._distance(position[None])[0, :keys]
+            bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
+        read = Read(state, block.long)
+        y = self._attend(projected.queries, own, block.short, read, bias, position)
+        y = self.tokens.finish(x, [y])
+        block = block._replace(keys=own.keys, values=own.values, outputs=written(block.outputs, y))
+        return stream._replace(tokens=y), block
+
+    def end_block(
+        self, stream: Stream, carried: tuple[Any, SummaryBlock], *_: None
+    ) -> tuple[Stream, Any]:
+        """The state after a full block, whose summaries climb the layers only now."""
+        (state, block), window = carried, self.model.window
+        u = stream.summaries[:, 0]
+        projected = self.tokens.project(u)
+        pairs = (block.keys, projected.keys), (block.values, projected.values)
+        own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+        bias = self._bias()
+        y = self._attend(
+            projected.queries, own, block.short, Read(state, block.long),
+            None if bias is None else bias[:, window:], jnp.asarray(window),
+        )  # fmt: skip
+        u = self.tokens.finish(u, [y])
+        read, u = self._after(Read(state, None), block.outputs, u)
+        return stream._replace(summaries=u[:, None]), read.state
+
+
+class LongSummaryLayer(SummaryLayer):
+    """A long-term layer."""
+
+    remembers: ClassVar[bool] = True
+
+
+def _along(lanes: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
+    return lanes.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float[Array, "B M *X"]:
+    """The last M of both."""
+    return jnp.concatenate([old, new.astype(old.dtype)], axis=1)[:, new.shape[1] :]

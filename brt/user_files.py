@@ -1,0 +1,55 @@
+"""Python files of the user, which add kinds of layers and tasks (--import FILE).
+
+Such a file is executed, so it is named by the command line alone: neither a run directory nor a
+.gin file can name one.
+"""
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from brt.errors import BrtError, ConfigError
+
+_executed: list[str] = []
+
+
+def execute(path: str) -> None:
+    """Executes a file once, as a module of its own.
+
+    Raises:
+      ConfigError: the file does not exist, raises an exception, or registers a name that is taken.
+    """
+    file = Path(path).resolve()
+    if str(file) in _executed:
+        return
+    if not file.is_file():
+        raise ConfigError(f"--import={path}: no such file")
+    name = f"brt_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--import={path} is not a Python file; name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BrtError as error:
+        raise ConfigError(f"--import={path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"--import={path} raised {_described(error, file)}") from error
+    _executed.append(str(file))
+
+
+def flags() -> list[str]:
+    """Returns the flags that make another command execute the same files."""
+    return [f"--import={path}" for path in _executed]
+
+
+def _described(error: Exception, file: Path) -> str:
+    """The kind and text of an error, and the last line of the file that was executed."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" in line {lines[-1]}" if lines else ""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return f"{type(error).__name__}{where}: {' '.join(text.split())}"

@@ -1,0 +1,78 @@
+"""A kind of layer of a user: adds a decaying sum of the blocks before, once for each block."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import brt
+from brt.config import Kernels, Model
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
+from brt.layers.basic import ONES, parameter
+from brt.layers.kinds import LayerKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Echo(KindSection):
+    """The section of this kind in .gin files."""
+
+    kind: ClassVar[str] = "echo"
+
+    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
+    decay: float = adaptable(0.5)  # of the sum, once for each block
+
+
+class EchoState(NamedTuple):
+    total: jax.Array  # [B, D], the decaying sum of the means of earlier blocks
+
+
+class EchoLayer(nn.Module):
+    """(x, state) -> (y, state)."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
+
+    def __call__(self, x: jax.Array, state: EchoState, document_start: jax.Array, _: Any) -> tuple:
+        decay, blocks = self.model.of(Echo).decay, document_start.shape[1]
+        means = x.reshape(len(x), blocks, -1, x.shape[-1]).mean(axis=2)
+
+        def step(total: jax.Array, block: tuple) -> tuple:
+            mean, start = block
+            total = jnp.where(start[:, None], 0, total)
+            return decay * total + mean, total
+
+        total, before = jax.lax.scan(step, state.total, (means.swapaxes(0, 1), document_start.T))
+        echo = jnp.repeat(before.swapaxes(0, 1), x.shape[1] // blocks, axis=1)
+        return x + echo * self.weight[None, None], EchoState(total)
+
+    def begin_block(self, x: None, state: EchoState, *_: Any) -> tuple:
+        return x, jnp.zeros_like(state.total)
+
+    def decode_step(self, x: jax.Array, carried: tuple, *_: Any) -> tuple:
+        state, read = carried
+        echo = state.total * self.weight[None]
+        return x + echo[:, None], read + x[:, 0] / self.model.window
+
+    def end_block(self, x: None, carried: tuple, *_: Any) -> tuple:
+        state, read = carried
+        return x, EchoState(self.model.of(Echo).decay * state.total + read)
+
+
+brt.register_kind(
+    "echo",
+    LayerKind(
+        EchoLayer,
+        lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), dtype)),
+        EchoState(("lanes", None)),  # type: ignore[arg-type]
+        parts={"state": ("total",)},
+        flops=lambda model: 2 * model.model_dim,
+        section=Echo,
+    ),
+)

@@ -1,0 +1,138 @@
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.memories.memorizing.memory_attention import memory_attention, xla
+from brt.memories.memorizing.memory_attention.retrieval import find_neighbors
+
+TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
+COUNTS = np.array([[0, 6, 12], [24, 0, 3]])  # empty, fewer than neighbours, some, all
+OPTIONS = [
+    {"search": search, "null_keys": null_keys}
+    for search in ("exact", "bucketed")
+    for null_keys in (False, True)
+]
+each_option = pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: "-".join(map(str, o.values()))
+)
+
+
+def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    past = (LANES, HEADS, SIZE + WINDOW * BLOCKS, WIDTH)
+    shapes = ((LANES, WINDOW * BLOCKS, HEADS, WIDTH), past, past)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: bool) -> np.ndarray:
+    """Query by query, float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    y = np.zeros(q.shape)
+    for lane, place, head in np.ndindex(*q.shape[:3]):
+        n = place // WINDOW
+        end = n * WINDOW + SIZE
+        count = COUNTS[lane, n]
+        keys, values = (x[lane, head, end - count : end] for x in (k, v))
+        scores = keys @ q[lane, place, head]
+        best = np.argsort(-scores)
+        if search == "bucketed":  # by place in the text, as far as it is known
+            bucket = (end - count + np.arange(count)) % NEIGHBORS
+            best = [i for j, i in enumerate(best) if bucket[i] not in bucket[best[:j]]]
+        best = np.array(best[:NEIGHBORS], int)
+        missing = NEIGHBORS - len(best) if null_keys else 0
+        weights = np.exp(np.concatenate([scores[best], np.zeros(missing)]))
+        if len(best):
+            y[lane, place, head] = (weights / weights.sum())[: len(best)] @ values[best]
+    return y
+
+
+def attention(q: Any, k: Any, v: Any, **options: Any) -> jax.Array:
+    counts = jnp.asarray(COUNTS, jnp.int32)
+    return memory_attention(q, k, v, counts, size=SIZE, neighbors=NEIGHBORS, **options)
+
+
+@pytest.mark.slow_cases("144-*", "8388608-*", "1-bucketed-False", "1-exact-True")
+@each_option
+@pytest.mark.parametrize("at_once", [1, 3 * HEADS * SIZE, xla.AT_ONCE])
+def test_equals_a_search_by_hand(
+    options: dict, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xla, "AT_ONCE", at_once)  # one query at a time, three, a block
+    expected = oracle(*arrays(), **options)
+    y = jax.jit(lambda *a: attention(*a, **options))(*arrays())
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    empty = np.repeat(COUNTS == 0, WINDOW, axis=1)
+    assert not np.any(y[empty]) and np.all(np.any(y[~empty], axis=-1))
+
+
+@pytest.mark.parametrize("search", ["exact", "bucketed"])
+def test_gradients_are_for_queries_only(search: str) -> None:
+    def total(*a: jax.Array) -> jax.Array:
+        return jnp.sum(attention(*a, search=search) ** 2)
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays())
+    assert np.any(gradients[0]) and not np.any(gradients[1]) and not np.any(gradients[2])
+
+
+def test_exact_search_finds_the_largest_products() -> None:
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(LANES, HEADS, 5, WIDTH)).astype(np.float32)
+    k = rng.normal(size=(LANES, HEADS, 100, WIDTH)).astype(np.float32)
+    found = find_neighbors(
+        jnp.asarray(q), jnp.asarray(k), jnp.array([100, 40]), neighbors=10, search="exact"
+    )
+    for lane, oldest in enumerate((0, 60)):
+        scores = np.einsum("hqk,hmk->hqm", q[lane], k[lane, :, oldest:])
+        best = np.argsort(-scores, axis=-1)[..., :10] + oldest
+        np.testing.assert_array_equal(np.sort(found.indices[lane]), np.sort(best))
+    assert found.there.all()
+
+
+def test_what_was_written_is_found_by_its_own_key() -> None:
+    """Normalised keys; among them one query's own, which gets all the attention."""
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(1, HEADS, SIZE, WIDTH)).astype(np.float32)
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    values = rng.normal(size=keys.shape).astype(np.float32)
+    for search in ("exact", "bucketed"):
+        read = functools.partial(memory_attention, size=SIZE, neighbors=NEIGHBORS, search=search)
+        y = jax.jit(read)(1000 * keys.swapaxes(1, 2), keys, values, np.array([[SIZE]]))
+        np.testing.assert_allclose(y.swapaxes(1, 2), values, atol=1e-3)
+
+
+def test_keeps_the_dtype_of_the_values() -> None:
+    run = jax.jit(attention)
+    exact = run(*arrays())
+    y = run(*(a.astype(jnp.bfloat16) for a in arrays()))
+    assert y.dtype == jnp.bfloat16
+    assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
+
+
+def test_scores_never_exist_at_once() -> None:
+    """A memory of 64k tokens: all scores of a segment would take a gigabyte."""
+    size, tokens, heads, width = 65536, 512, 8, 16
+    shape = jax.ShapeDtypeStruct
+    past = shape((1, heads, size + tokens, width), jnp.float32)
+    queries, counts = shape((1, tokens, heads, width), jnp.float32), shape((1, 8), jnp.int32)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array) -> jax.Array:
+        return jnp.sum(memory_attention(q, k, v, counts, size=size, neighbors=128) ** 2)
+
+    compiled = jax.jit(jax.grad(total)).lower(queries, past, past, counts).compile()
+    slice_of_keys = 4 * heads * size * width
+    allowed = slice_of_keys + 3 * 4 * xla.AT_ONCE + 2**24  # at most a third of all scores
+    assert compiled.memory_analysis().temp_size_in_bytes < allowed < 4 * heads * size * tokens / 3
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    unchecked = inspect.unwrap(memory_attention)  # the suite's type checks would come first
+    with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
+        unchecked(
+            *arrays(), jnp.asarray(COUNTS), size=SIZE, neighbors=NEIGHBORS, implementation="pallas"
+        )

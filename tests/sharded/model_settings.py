@@ -1,0 +1,26 @@
+"""Models that differ from another one in some settings, those of its kinds of layers included."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import brt.models as models  # registers the kinds of layers
+from brt.config import Model
+from brt.config.kinds import kind_sections
+
+__all__ = ["with_settings", "models"]
+
+
+def with_settings(model: Model, settings: Mapping[str, Any]) -> Model:
+    """The model with settings replaced, {"window": 4, "Recurrence.states": 3}."""
+    own = {name: value for name, value in settings.items() if "." not in name}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, dot, field = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[field] = value
+    known = kind_sections()
+    kinds = {type(section): section for section in model.kinds}
+    for name, fields in sections.items():
+        kinds[known[name]] = dataclasses.replace(model.of(known[name]), **fields)
+    return dataclasses.replace(model, **own, kinds=tuple(kinds.values()))
