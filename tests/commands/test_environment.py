@@ -40,6 +40,7 @@ def run(tmp_path: Path, command: str, *flags: str) -> subprocess.CompletedProces
     return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow_cases("evaluate-*", "generate-*", "inspect-*", "prepare-*", "convert-*")
 @pytest.mark.parametrize(
     ("command", "flags"),
     [

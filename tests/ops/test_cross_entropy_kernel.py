@@ -51,6 +51,7 @@ def in_float64(arrays: tuple[jax.Array, ...], smoothing: float) -> Any:
         return summed(reference.cross_entropy, smoothing)(*wide, *given)
 
 
+@pytest.mark.slow_cases("float32-0.0", "bfloat16-0.1")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
