@@ -18,7 +18,11 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
-_EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|out of memory|can't start new thread", re.IGNORECASE)
+_EXHAUSTED = re.compile(
+    "RESOURCE_EXHAUSTED|out of memory|can't start new thread|resource temporarily unavailable",
+    re.IGNORECASE,
+)
+_UNMAPPED = re.compile("failed to map segment|cannot map zero-fill pages")
 _TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={_NEVER}"
 _ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -102,6 +106,6 @@ def exhausted(error: BaseException) -> bool:
 def _says_exhausted(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    unmapped = isinstance(error, ImportError) and bool(_UNMAPPED.search(str(error)))
     reported = isinstance(error, RuntimeError) and _EXHAUSTED.search(str(error))
     return isinstance(error, MemoryError) or unmapped or bool(reported)

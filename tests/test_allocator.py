@@ -119,6 +119,8 @@ def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes"), True),
         (RuntimeError("can't start new thread"), True),
         (ImportError("x.so: failed to map segment from shared object"), True),
+        (ImportError("y.so: cannot map zero-fill pages"), True),
+        (RuntimeError("Resource temporarily unavailable"), True),  # of a thread that cannot start
         (ImportError("no module x"), False),
         (OSError(errno.EIO, "out of memory"), False),
         (ValueError("out of memory"), False),

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
-from brt import tree_utils, untrusted
+from brt import allocator, tree_utils, untrusted
 from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
@@ -257,6 +257,7 @@ def restore(
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
       NonFiniteError: an array holds NaN or infinity, which no trainer saves.
+      Exception: the memory is exhausted (`allocator.exhausted`).
     """
     while True:
         checkpoint = checkpoint or find(directory, step, warn=warn)
@@ -279,6 +280,8 @@ def restore(
         except jax.errors.JaxRuntimeError:  # the memory of a device is full
             raise
         except Exception as error:  # orbax and tensorstore raise nothing more specific
+            if allocator.exhausted(error):
+                raise
             if checkpoint.step in present(directory):
                 raise CheckpointError(
                     f"the arrays of {where} cannot be read: {error}; choose another"

@@ -46,8 +46,15 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
     directory = workdir.checkpoints
-    checkpoints = _verified_checkpoints(directory)
-    intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
+    while True:
+        checkpoints = _verified_checkpoints(directory)
+        intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
+        try:
+            described = _described(directory, intact[-1]) if intact else {}
+            break
+        except CheckpointError:
+            if step is not None or intact[-1] in reader.present(directory):
+                raise  # else a trainer has removed it since it was verified
     result: dict[str, Any] = {
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],
@@ -55,7 +62,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         "metrics": last_metrics(workdir.metrics),
         "damaged_metrics": damaged_lines(workdir.metrics),
     }
-    return result | (_described(directory, intact[-1]) if intact else {})
+    return result | described
 
 
 def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:

@@ -396,3 +396,16 @@ def test_an_array_that_orbax_knows_by_another_name_is_refused(directory: Path) -
     manifest.write(directory / "3")
     with pytest.raises(CheckpointError, match=r"arrays of checkpoint 3 .* is no array of .* there"):
         reader.restore(directory, abstract(state()))
+
+
+def test_exhausted_memory_is_no_fault_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, {"w": jnp.ones(3)}, {})
+    monkeypatch.setattr(reader, "_read_arrays", fail)
+    with pytest.raises(RuntimeError, match="^can't start new thread$"):
+        reader.restore(tmp_path)

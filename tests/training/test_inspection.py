@@ -101,6 +101,23 @@ def test_checkpoints_that_a_trainer_replaces_are_verified_again(
     assert (found["steps"], found["step"]) == ([9], 9)
 
 
+def test_a_checkpoint_that_a_trainer_removes_after_it_was_verified_is_not_described(
+    run: Workdir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_meta = reader.read_meta
+
+    def replaced(directory: Path, step: int) -> dict[str, Any]:
+        if step == 7 and remaining:
+            remaining.clear()
+            save(run, 8)
+        return read_meta(directory, step)
+
+    remaining = [7]
+    monkeypatch.setattr(inspection.reader, "verify", lambda *args: [])
+    monkeypatch.setattr(reader, "read_meta", replaced)
+    assert inspection.survey(run)["step"] == 8
+
+
 def test_the_state_of_a_checkpoint_that_a_trainer_replaced_is_that_of_the_newest(
     run: Workdir,
 ) -> None:
