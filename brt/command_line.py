@@ -33,6 +33,7 @@ _OUT_OF_MEMORY = (
 
 class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses flags; `--gin.NAME=VALUE` is short for `--gin_bindings='NAME = VALUE'`."""
         arguments = sys.argv[1:] if args is None else args
         arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
         namespace, unknown = self.parse_known_args(arguments, namespace)
@@ -44,6 +45,7 @@ class _Parser(argparse.ArgumentParser):
         return namespace
 
     def error(self, message: str) -> NoReturn:
+        """Raises a ConfigError instead of exiting."""
         raise ConfigError(f"{message} (--help lists the flags)")
 
     def _unknown(self, argument: str) -> str:

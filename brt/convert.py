@@ -20,6 +20,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
+    """Converts a checkpoint and prints what was written."""
     if args.source_form == args.target_form:
         raise ConfigError(f"--from and --to are both {args.source_form}; one of them must be hf")
     if args.dtype and args.target_form != "hf":
@@ -51,6 +52,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_import_flag(flags)
     forms = ["hf", "brt"]

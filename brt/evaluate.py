@@ -16,6 +16,7 @@ from brt.training import preemption
 
 
 def main(args: argparse.Namespace) -> None:
+    """Evaluates a checkpoint, or with --follow every new one."""
     if not args.workdir:
         raise ConfigError("--workdir names the model to evaluate; give the directory of a run")
     flags.start(args)
@@ -62,6 +63,7 @@ def _follow(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     arguments = command_line.parser(__doc__)
     command_line.add_config_flags(arguments)
     arguments.add_argument(

@@ -24,6 +24,7 @@ HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # argume
 
 
 def main(args: argparse.Namespace) -> None:
+    """Prints the prompt and the generated text, piece by piece."""
     if not args.workdir:
         raise ConfigError("--workdir names the model to use; give the directory of a run")
     prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state))
@@ -82,6 +83,7 @@ def _stdin() -> Iterator[bytes]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")

@@ -17,6 +17,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
+    """Prints what the flags ask for."""
     if not args.workdir:
         raise ConfigError("--workdir names the run to show; give its directory")
     requested = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]
@@ -69,6 +70,7 @@ def _probe(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")

@@ -13,6 +13,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
+    """Prints the plan, or with --sweep_mesh the best meshes."""
     if args.topology and args.devices is not None:
         raise ConfigError("--topology and --devices name two machines; use one of them")
     _choose_platform(args)
@@ -44,6 +45,7 @@ def _choose_platform(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument(

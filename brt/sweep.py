@@ -14,6 +14,7 @@ from brt.sweeping import points, settings
 
 
 def main(args: argparse.Namespace) -> None:
+    """Runs, lists or reports the points of a sweep."""
     if not args.gin_file:
         raise ConfigError("--gin_file names the sweep; give a file that binds Sweep")
     bound, resolve = command_line.variants(args, "Sweep")
@@ -42,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     flags = command_line.parser(f"{__doc__}\n{settings.__doc__}")
     command_line.add_config_flags(flags)
     flags.add_argument("--jobs", type=int, default=1, help="points to run in parallel; default 1")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace) -> None:
+    """Trains a model, or with --dry_run only reports sizes."""
     with preemption.stop_at_once():
         _train(args)
 
@@ -81,6 +82,7 @@ class _Command(types.ModuleType):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's flags."""
     parser = command_line.parser(__doc__)
     command_line.add_config_flags(parser)
     parser.add_argument(

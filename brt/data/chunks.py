@@ -59,12 +59,15 @@ class ChunkTokenizer(abc.ABC):
         """Returns the ids of each chunk."""
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of a text, int32."""
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields the ids of a text that arrives in parts."""
         pieces = cut(chunks, CHUNK)
         while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)
 
     def decode_bytes(self, ids: Ids) -> bytes:
+        """Returns the bytes that the ids stand for."""
         return b"".join(self._bytes[i] for i in ids)

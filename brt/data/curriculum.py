@@ -37,6 +37,7 @@ class StagedReader(LaneReader):
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See the base class; includes the stages."""
         return {**super().identity, "stages": [list(stage) for stage in self.stages]}
 
 

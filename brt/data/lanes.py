@@ -66,6 +66,7 @@ class LaneReader(Reader):
         return np.where(real, order[index], -1), place - begins[index], in_lane == 0
 
     def described(self, step: int) -> list[dict[str, Any]]:
+        """Returns the lane, the document and the range of tokens of each part of a step."""
         rows = []
         for lane, (documents, indices) in enumerate(
             zip(*self._blocks(step, None)[:2], strict=True)
@@ -79,19 +80,23 @@ class LaneReader(Reader):
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
+        """Number of steps until every lane has read its part of the epoch."""
         total = int(blocks.block_counts(self.store.lengths, self.window).sum())
         per_lane = -(-total // self.batch_size)
         return -(-per_lane * self.window // self.segment_length)
 
     def largest(self) -> Batch:
+        """Returns the first batch, because all batches have the same shape."""
         return self[0]
 
     @staticmethod
     def positions(batch: Batch) -> int:
+        """Returns the number of tokens in a batch."""
         return batch.inputs.size
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See the base class; includes the lengths of segments and windows."""
         sizes = {"segment_length": self.segment_length, "window": self.window}
         return {**super().identity, **sizes}
 

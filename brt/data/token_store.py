@@ -82,10 +82,12 @@ class TokenStore:
 
     @property
     def bos_id(self) -> int:
+        """The input before the first token of a document."""
         return self.manifest["bos_id"]
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids of the tokenizer."""
         return self.manifest["vocab_size"]
 
     @property
@@ -195,6 +197,7 @@ class _Counter:
         self._progress, self._lost = progress, lost
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
+        """Yields the chunks unchanged and counts them."""
         in_word = False  # True if the text so far ends inside a word
         for chunk in filter(None, chunks):
             size = len(data := chunk.encode())

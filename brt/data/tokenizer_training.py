@@ -26,6 +26,7 @@ class Coverage(NamedTuple):
 
     @property
     def fraction(self) -> float:
+        """Share of the text that the training used."""
         return self.seen / self.total
 
 

@@ -77,12 +77,15 @@ class ByteTokenizer:
     file = tokenizer_files.BYTES, b"bytes\n"
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the UTF-8 bytes of a text, int32."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields the bytes of each chunk."""
         return map(self.encode, chunks)
 
     def decode_bytes(self, ids: Ids) -> bytes:
+        """Returns ids as bytes."""
         return np.asarray(ids, np.uint8).tobytes()
 
 

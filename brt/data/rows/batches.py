@@ -40,6 +40,7 @@ class RowReader(Reader):
 
     @staticmethod
     def positions(batch: Any) -> int:
+        """Returns the number of tokens or frames in a batch, including padding."""
         return batch.valid.size
 
     def __getitem__(self, step: int) -> Any:
@@ -49,6 +50,7 @@ class RowReader(Reader):
         return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
+        """Returns the lane, the index and the id of each row of a step."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
         return [
@@ -59,6 +61,7 @@ class RowReader(Reader):
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
+        """Number of batches that contain all rows."""
         return -(-len(self.store) // self.batch_size)
 
     def once(self, limit: int = 0) -> Iterator[Any]:
@@ -84,6 +87,7 @@ class RowReader(Reader):
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See the base class; includes the lengths of buckets."""
         return {**super().identity, "buckets": list(self.lengths)}
 
     @property

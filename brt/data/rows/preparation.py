@@ -237,9 +237,11 @@ class TokenizedPreparation(Preparation):
         return tokenizer_training.vocabulary_size(self.section.tokenizer, f"{self.name}.tokenizer")
 
     def decisive(self) -> dict[str, Any]:
+        """Returns the fingerprint of a tokenizer that the section names."""
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def begin(self, directory: Path) -> dict[str, Any]:
+        """Trains or loads the tokenizer, stores it, and returns its entry of the manifest."""
         if size := self._size:
             cache.say(f"training a tokenizer of {size} pieces", self.progress)
             path = directory / "tokenizer.model"

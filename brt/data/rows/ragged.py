@@ -67,6 +67,7 @@ class Writer:
         self._lengths: list[int] = []
 
     def extend(self, rows: Iterable[np.ndarray]) -> None:
+        """Appends rows."""
         for row in rows:
             self._file.write(np.ascontiguousarray(row, self._dtype).data)
             self._lengths.append(len(row))
@@ -79,6 +80,7 @@ class Writer:
 
     @property
     def offsets(self) -> np.ndarray:
+        """int64 [rows + 1], the offsets of the rows so far."""
         return offsets(self._lengths)
 
 

@@ -21,9 +21,11 @@ class TextReader(RowReader):
 
     @property
     def longest(self) -> int:
+        """The largest number of tokens in a row."""
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
+        """Returns the batch of some rows, padded to a length; row -1 is an empty row."""
         rows = np.asarray(rows, np.int32)
         targets = self.store.row_targets
         scored = np.repeat(rows[:, None] >= 0, targets.shape[1], axis=1)

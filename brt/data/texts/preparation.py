@@ -22,6 +22,7 @@ class TextPreparation(TokenizedPreparation):
     version: int
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        """Returns the hashes of files; generated sources are hashed by name and version."""
         result = []
         for name in names:
             if name.startswith(generated.PREFIX):
@@ -32,4 +33,5 @@ class TextPreparation(TokenizedPreparation):
         return result
 
     def load(self, name: str) -> TextTokenizer:
+        """Loads a tokenizer."""
         return tokenization.load(name, f"{self.name}.tokenizer")
