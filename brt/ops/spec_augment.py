@@ -35,23 +35,23 @@ def spec_augment(
     frames, width = features.shape[1:]
     lengths = valid.sum(axis=1)
 
-    def masked(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
-        of_time, of_features = jax.random.split(key)
-        in_time = random_bands(of_time, length, frames, time_masks, time_mask_frames)
+    def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
+        time_key, feature_key = jax.random.split(key)
+        in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)
-        in_features = random_bands(of_features, whole, width, feature_masks, feature_mask_width)
+        in_features = random_bands(feature_key, whole, width, feature_masks, feature_mask_width)
         return in_time[:, None] | in_features[None]
 
-    return jnp.where(jax.vmap(masked)(keys, lengths), 0, features)
+    return jnp.where(jax.vmap(row_mask)(keys, lengths), 0, features)
 
 
 def random_bands(
     key: Array, length: Int[Array, ""], size: int, count: int, widest: int
 ) -> Bool[Array, " size"]:
     """Returns a mask that is True in `count` random bands, which may overlap."""
-    of_widths, of_places = jax.random.split(key)
+    width_key, place_key = jax.random.split(key)
     limit = jnp.minimum(widest, length // 2)
-    width = jnp.floor(jax.random.uniform(of_widths, (count, 1)) * (limit + 1))
-    begin = jnp.floor(jax.random.uniform(of_places, (count, 1)) * (length - width + 1))
+    width = jnp.floor(jax.random.uniform(width_key, (count, 1)) * (limit + 1))
+    begin = jnp.floor(jax.random.uniform(place_key, (count, 1)) * (length - width + 1))
     place = jnp.arange(size)[None]
     return ((place >= begin) & (place < begin + width)).any(axis=0)

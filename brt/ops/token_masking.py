@@ -73,9 +73,9 @@ def mask_tokens(
 def _draw(
     key: Array, length: int, most: int, mask_id: int
 ) -> tuple[Float[Array, " T"], Float[Array, " R"], Int[Array, " R"]]:
-    of_order, of_fate, of_token = jax.random.split(key, 3)
-    random = jax.random.randint(of_token, (most,), 0, mask_id, jnp.int32)
-    return jax.random.uniform(of_order, (length,)), jax.random.uniform(of_fate, (most,)), random
+    order_key, fate_key, token_key = jax.random.split(key, 3)
+    random = jax.random.randint(token_key, (most,), 0, mask_id, jnp.int32)
+    return jax.random.uniform(order_key, (length,)), jax.random.uniform(fate_key, (most,)), random
 
 
 def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:

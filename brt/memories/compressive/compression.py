@@ -136,8 +136,8 @@ def attention_reconstruction_error(
     """
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
-    def read(keys: Array, values: Array) -> Array:
+    def attend(keys: Array, values: Array) -> Array:
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output
 
-    return jnp.mean(jnp.square(read(*slots) - read(*exact)), axis=(2, 3, 4))
+    return jnp.mean(jnp.square(attend(*slots) - attend(*exact)), axis=(2, 3, 4))

@@ -48,8 +48,8 @@ def attend_in_chunks(
     if not attend_to_self:
         logits = jnp.where(own, -1e9, logits)
     rounds = []
-    for of_round in ids:
-        mine, other = of_round[..., :, None], of_round[..., None, :]
+    for round_ids in ids:
+        mine, other = round_ids[..., :, None], round_ids[..., None, :]
         rank = jnp.sum((other < mine) | ((other == mine) & earlier), axis=-1)
         chunks_back = rank[..., :, None] // chunk - rank[..., None, :] // chunk
         near = (chunks_back == 0) | (chunks_back == 1)

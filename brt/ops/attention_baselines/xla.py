@@ -63,9 +63,9 @@ def attend_in_chunks(
         ids, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=jnp.iinfo(ids.dtype).max
     )
     total = jnp.zeros_like(v)
-    for i, of_round in enumerate(ids):
+    for i, round_ids in enumerate(ids):
         dropped = dropout.part(i) if dropout else None
-        total += _round(q, k, v, valid, of_round, dropped, chunk, attend_to_self, causal)
+        total += _round(q, k, v, valid, round_ids, dropped, chunk, attend_to_self, causal)
     return (total / len(ids))[:, :, :tokens].swapaxes(1, 2)
 
 

@@ -156,9 +156,9 @@ def _take_old_or_new(
     vectors.
     """
     slots = old.shape[3]
-    of_old = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
-    of_new = take(new, jnp.maximum(indices - slots, 0))
-    return jnp.where((indices < slots)[..., None], of_old, of_new)
+    old_vectors = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
+    new_vectors = take(new, jnp.maximum(indices - slots, 0))
+    return jnp.where((indices < slots)[..., None], old_vectors, new_vectors)
 
 
 def _half_squares(keys: Float[Array, "*B K"]) -> Float[Array, "*B"]:

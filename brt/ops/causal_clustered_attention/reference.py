@@ -80,12 +80,12 @@ def _memory_of_block(
     there = jnp.concatenate([known, jnp.repeat(same[:, :block], width, axis=1)], axis=1)
     there = there[:, None, None]
 
-    def all_of(of_past: Array, of_keys: Array) -> Float[Array, "B H C M K"]:
-        since = of_keys[:, :, None, : block * width]
-        since = jnp.broadcast_to(since, (*of_past.shape[:3], *since.shape[3:]))
-        return jnp.concatenate([of_past.astype(jnp.float32), since], axis=3)
+    def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
+        since = new_part[:, :, None, : block * width]
+        since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))
+        return jnp.concatenate([past_part.astype(jnp.float32), since], axis=3)
 
-    all_keys, all_values = all_of(past.keys, keys), all_of(past.values, values)
+    all_keys, all_values = with_new(past.keys, keys), with_new(past.values, values)
     logits = jnp.einsum("hck,bhcmk->bhcm", centroids.vectors, all_keys)
     order = jnp.argsort(jnp.where(there, -jax.lax.stop_gradient(logits), jnp.inf), axis=-1)
     others = there & (jnp.argsort(order, axis=-1) >= slots)
@@ -125,22 +125,22 @@ def _attend(
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 
-    def of_centroid(x: Array) -> Array:
+    def take_centroid(x: Array) -> Array:
         return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
 
-    best_keys, best_values = of_centroid(past.keys), of_centroid(past.values)
-    rest, total = of_centroid(past.rest), of_centroid(past.lse)
-    of_head = bias[None, :, None, None]
-    nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + of_head
-    best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + of_head
+    best_keys, best_values = take_centroid(past.keys), take_centroid(past.values)
+    rest, total = take_centroid(past.rest), take_centroid(past.lse)
+    head_bias = bias[None, :, None, None]
+    nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + head_bias
+    best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + head_bias
     there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
     columns = [
         window.lse[..., None], jnp.where(mask[:, None], nearby, -jnp.inf),
-        jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + of_head,
+        jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + head_bias,
     ]  # fmt: skip
     weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1)
     sizes = np.cumsum([column.shape[-1] for column in columns[:-1]])
-    of_window, of_nearby, of_best, of_rest = jnp.split(weights, sizes, axis=-1)
-    y = of_window * window.output + of_rest * rest
-    y += jnp.einsum("bhqs,bhsk->bhqk", of_nearby, values)
-    return y + jnp.einsum("bhqr,bhqrk->bhqk", of_best, best_values)
+    window_weight, nearby_weights, best_weights, rest_weight = jnp.split(weights, sizes, axis=-1)
+    y = window_weight * window.output + rest_weight * rest
+    y += jnp.einsum("bhqs,bhsk->bhqk", nearby_weights, values)
+    return y + jnp.einsum("bhqr,bhqrk->bhqk", best_weights, best_values)

@@ -92,9 +92,11 @@ class _RowTile(NamedTuple):
 
     @property
     def near(self) -> slice:
+        """The slots of the block before that any row of the tile sees."""
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
+        """Concatenates the logits of the three kinds of slots, MASKED where a row sees none."""
         pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
@@ -147,6 +149,7 @@ def forward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
+    """Computes the output and the log-sum-exp of one block."""
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
     columns = inputs.v[...].T, inputs.kept_v[...].T
@@ -183,7 +186,7 @@ def backward_kernel(
     window, dtype = inputs.q.shape[0], inputs.q.dtype
     for total in (keys_sum, values_sum):
         total[:window] = jnp.zeros_like(total[:window])
-    of_rest, of_weight = jnp.zeros(results.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
+    d_rest, d_rest_lse = jnp.zeros(results.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
     for tile in _row_tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
         own, theirs = inputs.q[tile.rows], inputs.gradient[tile.rows]
         weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
@@ -197,20 +200,20 @@ def backward_kernel(
         d_own = dot_float32(d_near, inputs.k[tile.near], TN)
         d_own += dot_float32(d_kept, inputs.kept_k[...], TN)
         results.q[tile.rows] = d_own.astype(results.q.dtype)
-        of_rest += dot_float32(rest, wide, NN)
-        of_weight += jnp.sum(parts[2], axis=1, keepdims=True)
+        d_rest += dot_float32(rest, wide, NN)
+        d_rest_lse += jnp.sum(parts[2], axis=1, keepdims=True)
         first = tile.rows.start == 0
         for total, cuts, rows in (
             (keys_sum, (d_near, d_kept), own),
             (values_sum, (near.astype(dtype), kept.astype(dtype)), theirs),
         ):
             total[tile.near] += dot_float32(cuts[0], rows, NN)
-            of_kept = dot_float32(cuts[1], rows, NN)
-            total[window:] = of_kept if first else total[window:] + of_kept
+            kept_total = dot_float32(cuts[1], rows, NN)
+            total[window:] = kept_total if first else total[window:] + kept_total
     for near, kept, total in (
         (results.k, results.kept_k, keys_sum), (results.v, results.kept_v, values_sum),
     ):  # fmt: skip
         near[...] = total[:window].astype(near.dtype)
         kept[...] = total[window:].astype(kept.dtype)
-    results.rest[...] = of_rest
-    results.rest_lse[...] = jnp.broadcast_to(of_weight, (len(of_weight), LANES)).T[:1]
+    results.rest[...] = d_rest
+    results.rest_lse[...] = jnp.broadcast_to(d_rest_lse, (len(d_rest_lse), LANES)).T[:1]

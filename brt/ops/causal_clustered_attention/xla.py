@@ -63,7 +63,7 @@ def causal_clustered_attention(
     width = queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
 
-    def of_block(
+    def attend_one_block(
         queries: Float[Array, "B H W K"],
         window: AttentionPart,
         before: tuple[Array, Array],
@@ -75,7 +75,9 @@ def causal_clustered_attention(
 
     parts = AttentionPart(*(_split_blocks(x, blocks) for x in window))
     before = _previous_blocks(keys, values, cache_mask)
-    y = jax.vmap(of_block)(_split_blocks(queries, blocks), parts, before, cache_mask.T, pasts)
+    y = jax.vmap(attend_one_block)(
+        _split_blocks(queries, blocks), parts, before, cache_mask.T, pasts
+    )
     return y.transpose(1, 0, 3, 2, 4).reshape(queries.shape)
 
 
@@ -131,11 +133,11 @@ def _attend_to_memory(
     size = max(tokens // (2 * clusters), 1)
     tiles = build_tiles(nearest_centroids(queries, centroids), clusters=clusters, size=size)
     keys, values, rest, lse = (_gather_by_tile(x, tiles) for x in past[:-1])
-    of_head = bias[None, :, None, None]
-    logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + of_head[..., None]
+    head_bias = bias[None, :, None, None]
+    logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + head_bias[..., None]
     there = slot_mask(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
-    far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + of_head)])
+    far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + head_bias)])
     return AttentionPart(
         from_tiles(far.output, tiles), from_tiles(far.lse[..., None], tiles)[..., 0]
     )

@@ -54,10 +54,10 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
-    def some(step: Any, _: None) -> None:
+    def process_step(step: Any, _: None) -> None:
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
-    jax.lax.fori_loop(0, steps, some, None)
+    jax.lax.fori_loop(0, steps, process_step, None)
     results = step_rows(lists, 0)
     for shift in (4, 2, 1):
         results = _merge_lists(results, pltpu.roll(results, shift, 1))
@@ -81,11 +81,11 @@ def best_threshold(
     def chosen(end: PerCluster) -> PerCluster:
         """Returns the number of keys that would be chosen."""
 
-        def some(step: Any, count: Array) -> Array:
+        def process_step(step: Any, count: Array) -> Array:
             best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
-        count = jax.lax.fori_loop(0, steps, some, jnp.zeros_like(least))
+        count = jax.lax.fori_loop(0, steps, process_step, jnp.zeros_like(least))
         return jnp.broadcast_to(jnp.sum(count, axis=0, keepdims=True), count.shape)
 
     all_of_them = jnp.full_like(least, NO_KEY)

@@ -36,6 +36,7 @@ class ClusteredKernelSettings(NamedTuple):
 
     @property
     def tile(self) -> int:
+        """The number of tokens of a tile."""
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def whole(self, tokens: int) -> int:
@@ -98,6 +99,7 @@ def forward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
+    """Computes the centroids, their attention, and the output, which copies it to the queries."""
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype, nothing = inputs.queries.dtype, jnp.zeros((settings.clusters, LANES), jnp.float32)

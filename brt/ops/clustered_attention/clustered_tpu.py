@@ -59,9 +59,9 @@ def refusal(
     if config.clusters > _MAX_CLUSTERS:
         return f"has {_MAX_CLUSTERS} clusters at most, not {config.clusters}"
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
-    of_y = queries.shape[2] * values.shape[3]
+    output_size = queries.shape[2] * values.shape[3]
     # Two buffers for each block of the backward pass.
-    taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize
+    taken = 2 * (2 * (q + k + v) + output_size) * queries.dtype.itemsize
     taken += _TILE_BYTES
     return vmem_refusal(taken)
 

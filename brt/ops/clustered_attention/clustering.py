@@ -37,11 +37,11 @@ def cluster_queries(
     queries = jax.lax.stop_gradient(queries)
     tokens, width = queries.shape[2:]
     clusters = min(config.clusters, tokens)
-    of_planes, of_order = jax.random.split(key)
-    planes = random_planes(of_planes, bits=HASH_BITS, width=width, offsets=True)
+    planes_key, order_key = jax.random.split(key)
+    planes = random_planes(planes_key, bits=HASH_BITS, width=width, offsets=True)
     planes = jax.tree.map(_pad_to_words, planes)
     codes = hash_codes(unit_scale(queries, valid), planes)
-    chosen = _random_order(of_order, valid, max(clusters, min(config.fit_queries, tokens)))
+    chosen = _random_order(order_key, valid, max(clusters, min(config.fit_queries, tokens)))
     sample = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))

@@ -65,7 +65,7 @@ def backward_kernel(
     d_lse_rest = -d_lse - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True)
     _scatter_to_keys(results.places, d_best, d_best_transposed, d_tokens, settings)
     dtype = inputs.keys.dtype
-    means, of_rest = results.means[...].astype(dtype), d_rest.astype(dtype)
+    means, rest_part = results.means[...].astype(dtype), d_rest.astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
     def weigh(step: Any, _: None) -> None:
@@ -73,12 +73,12 @@ def backward_kernel(
         best = _unpack_bits(results.bits, step)
         logits = centroid_logits(inputs, means, place)
         weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
-        read = dot_float32(inputs.values[:, place], of_rest, TN) + d_lse_rest
+        read = dot_float32(inputs.values[:, place], rest_part, TN) + d_lse_rest
         d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
         weights = jnp.where(best, 0, weights).astype(dtype)
-        of_best = d_tokens[place].T
-        d_keys[:, place] = (of_best[:size] + dot_float32(means, d_logits, NT)).astype(dtype)
-        d_values[:, place] = (of_best[size:] + dot_float32(of_rest, weights, NT)).astype(dtype)
+        best_part = d_tokens[place].T
+        d_keys[:, place] = (best_part[:size] + dot_float32(means, d_logits, NT)).astype(dtype)
+        d_values[:, place] = (best_part[size:] + dot_float32(rest_part, weights, NT)).astype(dtype)
         sums[...] += dot_float32(inputs.keys[:, place], d_logits, NN)
 
     unrolled_loop(inputs.keys.shape[1] // LANES, weigh)
@@ -112,7 +112,7 @@ def _backward_over_queries(
     shares[...] = jnp.zeros_like(shares)
     steps = inputs.queries.shape[1] // STEP_KEYS
 
-    def some(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
         for j in range(STEP_KEYS // LANES):
@@ -128,16 +128,16 @@ def _backward_over_queries(
             parts, ranks = [], range(first, min(first + KEYS_AT_ONCE, settings.top_k))
             for r in ranks:
                 parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
-            of_best = dot_float32(jnp.concatenate(parts, axis=0).astype(dtype), members, NT)
+            best_part = dot_float32(jnp.concatenate(parts, axis=0).astype(dtype), members, NT)
             for r in ranks:
-                d_best[r] += of_best[(r - first) * both : (r - first + 1) * both]
+                d_best[r] += best_part[(r - first) * both : (r - first + 1) * both]
         along = jnp.concatenate([along, along], axis=0).astype(dtype)
-        of_members = (dot_float32(x, members, NT) for x in (gradient, along))
-        return sums[0] + next(of_members), sums[1] + next(of_members)
+        member_sums = (dot_float32(x, members, NT) for x in (gradient, along))
+        return sums[0] + next(member_sums), sums[1] + next(member_sums)
 
     width = inputs.values.shape[0]
-    of_rest, of_along = (jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
-    d_rest, along = jax.lax.fori_loop(0, steps + 1, some, (of_rest, of_along))
+    rest_part, along_part = (jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
+    d_rest, along = jax.lax.fori_loop(0, steps + 1, process_step, (rest_part, along_part))
     return d_rest, jnp.zeros_like(along[:1]) if settings.mass_stop_gradient else along[:1]
 
 
@@ -178,10 +178,10 @@ def _scatter_to_keys(
     """
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
-    def turn(r: Any, _: None) -> None:
+    def transpose_rank(r: Any, _: None) -> None:
         d_best_transposed[r] = d_best[r].T
 
-    unrolled_loop(settings.top_k, turn)
+    unrolled_loop(settings.top_k, transpose_rank)
 
     def add(cluster: Any, _: None) -> None:
         sums = []

@@ -168,21 +168,21 @@ def _gather_best_keys(
 
     unrolled_loop(steps, pack)
 
-    def some(group: Any, _: None) -> None:
+    def gather_group(group: Any, _: None) -> None:
         shape = packed.shape[0], CLUSTERS
         rows = [group * KEYS_AT_ONCE + j for j in range(KEYS_AT_ONCE)]
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
-        def look(step: Any, words: list[Array]) -> list[Array]:
-            here = packed[:, pl.ds(step * LANES, LANES)]
+        def look_up(step: Any, words: list[Array]) -> list[Array]:
+            current = packed[:, pl.ds(step * LANES, LANES)]
             return [
-                jnp.where(place >> _COLUMN == step, gather_lanes(here, place & LANES - 1), old)
+                jnp.where(place >> _COLUMN == step, gather_lanes(current, place & LANES - 1), old)
                 for place, old in zip(places, words, strict=True)
             ]
 
         nothing = [jnp.zeros(shape, jnp.int32)] * KEYS_AT_ONCE
-        words = jax.lax.fori_loop(0, steps, look, nothing, unroll=2)
-        for r, of_place in zip(rows, words, strict=True):
-            results.words[r] = of_place
+        words = jax.lax.fori_loop(0, steps, look_up, nothing, unroll=2)
+        for r, place_words in zip(rows, words, strict=True):
+            results.words[r] = place_words
 
-    jax.lax.fori_loop(0, -(-settings.top_k // KEYS_AT_ONCE), some, None)
+    jax.lax.fori_loop(0, -(-settings.top_k // KEYS_AT_ONCE), gather_group, None)

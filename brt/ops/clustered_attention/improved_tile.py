@@ -104,12 +104,14 @@ def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
 def centroid_logits(
     inputs: ImprovedKernelInputs, means: Float[Array, "K C"], place: Any
 ) -> Float[Array, "X C"]:
+    """Returns the logits of some keys for all centroids."""
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
     return dot_float32(inputs.keys[:, place], means, TN) + unseen.T
 
 
 def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
+    """Gathers lanes of each row of a table."""
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
@@ -139,6 +141,7 @@ class QueryTile:
         return self._unpacked(self._words[r, : self._keys])
 
     def values(self, r: int) -> Float[Array, "E 128"]:
+        """Returns the value of the r-th best key of every query's cluster."""
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
@@ -159,6 +162,7 @@ class QueryTile:
 
 
 def eight_rows(r: int) -> slice:
+    """Returns the slice of the r-th group of eight rows."""
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 

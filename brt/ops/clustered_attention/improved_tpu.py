@@ -210,10 +210,10 @@ def _specs(arguments: ImprovedKernelInputs) -> ImprovedKernelInputs:
     specs = block_specs(arguments)
     if arguments.results is None:
         return specs
-    by_number = pl.BlockSpec(
+    scalar_spec = pl.BlockSpec(
         (None, None, LIST_LENGTH, CLUSTERS), lambda h, b: (b, h, 0, 0), memory_space=pltpu.SMEM
     )
-    return specs._replace(results=specs.results._replace(places=by_number))
+    return specs._replace(results=specs.results._replace(places=scalar_spec))
 
 
 def _options(
@@ -222,12 +222,12 @@ def _options(
     batch, heads, size, tokens = arguments.queries.shape
     both, keys = size + arguments.values.shape[2], arguments.keys.shape[3]
     name = "improved_clustered" + ("_backward" if backward else "")
-    of_centroids = CLUSTERS * (tokens * size + keys * both) * (2 if backward else 1)
-    of_best = CLUSTERS * settings.top_k * tokens * both if backward else 0
+    centroid_products = CLUSTERS * (tokens * size + keys * both) * (2 if backward else 1)
+    best_products = CLUSTERS * settings.top_k * tokens * both if backward else 0
     arrays = (tokens + keys) * both * (2 if backward else 1)
     return call_options(
         name, arguments.queries, settings.top_k, settings.interpret,
-        flops=2 * batch * heads * (of_centroids + of_best),
+        flops=2 * batch * heads * (centroid_products + best_products),
         transcendentals=batch * heads * (CLUSTERS * keys + settings.top_k * tokens),
         bytes_accessed=batch * heads * arrays * arguments.keys.dtype.itemsize,
     )  # fmt: skip

@@ -65,12 +65,15 @@ def kmeans(
     """Computes `clustering.kmeans`; `interpret` runs on any device."""
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
-        by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
-        of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
+        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
+        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
-            local, in_specs=(by_head, of_lanes, by_head, of_lanes), out_specs=(by_head, by_head),
-            axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
+            local,
+            in_specs=(head_partition, lane_partition, head_partition, lane_partition),
+            out_specs=(head_partition, head_partition),
+            axis_names=rules.automatic_axes(),
+            check_vma=False,
+        )
     labels, centroids = local(codes, valid, centroids, active)
     return labels[..., 0], centroids
 
@@ -164,7 +167,7 @@ def _kernel(
     scaled = (centroids[...] * -float(clusters)).astype(jnp.bfloat16)
     sums[...] = jnp.zeros_like(sums)
 
-    def some(i: Any, _: None) -> None:
+    def assign_tile(i: Any, _: None) -> None:
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]
         ranked = dot_float32(scaled, codes, NN) + inputs.numbers[...]
@@ -173,4 +176,4 @@ def _kernel(
         nearest = jnp.where(ranked == least, 1.0, 0.0).astype(jnp.bfloat16)
         sums[...] += dot_float32(nearest, codes, NT)
 
-    unrolled_loop(labels.shape[1] // tile, some)
+    unrolled_loop(labels.shape[1] // tile, assign_tile)

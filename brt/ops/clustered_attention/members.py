@@ -83,10 +83,10 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
 def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     places = jnp.arange(order.shape[-1], dtype=order.dtype)
 
-    def of_head(order: Int[Array, " T"]) -> Int[Array, " T"]:
+    def per_head(order: Int[Array, " T"]) -> Int[Array, " T"]:
         return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
 
-    return jax.vmap(jax.vmap(of_head))(order)
+    return jax.vmap(jax.vmap(per_head))(order)
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
@@ -105,10 +105,10 @@ def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
     """Returns the row of x that belongs to the cluster of each tile."""
 
-    def of_head(x: Array, clusters: Array) -> Array:
+    def per_head(x: Array, clusters: Array) -> Array:
         return x.at[clusters].get(mode="promise_in_bounds", indices_are_sorted=True)
 
-    return jax.vmap(jax.vmap(of_head))(x, tiles.clusters)
+    return jax.vmap(jax.vmap(per_head))(x, tiles.clusters)
 
 
 def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H C"]:
@@ -152,19 +152,19 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     `count` rows.
     """
 
-    def of_head(x: Array, indices: Array) -> Array:
+    def per_head(x: Array, indices: Array) -> Array:
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 
-    return jax.vmap(jax.vmap(of_head))(x, indices)
+    return jax.vmap(jax.vmap(per_head))(x, indices)
 
 
 def _gather_rows(x: Array, indices: Array) -> Array:
     """Returns the rows of x of each head; indices beyond the end give zeros."""
 
-    def of_head(x: Array, indices: Array) -> Array:
+    def per_head(x: Array, indices: Array) -> Array:
         return x.at[indices].get(mode="fill", fill_value=0)
 
-    return jax.vmap(jax.vmap(of_head))(x, indices)
+    return jax.vmap(jax.vmap(per_head))(x, indices)
 
 
 @jax.custom_vjp

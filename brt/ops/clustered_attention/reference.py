@@ -78,8 +78,8 @@ def kmeans(
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Computes `clustering.kmeans`, with a separate count for each bit."""
-    of_head = partial(_kmeans, iterations=iterations)
-    return jax.vmap(jax.vmap(of_head, (0, None, 0, None)))(codes, valid, centroids, active)
+    per_head = partial(_kmeans, iterations=iterations)
+    return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
 
 
 def _kmeans(

@@ -40,5 +40,5 @@ def pair_bias(
 ) -> Float[Array, "B H N M R"]:
     """Returns the bias of every query and each of its tile's keys, given by their positions."""
     places = keys[..., None, :] - queries[..., None] + tokens - 1
-    of_heads = jax.vmap(lambda row, places: row.at[places].get(mode="clip"), in_axes=(0, 1))
-    return jnp.moveaxis(of_heads(row, places), 0, 1)
+    per_head = jax.vmap(lambda row, places: row.at[places].get(mode="clip"), in_axes=(0, 1))
+    return jnp.moveaxis(per_head(row, places), 0, 1)

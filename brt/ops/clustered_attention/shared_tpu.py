@@ -42,12 +42,21 @@ def shard_by_head(
 ) -> Float[Array, "B H T E"]:
     """Calls `local` with all five arrays, on each device for its own lanes and heads."""
     if rules.partitioned():
-        by_head = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
-        of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
+        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
+        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
-            local, in_specs=(by_head, by_head, by_head, of_lanes, jax.P(*by_head[:3])),
-            out_specs=by_head, axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
+            local,
+            in_specs=(
+                head_partition,
+                head_partition,
+                head_partition,
+                lane_partition,
+                jax.P(*head_partition[:3]),
+            ),
+            out_specs=head_partition,
+            axis_names=rules.automatic_axes(),
+            check_vma=False,
+        )
     return local(queries, keys, values, valid, labels)
 
 

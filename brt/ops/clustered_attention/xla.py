@@ -85,18 +85,18 @@ def improved_clustered(
     mask = valid[:, None, None]
     best = _find_best_keys(logits, mask, config.top_k)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
-    of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
+    best_dropout, rest_dropout = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
     exact = matmul_nt(to_tiles(queries, tiles), gather_by_tile(best_keys, tiles))
     if bias is not None:
         places = tiles.queries.reshape(exact.shape[:-1])
         exact += pair_bias(bias, places, gather_by_tile(best.indices, tiles), tokens)
     exact = jnp.where(gather_by_tile(best.there, tiles)[..., None, :], exact, MASKED)
-    own = attend_to_part(exact, gather_by_tile(best_values, tiles), of_best)
+    own = attend_to_part(exact, gather_by_tile(best_values, tiles), best_dropout)
     if config.mass_rule == "lse_jensen":
         variance = _cluster_variance(queries, labels, centroids)
         logits += variance[..., None] * _half_squares(keys)[:, :, None]
-    rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, of_rest)
+    rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, rest_dropout)
     rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
     if config.mass_rule == "paper":

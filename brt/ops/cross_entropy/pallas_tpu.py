@@ -166,7 +166,7 @@ def _run_forward(
     """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = targets.size // rows, len(embedding) // columns
-    of_row = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
+    row_spec = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
     vectors = pl.BlockSpec((rows, width), lambda i, j: (i, 0))
     numbers = jax.ShapeDtypeStruct((targets.size, 1), jnp.float32)
     mean = jax.ShapeDtypeStruct((targets.size, width), hidden.dtype)
@@ -176,8 +176,8 @@ def _run_forward(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=grid,
-            in_specs=[vectors, pl.BlockSpec((columns, width), lambda i, j: (j, 0)), of_row],
-            out_specs=[of_row] * 4 + [vectors] * learns,
+            in_specs=[vectors, pl.BlockSpec((columns, width), lambda i, j: (j, 0)), row_spec],
+            out_specs=[row_spec] * 4 + [vectors] * learns,
             scratch_shapes=[pltpu.VMEM((rows, min(tpu.LANES, columns)), jnp.float32)] * 3
             + [wide] * learns,
         ),
@@ -193,25 +193,25 @@ def _run_forward(
 
 def _embedding_gradient(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array,
-    *of_tokens: Float[Array, "B T"],
+    *token_arrays: Float[Array, "B T"],
 ) -> Float[Array, "V D"]:  # fmt: skip
-    """Returns the float32 gradient of the embedding; `of_tokens` are passed to
+    """Returns the float32 gradient of the embedding; `token_arrays` are passed to
     `tpu_kernels.backward`.
     """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = len(embedding) // columns, targets.size // rows
     table = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
-    of_row = pl.BlockSpec((1, rows), lambda j, i: (0, i))
+    row_spec = pl.BlockSpec((1, rows), lambda j, i: (0, i))
     return pl.pallas_call(
         functools.partial(tpu_kernels.backward, scale=scale),
         grid=grid,
-        in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table, *[of_row] * 4],
+        in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table, *[row_spec] * 4],
         out_specs=table,
         out_shape=jax.ShapeDtypeStruct(embedding.shape, jnp.float32),
         **_options("cross_entropy_backward", size, grid, hidden, interpret),
     )(
         hidden.reshape(-1, width), embedding.astype(hidden.dtype),
-        *(x.reshape(1, -1) for x in (targets, *of_tokens)),
+        *(x.reshape(1, -1) for x in (targets, *token_arrays)),
     )  # fmt: skip
 
 

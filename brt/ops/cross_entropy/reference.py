@@ -28,8 +28,8 @@ def token_scores(
 ) -> TokenScores:
     """Computes `api.token_scores`."""
     log_p = _log_p(hidden, embedding, bias, scale)
-    of_target = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    return TokenScores(-of_target, of_target == jnp.max(log_p, axis=-1))
+    target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return TokenScores(-target_log_p, target_log_p == jnp.max(log_p, axis=-1))
 
 
 def cross_entropy(

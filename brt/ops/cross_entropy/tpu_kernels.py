@@ -48,8 +48,8 @@ def forward(
     results[...] += sum(jnp.where(hit, part, 0.0) for part, hit in parts)
     rivals = [jnp.where(hit, MASKED, part) for part, hit in parts]
     before = highest[...]
-    of_row = jnp.max(functools.reduce(jnp.maximum, rivals), axis=1, keepdims=True)
-    after = jnp.maximum(before, of_row)
+    row_max = jnp.max(functools.reduce(jnp.maximum, rivals), axis=1, keepdims=True)
+    after = jnp.maximum(before, row_max)
     decay, weights = jnp.exp(before - after), [jnp.exp(part - after) for part in rivals]
     highest[...] = after
     others[...] = others[...] * decay + sum(weights)
@@ -62,10 +62,10 @@ def forward(
         rival = highest[...][:, :1]
         target = jnp.sum(results[...], axis=1, keepdims=True)
         most = jnp.maximum(rival, target)
-        of_others = jnp.sum(others[...], axis=1, keepdims=True) * jnp.exp(rival - most)
-        total = of_others + jnp.exp(target - most)
+        others_total = jnp.sum(others[...], axis=1, keepdims=True) * jnp.exp(rival - most)
+        total = others_total + jnp.exp(target - most)
         lse[...], chosen[...], top[...] = most + jnp.log(total), target, rival
-        rest[...] = of_others / total
+        rest[...] = others_total / total
         if mean is not None:
             mean[...] = (sums[...] * (jnp.exp(rival - most) / total)).astype(mean.dtype)
 

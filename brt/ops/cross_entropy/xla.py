@@ -53,6 +53,7 @@ class _ChunkLogits(NamedTuple):
 
     @property
     def nats(self) -> Float[Array, "B C"]:
+        """The negative log probabilities of the targets."""
         return self.lse - self.chosen
 
     def are(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:

@@ -103,10 +103,10 @@ def _factors(
         return None
     lanes, heads, length, keys = like.shape
 
-    def of_query(place: Int[Array, ""]) -> Float[Array, "B H S"]:
+    def per_query(place: Int[Array, ""]) -> Float[Array, "B H S"]:
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
-    return jnp.moveaxis(jax.vmap(of_query)(index * length + jnp.arange(length)), 0, 2)
+    return jnp.moveaxis(jax.vmap(per_query)(index * length + jnp.arange(length)), 0, 2)
 
 
 def _forward(
@@ -114,7 +114,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     lowest = jnp.finfo(jnp.float32).min
 
-    def of_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
+    def process_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
         logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
@@ -127,7 +127,7 @@ def _forward(
         # Without visible keys any finite number gives weights of zero, as exp(-inf - x) = 0.
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
 
-    y, normalizer = jax.lax.map(of_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
+    y, normalizer = jax.lax.map(process_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
     return y, (tiles, k, v, mask, dropout, y, normalizer)
 
 
@@ -135,7 +135,7 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     tiles, k, v, mask, dropout, y, normalizer = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
-    def of_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
+    def process_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
         d_kept = _product("bhqk,bhsk->bhqs", g, v)
@@ -152,7 +152,7 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     numbers = jnp.arange(tiles.queries.shape[0])
     (d_k, d_v), (d_q, d_bias) = jax.lax.scan(
-        of_tile, zeros, (tiles, numbers, gradient, along, normalizer)
+        process_tile, zeros, (tiles, numbers, gradient, along, normalizer)
     )
     return QueryTiles(d_q, d_bias, None), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 

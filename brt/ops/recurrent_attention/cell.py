@@ -57,6 +57,7 @@ class TokenKV(NamedTuple):
 
 
 def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> TokenKV:
+    """Moves heads before tokens."""
     return TokenKV(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
 
 

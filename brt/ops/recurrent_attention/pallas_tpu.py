@@ -93,9 +93,9 @@ def state_attention(
     )  # fmt: skip
     attend = functools.partial(_attend, settings=settings)
     if rules.partitioned():
-        by_head = rules.partition_spec("lanes", "heads", None, None, shape=before.keys.shape)
+        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=before.keys.shape)
         tokens, lanes = (
-            TokenKV(by_head, by_head),
+            TokenKV(head_partition, head_partition),
             rules.partition_spec("lanes", shape=cache_mask.shape),
         )
         parts = rules.partition_spec(
@@ -103,10 +103,12 @@ def state_attention(
         )
         heads = rules.partition_spec("heads", None, shape=arguments.scales.shape)
         attend = jax.shard_map(
-            attend, in_specs=(_Arguments(parts, heads, tokens, tokens, lanes),),
-            out_specs=(parts, StateKV(by_head, by_head)), axis_names=rules.automatic_axes(),
+            attend,
+            in_specs=(_Arguments(parts, heads, tokens, tokens, lanes),),
+            out_specs=(parts, StateKV(head_partition, head_partition)),
+            axis_names=rules.automatic_axes(),
             check_vma=False,
-        )  # fmt: skip
+        )
     y, memory = attend(arguments)
     return y.transpose(1, 3, 0, 2, 4), StateKV(*(x.swapaxes(1, 2) for x in memory))
 

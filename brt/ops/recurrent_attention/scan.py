@@ -64,11 +64,11 @@ def state_taps(
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
-    def of(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
+    def taps_of(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
-    return _Kernels(*map(of, kernels, _input_axes(one)))
+    return _Kernels(*map(taps_of, kernels, _input_axes(one)))
 
 
 def state_update(

@@ -81,8 +81,8 @@ def state_scan(
     settings = StateKernelSettings(normalize_qk, raw_keys, null_keys, interpret)
     flags = BlockFlags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
-    of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
-    arguments = _Arguments(weights, initial, vectors, of_keys, of_values, flags)
+    key_pair, value_pair = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
+    arguments = _Arguments(weights, initial, vectors, key_pair, value_pair, flags)
     final, shown = _scan(arguments, settings)
     return final, StateKV(*(x.swapaxes(2, 3) for x in shown))
 
@@ -177,12 +177,12 @@ def _gradients(
     wide, row = _shape_like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
     update = jax.ShapeDtypeStruct(residuals.vectors.shape, arguments.keys[1].dtype)
     scales = jax.ShapeDtypeStruct((*residuals.lse.shape[:4], LANES), jnp.float32)
-    of_keys, of_values = jax.tree.map(_shape_like, (arguments.keys, arguments.values))
+    key_pair, value_pair = jax.tree.map(_shape_like, (arguments.keys, arguments.values))
     finds = CellKernelGradients(
         _shape_like(residuals.projected),
         update,
-        of_keys,
-        of_values,
+        key_pair,
+        value_pair,
         wide,
         wide,
         wide,
@@ -192,10 +192,10 @@ def _gradients(
     )
     tokens = walk.tokens(*arguments.keys)
     pair = tokens.cached, tokens.own
-    lane, of_row = walk.by_lane(wide), walk.by_lane(row)
+    lane, row_block = walk.by_lane(wide), walk.by_lane(row)
     places = CellKernelGradients(
         walk.by_step(residuals.projected), walk.by_block(update), pair, pair, lane, lane, lane,
-        of_row, of_row, walk.by_step(scales),
+        row_block, row_block, walk.by_step(scales),
     )  # fmt: skip
 
     def sums(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -33,10 +33,10 @@ def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     """Calls `body` for groups of rows, one after the other."""
     rows = math.gcd(_ROWS, x.shape[0])
 
-    def some(i: Array, _: None) -> None:
+    def process_rows(i: Array, _: None) -> None:
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
-    jax.lax.fori_loop(0, x.shape[0] // rows, some, None)
+    jax.lax.fori_loop(0, x.shape[0] // rows, process_rows, None)
 
 
 def _concatenate_parts(parts: Any) -> Float[Array, "R PK"]:
@@ -178,8 +178,10 @@ def backward_kernel(
     )
     seen = flags.cache_mask[lane, n] > 0
     results.scales[...] = jnp.zeros_like(results.scales)
-    of_states = tpu_kernels.StateKernelGradients(results.projected, results.scales, None, None)
-    tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, settings)
+    state_gradients = tpu_kernels.StateKernelGradients(
+        results.projected, results.scales, None, None
+    )
+    tpu_kernels.add_gradients(seen, inputs, state_gradients, sums.attended, settings)
     _write_token_gradients(seen, head, step == 0, n == 0, keys, results, sums, settings)
     joined = _concatenate_parts(results.projected), _concatenate_parts(weights.projection)
     sums.hidden[...] += dot_float32(*joined, NT)
@@ -201,7 +203,7 @@ def _gate_backward(
     """
     keeps = jax.nn.sigmoid(weights.gate[...])
 
-    def some(rows: Any) -> None:
+    def process_rows(rows: Any) -> None:
         gradient, s = sums.carry[rows], residuals.vectors[rows]
         results.update[rows] = ((1 - keeps) * gradient).astype(results.update.dtype)
         along = gradient * (s - sums.after[rows])
@@ -209,7 +211,7 @@ def _gate_backward(
         sums.after[rows] = s
         sums.hidden[rows] = jnp.zeros_like(gradient)
 
-    _for_rows(sums.carry, some)
+    _for_rows(sums.carry, process_rows)
 
 
 def _norm_backward(
@@ -225,7 +227,7 @@ def _norm_backward(
     """
     keeps = jax.nn.sigmoid(weights.gate[...])
 
-    def some(rows: Any) -> None:
+    def process_rows(rows: Any) -> None:
         gradient, s = sums.hidden[rows], residuals.vectors[rows]
         inverse = _inverse_rms(s)
         direction = s * inverse
@@ -237,7 +239,7 @@ def _norm_backward(
         results.initial[rows] += jnp.where(restarts, total, 0)
         sums.carry[rows] = results.vectors[rows] = jnp.where(restarts, 0, total)
 
-    _for_rows(sums.carry, some)
+    _for_rows(sums.carry, process_rows)
 
 
 def _write_token_gradients(
@@ -253,17 +255,17 @@ def _write_token_gradients(
     both = zip(sums.attended, sums.behind, (results.keys, results.values), raw, strict=True)
     for total, behind, (cached, own), known in both:
         end = total.shape[0] - window
-        of_before = total[end - window : end]
-        of_own = total[end:] + jnp.where(last, 0, behind[head])
+        d_before = total[end - window : end]
+        d_own = total[end:] + jnp.where(last, 0, behind[head])
         if settings.null_keys:
-            of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
-        behind[head] = of_before
+            d_before = jax.lax.select(seen, d_before, jnp.zeros_like(d_before))
+        behind[head] = d_before
         if known is not None:
-            of_own = l2_normalize_rows_backward(known[1][...], of_own)[0]
-        own[...] = of_own.astype(own.dtype)
+            d_own = l2_normalize_rows_backward(known[1][...], d_own)[0]
+        own[...] = d_own.astype(own.dtype)
 
         @pl.when(first)
-        def _(of_before: Array = of_before, known: Any = known, cached: Any = cached) -> None:
+        def _(d_before: Array = d_before, known: Any = known, cached: Any = cached) -> None:
             if known is not None:
-                of_before = l2_normalize_rows_backward(known[0], of_before)[0]
-            cached[...] = of_before.astype(cached.dtype)
+                d_before = l2_normalize_rows_backward(known[0], d_before)[0]
+            cached[...] = d_before.astype(cached.dtype)

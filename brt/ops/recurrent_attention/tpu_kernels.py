@@ -109,16 +109,16 @@ def _key_parts(
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
-    known, of_own = ([x[...] for x in pair] for pair in (before, own))
+    known, own_pair = ([x[...] for x in pair] for pair in (before, own))
     if settings.raw_keys:
-        known[0], of_own[0] = (
-            l2_normalize_rows(x)[0].astype(x.dtype) for x in (known[0], of_own[0])
+        known[0], own_pair[0] = (
+            l2_normalize_rows(x)[0].astype(x.dtype) for x in (known[0], own_pair[0])
         )
     unseen = jnp.where(seen, 0.0, MASKED)
     if settings.null_keys:
         known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
         unseen = jnp.zeros(())
-    tokens = [_KeyPart(known[0], known[1], unseen), _KeyPart(of_own[0], of_own[1])]
+    tokens = [_KeyPart(known[0], known[1], unseen), _KeyPart(own_pair[0], own_pair[1])]
     return [_KeyPart(keys, inputs.projected[VALUES])], tokens
 
 
@@ -157,6 +157,7 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
+    """Computes both attentions of the states of one head and lane."""
     attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
 
@@ -193,6 +194,9 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
+    """Computes the gradients of one head and lane; `keys_sum` and `values_sum` are
+    scratch memory.
+    """
     lane = pl.program_id(1)
 
     @pl.when(lane == 0)
@@ -227,8 +231,8 @@ def add_gradients(
     for which, (parts, place) in enumerate(zip(both, places, strict=True)):
         for rows in _row_tiles(states):
             theirs = _add_gradients(which, rows, parts, inputs, results, settings)
-            for total, found_here in zip(sums, theirs, strict=True):
-                total[place] = found_here + total[place] if rows.start else found_here
+            for total, gradient_part in zip(sums, theirs, strict=True):
+                total[place] = gradient_part + total[place] if rows.start else gradient_part
     pairs = zip(sums, inputs.shown or (), strict=True)
     own = [total[:states] + shown[...] for total, shown in pairs]
     if settings.normalize_qk:
@@ -249,16 +253,16 @@ def _write_token_gradients(
     raw = inputs.keys if settings.raw_keys else None, None
     for (before, own), total, keys in zip((results.keys, results.values), sums, raw, strict=True):
         end = total.shape[0] - window
-        of_before, of_own = total[end - window : end], total[end:]
+        d_before, own_pair = total[end - window : end], total[end:]
         if settings.null_keys:
-            of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
+            d_before = jax.lax.select(seen, d_before, jnp.zeros_like(d_before))
         if keys is not None:
-            pairs = zip(keys, (of_before, of_own), strict=True)
-            of_before, of_own = (
+            pairs = zip(keys, (d_before, own_pair), strict=True)
+            d_before, own_pair = (
                 l2_normalize_rows_backward(x[...], gradient)[0] for x, gradient in pairs
             )
-        before[...] = of_before.astype(before.dtype)
-        own[...] = of_own.astype(own.dtype)
+        before[...] = d_before.astype(before.dtype)
+        own[...] = own_pair.astype(own.dtype)
 
 
 def _add_gradients(

@@ -85,12 +85,12 @@ def recurrence(
     settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
     local = functools.partial(_local, settings=settings)
     if rules.partitioned():
-        by_head = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
-        of_lanes = P(by_head[1])
+        head_partition = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
+        lane_partition = P(head_partition[1])
         local = jax.shard_map(
             local,
-            in_specs=(by_head, by_head, of_lanes, P()),
-            out_specs=(by_head, P(*by_head[1:3]), P(*by_head[1:3])),
+            in_specs=(head_partition, head_partition, lane_partition, P()),
+            out_specs=(head_partition, P(*head_partition[1:3]), P(*head_partition[1:3])),
             axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     states, squares, fired = local(keys, values, counts, learned)

@@ -32,8 +32,8 @@ def attend(
     if config.index_mode == "stride":
         reached = t // config.stride
     else:
-        of_batch = target_length if config.index_mode == "batch" else None
-        reached = t * counts // (of_batch or config.q_ref)
+        batch_length = target_length if config.index_mode == "batch" else None
+        reached = t * counts // (batch_length or config.q_ref)
     index = jnp.minimum(reached, counts - 1)
     y = jnp.zeros_like(queries)
     for i in range(windows.keys.shape[0]):

@@ -138,7 +138,7 @@ def backward_kernel(
         own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
-    def back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def go_back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
         above = own[j] * inverse - 1 > 0
@@ -150,13 +150,13 @@ def backward_kernel(
 
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
     unrolled_loop(count, charge, zeros)
-    _, d_total, d_leak, d_threshold = unrolled_loop(count, back, (zeros, zeros, zeros, zeros))
+    _, d_total, d_leak, d_threshold = unrolled_loop(count, go_back, (zeros, zeros, zeros, zeros))
     if results.bias is not None:
         results.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
-    for row, of_row in enumerate((d_leak, d_threshold)):
-        results.neuron[row : row + 1] += jnp.sum(of_row, axis=0, keepdims=True)
+    for row, row_gradient in enumerate((d_leak, d_threshold)):
+        results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
-    def through_products(j: Any, d_kernel: Array) -> Array:
+    def products_backward(j: Any, d_kernel: Array) -> Array:
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
         d_own = _block_diagonal(d_own, settings).astype(keys.dtype)
@@ -167,7 +167,7 @@ def backward_kernel(
         results.values[j] = dot_float32(d_values, kernel, NT).astype(keys.dtype)
         return d_kernel + dot_float32(raw, d_values, TN)
 
-    d_kernel = unrolled_loop(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
+    d_kernel = unrolled_loop(count, products_backward, jnp.zeros(inputs.kernel.shape, jnp.float32))
     results.kernel[...] += _diagonal_blocks(d_kernel, settings)
 
 

@@ -45,10 +45,12 @@ def with_shared(
     if shared is None:
         return keys, values, mask
 
-    def joined(own: Array, of_all: Array, behind: int) -> Array:
-        of_all = jnp.expand_dims(of_all, axis)
-        of_all = jnp.broadcast_to(of_all, (*mask.shape[:-1], *of_all.shape[mask.ndim - 1 :]))
-        return jnp.concatenate([own, of_all], axis=behind)
+    def joined(own: Array, shared_part: Array, behind: int) -> Array:
+        shared_part = jnp.expand_dims(shared_part, axis)
+        shared_part = jnp.broadcast_to(
+            shared_part, (*mask.shape[:-1], *shared_part.shape[mask.ndim - 1 :])
+        )
+        return jnp.concatenate([own, shared_part], axis=behind)
 
     return (
         joined(keys, shared.keys, -2),

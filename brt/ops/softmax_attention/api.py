@@ -113,10 +113,13 @@ def _attend(
         return local(queries, k, v, cache_mask, scale)
     by_block = k.ndim > queries.ndim
     tokens, lanes = ("tokens", ("lanes", "blocks")) if by_block else (None, ("lanes",))
-    of_q = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
-    of_k = rules.partition_spec(*lanes, "heads", None, None, shape=k.shape)
-    of_lanes = rules.partition_spec("lanes", shape=queries.shape[:1])
+    q_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
+    k_partition = rules.partition_spec(*lanes, "heads", None, None, shape=k.shape)
+    lane_partition = rules.partition_spec("lanes", shape=queries.shape[:1])
     return jax.shard_map(
-        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[2])), out_specs=of_q,
-        axis_names=rules.automatic_axes(), check_vma=False,
-    )(queries, k, v, cache_mask, scale)  # fmt: skip
+        local,
+        in_specs=(q_partition, k_partition, k_partition, lane_partition, P(q_partition[2])),
+        out_specs=q_partition,
+        axis_names=rules.automatic_axes(),
+        check_vma=False,
+    )(queries, k, v, cache_mask, scale)

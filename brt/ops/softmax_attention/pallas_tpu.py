@@ -127,6 +127,7 @@ class _Arguments(NamedTuple):
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
+        """Returns the lengths of queries, one row of 128 equal numbers per head, or None."""
         if self.scale is None:
             return None
         wide = self.scale.astype(jnp.float32)[:, None, None]
@@ -140,9 +141,9 @@ def _attend(arguments: _Arguments, settings: _Settings) -> Float[Array, "B T H K
 
 def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
     q = arguments.q
-    of_q, of_k, lse_spec, length = _specs(arguments)
+    q_spec, k_spec, lse_spec, length = _specs(arguments)
     y, lse = _call(
-        _forward_kernel, arguments, settings, [of_q, of_k, of_k, length], [of_q, lse_spec],
+        _forward_kernel, arguments, settings, [q_spec, k_spec, k_spec, length], [q_spec, lse_spec],
         [
             jax.ShapeDtypeStruct(q.shape, bits_dtype(q.dtype)),
             jax.ShapeDtypeStruct(arguments.lse_shape(), jnp.uint32),
@@ -159,12 +160,17 @@ def _backward(settings: _Settings, residuals: tuple, gradient: Array) -> tuple[_
     (arguments, y, lse), gradient = residuals, gradient.swapaxes(1, 2)
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     along = along.reshape(arguments.lse_shape())
-    of_q, of_k, lse_spec, length = _specs(arguments)
+    q_spec, k_spec, lse_spec, length = _specs(arguments)
     lengths = arguments.lengths()
     d_q, d_k, d_v, d_scale = _call(
-        _backward_kernel, arguments, settings, [of_q, of_k, of_k, length, of_q, lse_spec, lse_spec],
-        [of_q, of_k, of_k, length], [*arguments[:3], lengths], products=5,
-    )(arguments.cache_mask, *arguments[:3], lengths, gradient, lse, along)  # fmt: skip
+        _backward_kernel,
+        arguments,
+        settings,
+        [q_spec, k_spec, k_spec, length, q_spec, lse_spec, lse_spec],
+        [q_spec, k_spec, k_spec, length],
+        [*arguments[:3], lengths],
+        products=5,
+    )(arguments.cache_mask, *arguments[:3], lengths, gradient, lse, along)
     if arguments.scale is not None:
         d_scale = d_scale[:, 0, 0].astype(arguments.scale.dtype)
     return (_Arguments(d_q, d_k, d_v, None, d_scale),)
@@ -176,15 +182,15 @@ _attend.defvjp(_forward, _backward)
 def _specs(arguments: _Arguments) -> tuple[pl.BlockSpec | None, ...]:
     """Returns the block specs of queries, keys, numbers per query, and numbers per head."""
     blocks, queries, width = arguments.blocks, arguments.queries, arguments.q.shape[3]
-    of_rows = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
-    of_keys = pl.BlockSpec(
+    row_spec = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
+    d_keys = pl.BlockSpec(
         (None, None, *arguments.k.shape[2:]), lambda h, b, n, _: (b * blocks + n, h, 0, 0)
     )
     lse_spec = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
     length = None
     if arguments.scale is not None:
         length = pl.BlockSpec((None, 1, LANES), lambda h, b, n, _: (h, 0, 0))
-    return of_rows, of_keys, lse_spec, length
+    return row_spec, d_keys, lse_spec, length
 
 
 def _call(
@@ -294,10 +300,10 @@ def _backward_kernel(
             total = jnp.sum(directed, axis=0, keepdims=True)
             d_length[...] += jnp.broadcast_to(total, (1, LANES))
         d_q[rows] = d_own.astype(d_q.dtype)
-        of_keys, of_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
+        d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
         if rows.start:
-            of_keys, of_values = of_keys + keys_sum[...], of_values + values_sum[...]
-        keys_sum[...], values_sum[...] = of_keys, of_values
+            d_keys, d_values = d_keys + keys_sum[...], d_values + values_sum[...]
+        keys_sum[...], values_sum[...] = d_keys, d_values
     for results, total in ((d_k, keys_sum), (d_v, values_sum)):
         if settings.masks and settings.null_keys:
             half = results.shape[0] // 2

@@ -63,12 +63,15 @@ class WindowTiles(NamedTuple):
 
     @property
     def window(self) -> int:
+        """The number of tokens of a window."""
         return self.inputs.keys.shape[0] - self.inputs.q.shape[0]
 
     def queries(self, i: Array) -> Any:
+        """Returns the slice of query tile i."""
         return pl.ds(i * self.rows, self.rows)
 
     def keys(self, j: Array) -> Any:
+        """Returns the slice of key tile j."""
         return pl.ds(j * self.columns, self.columns)
 
     def seen(self, i: Array) -> tuple[Array, ...]:
@@ -129,10 +132,12 @@ class WindowTiles(NamedTuple):
 
 
 def dot_float32(a: Array, b: Array) -> Float[Array, "..."]:
+    """Returns a matrix product with float32 sums."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def zero_unless(may_read: Any, x: Array) -> Array:
+    """Returns x where it may be read, and zeros elsewhere; a static True skips the selection."""
     return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
@@ -213,13 +218,13 @@ def window_attention_keys(
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
-        of_keys = totals[0] + dot_float32(d_logits.astype(q.dtype), q)
-        return of_keys, totals[1] + dot_float32(kept.astype(gradient.dtype), gradient)
+        keys_total = totals[0] + dot_float32(d_logits.astype(q.dtype), q)
+        return keys_total, totals[1] + dot_float32(kept.astype(gradient.dtype), gradient)
 
     (begin, end), zeros = tiles.readers(j), jnp.zeros(keys.shape, jnp.float32)
-    of_keys, of_values = jax.lax.fori_loop(begin, end, add, (zeros, zeros))
-    d_keys[tiles.keys(j)] = of_keys.astype(d_keys.dtype)
-    d_values[tiles.keys(j)] = of_values.astype(d_values.dtype)
+    keys_total, values_total = jax.lax.fori_loop(begin, end, add, (zeros, zeros))
+    d_keys[tiles.keys(j)] = keys_total.astype(d_keys.dtype)
+    d_values[tiles.keys(j)] = values_total.astype(d_values.dtype)
 
 
 def window_attention_band(

@@ -148,24 +148,24 @@ def window_attention_keys(
         copy_factors(inputs, head, j, begin + n, factors, slot, barrier)
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
-    def walk(of_keys: Any, of_values: Any) -> None:
+    def walk(keys_total: Any, values_total: Any) -> None:
         def add(n: Array, slot: Array, carry: tuple) -> tuple:
             logits = tile_product(own.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)
-            wgmma(of_values, kept.astype(own.dtype), gradient.at[slot, part])
+            wgmma(values_total, kept.astype(own.dtype), gradient.at[slot, part])
             d_weights = apply_dropout(
                 tile_product(theirs.at[opaque_zero(n)], gradient.at[slot]), factors, slot
             )
             d_logits = weights * (d_weights - read_by_column(row.at[slot, 1]))
-            wgmma(of_keys, d_logits.astype(own.dtype), q.at[slot, part])
+            wgmma(keys_total, d_logits.astype(own.dtype), q.at[slot, part])
             return carry
 
         CopyRing(arrived, copy).walk(end - begin, add, ())
 
-    (of_keys, of_values), _ = accumulate(2, own.shape[3], walk)
-    write_vectors([of_keys], own.at[0], d_keys, (lane, j, head), part)
-    write_vectors([of_values], theirs.at[0], d_values, (lane, j, head), part)
+    (keys_total, values_total), _ = accumulate(2, own.shape[3], walk)
+    write_vectors([keys_total], own.at[0], d_keys, (lane, j, head), part)
+    write_vectors([values_total], theirs.at[0], d_values, (lane, j, head), part)
 
 
 def window_attention_band(
@@ -208,4 +208,5 @@ def window_attention_band(
 
 
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
+    """Multiplies x by dropout's factors in a slot of shared memory, if there is dropout."""
     return x if factors is None else x * factors[slot]

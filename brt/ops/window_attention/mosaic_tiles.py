@@ -87,6 +87,7 @@ def row_numbers(slots: int) -> Any:
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
+    """Returns barriers for `slots` slots, each of which waits for `copies` copies."""
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
@@ -220,6 +221,7 @@ def constant(value: float, *shape: int) -> Array:
 
 
 def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
+    """Broadcasts one number per row along the row."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
@@ -229,6 +231,7 @@ def read_by_row(ref: Any) -> Float[Array, "R C"]:
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
+    """Reads one number per column from shared memory and broadcasts it along the column."""
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
 

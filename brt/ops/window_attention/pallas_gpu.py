@@ -283,6 +283,7 @@ def _sum_diagonals(
 
 
 def shape_like(x: Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of x."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -309,14 +310,18 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def where(place: Callable[..., pl.BlockSpec], x: Any, *options: int) -> pl.BlockSpec | None:
         return None if x is None else place(x, *options)
 
-    of_lane = (None, inputs.cache_mask.shape[1])
+    lane_block = (None, inputs.cache_mask.shape[1])
     return WindowTileInputs(
-        _token_spec(inputs.q, parts), _token_spec(inputs.keys, parts),
+        _token_spec(inputs.q, parts),
+        _token_spec(inputs.keys, parts),
         _token_spec(inputs.values, parts),
-        _head_spec(inputs.band), pl.BlockSpec(of_lane, lambda _, h, g: (jax.lax.div(g, parts), 0)),
-        where(_head_spec, inputs.dropout), where(_token_spec, inputs.gradient, parts),
-        where(_row_spec, inputs.lse, parts), where(_row_spec, inputs.along, parts),
-    )  # fmt: skip
+        _head_spec(inputs.band),
+        pl.BlockSpec(lane_block, lambda _, h, g: (jax.lax.div(g, parts), 0)),
+        where(_head_spec, inputs.dropout),
+        where(_token_spec, inputs.gradient, parts),
+        where(_row_spec, inputs.lse, parts),
+        where(_row_spec, inputs.along, parts),
+    )
 
 
 def _call(

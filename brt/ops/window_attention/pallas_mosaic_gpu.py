@@ -216,8 +216,8 @@ def _bias_gradient(
         {"strip": "square"}, dict.fromkeys(names, "vectors") | {"row": "numbers"},
         null_keys=settings.null_keys, walk=walk,
     )  # fmt: skip
-    _, of_strip = jax.vjp(lambda bias: arguments.strips(settings)(bias)[0], arguments.bias)
-    return of_strip(jnp.sum(results, axis=0))[0]
+    _, strip_vjp = jax.vjp(lambda bias: arguments.strips(settings)(bias)[0], arguments.bias)
+    return strip_vjp(jnp.sum(results, axis=0))[0]
 
 
 def _call(

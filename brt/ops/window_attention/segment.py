@@ -47,18 +47,25 @@ def segment_part(
     if not rules.partitioned():
         return local(*inputs)
     tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
-    by_token = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
+    token_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
     before = rules.partition_spec("lanes", None, "heads", None, shape=cached[0].shape)
-    of_heads = P(by_token[2])
+    head_partition = P(token_partition[2])
     return jax.shard_map(
         local,
         in_specs=(
-            by_token, (before, before), by_token, by_token, of_heads,
-            rules.partition_spec("lanes", blocks, shape=cache_mask.shape), of_heads, of_heads,
+            token_partition,
+            (before, before),
+            token_partition,
+            token_partition,
+            head_partition,
+            rules.partition_spec("lanes", blocks, shape=cache_mask.shape),
+            head_partition,
+            head_partition,
         ),
-        out_specs=AttentionPart(by_token, P(*by_token[:3])),
-        axis_names=rules.automatic_axes(), check_vma=False,
-    )(*inputs)  # fmt: skip
+        out_specs=AttentionPart(token_partition, P(*token_partition[:3])),
+        axis_names=rules.automatic_axes(),
+        check_vma=False,
+    )(*inputs)
 
 
 def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H K"]) -> Array:

@@ -58,11 +58,11 @@ def _call(
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     """
 
-    def of_head(shape: tuple[int, ...]) -> pl.BlockSpec:
+    def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
     return pl.pallas_call(
-        kernel, grid=(len(x),), in_specs=[of_head(x.shape)], out_specs=of_head(shape),
+        kernel, grid=(len(x),), in_specs=[head_spec(x.shape)], out_specs=head_spec(shape),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         name=f"{name}_float32_{len(x)}_steps",
         interpret=interpret, compiler_params=parallel_heads(1),

@@ -152,6 +152,7 @@ class _RowTile(NamedTuple):
 
     @property
     def all(self) -> slice:
+        """The rows of the tile."""
         return slice(self.i * self.rows, (self.i + 1) * self.rows)
 
     @property
@@ -161,6 +162,7 @@ class _RowTile(NamedTuple):
 
     @property
     def before(self) -> slice:
+        """The slots of the block before that any row of the tile sees."""
         return slice(self.i * self.rows, None)
 
     def _own(self) -> Bool[Array, "R R"]:
@@ -224,8 +226,8 @@ class _RowTile(NamedTuple):
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
         """Returns the weighted sums of the columns [K, W] of both blocks."""
-        of_current = dot_float32(columns[1][:, self.current], current, NN)
-        return of_current + dot_float32(columns[0][:, self.before], before, NN)
+        current_sums = dot_float32(columns[1][:, self.current], current, NN)
+        return current_sums + dot_float32(columns[0][:, self.before], before, NN)
 
 
 def _row_tiles(window: int, rows: int, settings: WindowKernelSettings) -> list[_RowTile]:
@@ -303,8 +305,8 @@ def backward_kernel(
     d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
     # In the step after the last block, the inputs are still those of the last block.
     if inputs.scale is not None:
-        of_block, last = inputs.keys.loaded(n == 0)
-        d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
+        block_keys, last = inputs.keys.loaded(n == 0)
+        d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]
     d_keys, d_values = d_keys.astype(results.keys.dtype), d_values.astype(results.values.dtype)
     results.keys[...], results.values[...] = d_keys, d_values
 
@@ -336,17 +338,17 @@ def _add_gradients(
     d_logits = weights * (d_weights - inputs.along[:, rows.all])
     if results.tile is not None:
         rows.add_rolled(results.tile, d_logits)
-    of_keys, of_values = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
-    keys_sum[current, rows.current] += dot_float32(of_keys[0], own, NN)
-    values_sum[current, rows.current] += dot_float32(of_values[0], theirs, NN)
+    d_logit_parts, weight_parts = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
+    keys_sum[current, rows.current] += dot_float32(d_logit_parts[0], own, NN)
+    values_sum[current, rows.current] += dot_float32(weight_parts[0], theirs, NN)
 
     @pl.when(seen)
     def _() -> None:
-        keys_sum[before, rows.before] += dot_float32(of_keys[1], own, NN)
-        values_sum[before, rows.before] += dot_float32(of_values[1], theirs, NN)
+        keys_sum[before, rows.before] += dot_float32(d_logit_parts[1], own, NN)
+        values_sum[before, rows.before] += dot_float32(weight_parts[1], theirs, NN)
 
-    d_own = dot_float32(of_keys[0], block.keys[1][rows.current], TN)
-    d_own += dot_float32(of_keys[1], block.keys[0][rows.before], TN)
+    d_own = dot_float32(d_logit_parts[0], block.keys[1][rows.current], TN)
+    d_own += dot_float32(d_logit_parts[1], block.keys[0][rows.before], TN)
     if inputs.scale is not None:
         d_own, along = l2_normalize_rows_backward(inputs.q[rows.all], d_own)
         d_own *= inputs.scale[:, :1]

@@ -64,17 +64,17 @@ def _find_in_blocks(
     window = tokens // blocks
     rows = _rows(window, heads * size)
 
-    def of_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
+    def search_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
-        def some(q: Float[Array, "B H Q K"]) -> Neighbors:
+        def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
-        results = _by_rows(some, rows, q)
+        results = _by_rows(search_rows, rows, q)
         return results._replace(indices=results.indices + n * window)
 
     split = jnp.moveaxis(queries.reshape(batch, heads, blocks, window, width), 2, 0)
-    results = jax.lax.map(lambda block: of_block(*block), (jnp.arange(blocks), split, counts.T))
+    results = jax.lax.map(lambda block: search_block(*block), (jnp.arange(blocks), split, counts.T))
     return jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), results
     )

@@ -80,7 +80,9 @@ def routed_attention_step(
     bias_length, place = bias.shape[1], jnp.arange(block.keys.shape[1])
     nearest = 0 if attend_to_self else 1
     chosen = cluster[:, :, None, None, None]
-    of_rings = (jnp.take_along_axis(x, chosen, axis=2)[:, :, 0] for x in (rings.keys, rings.values))
+    ring_vectors = (
+        jnp.take_along_axis(x, chosen, axis=2)[:, :, 0] for x in (rings.keys, rings.values)
+    )
     filled = jnp.take_along_axis(rings.filled, cluster[..., None], axis=2)
     same = (block.clusters.swapaxes(1, 2) == cluster[..., None]) & (place <= position)[None, None]
     count = jnp.sum(same, axis=-1, keepdims=True)
@@ -90,7 +92,7 @@ def routed_attention_step(
     back = jnp.concatenate([back_in_ring, back_in_block], axis=-1) - nearest
     seen = jnp.concatenate([there, same], axis=-1) & (back >= 0) & (back < bias_length)
     own = (x.swapaxes(1, 2) for x in (block.keys, block.values))
-    keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(of_rings, own, strict=True))
+    keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(ring_vectors, own, strict=True))
     lanes = jnp.broadcast_to(bias[None], (len(cluster), *bias.shape))
     added = jnp.take_along_axis(lanes, jnp.clip(back, 0, bias_length - 1), axis=-1)
     logits = matmul_nt(queries.swapaxes(1, 2), keys) + added[:, :, None]

@@ -60,17 +60,17 @@ def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
-    of_tokens = documents[:, None] * clusters + tokens.clusters.swapaxes(1, 2)
+    token_groups = documents[:, None] * clusters + tokens.clusters.swapaxes(1, 2)
     own = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
     there = ring_mask(rings) & ~document_start[:, :1, None, None]
-    of_rings = jnp.where(there, own, NO_TOKEN)
-    of_rings = of_rings.reshape(*of_rings.shape[:2], -1)
+    ring_groups = jnp.where(there, own, NO_TOKEN)
+    ring_groups = ring_groups.reshape(*ring_groups.shape[:2], -1)
     pairs = (rings.keys, tokens.keys), (rings.values, tokens.values)
     keys, values = (
         jnp.concatenate([r.reshape(*r.shape[:2], -1, r.shape[-1]), t.swapaxes(1, 2)], axis=2)
         for r, t in pairs
     )
-    return Places(keys, values, jnp.concatenate([of_rings, of_tokens], axis=2))
+    return Places(keys, values, jnp.concatenate([ring_groups, token_groups], axis=2))
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:

@@ -73,11 +73,11 @@ def routed_attention(
     keys, values = (
         _with_previous_chunks(row_major(x), back, 0) for x in (visible.keys, visible.values)
     )
-    of_keys = _with_previous_chunks(groups, back, NO_TOKEN)
+    key_groups = _with_previous_chunks(groups, back, NO_TOKEN)
     columns = np.arange((back + 1) * size)
     distance = np.arange(size)[:, None] + back * size - columns[None] - nearest
     near = jnp.asarray((distance >= 0) & (distance < bias_length))[None, None, None]
-    seen = near & (groups[..., None] == of_keys[..., None, :]) & (groups >= 0)[..., None]
+    seen = near & (groups[..., None] == key_groups[..., None, :]) & (groups >= 0)[..., None]
     logits = (
         matmul_nt(row_major(q), keys)
         + bias[:, np.clip(distance, 0, bias_length - 1)][None, :, None]
