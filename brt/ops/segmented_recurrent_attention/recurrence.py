@@ -95,9 +95,9 @@ def key_value_sums(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "*B K K"]:
-    """A_j = K_j^T V_j, float32; behind W already, unless a clamp comes between.
+    """Returns A_j = K_j^T V_j in float32.
 
-    K^T (V W) is (K^T V) W for k d^2 products instead of m d^3.
+    W is already applied to the values, unless the sums are clamped before W.
     """
     if config.use_raf and not config.clamp:
         values = _matmul(values, parameters.kernel)
