@@ -26,11 +26,11 @@ def main(args: argparse.Namespace) -> None:
     if args.sweep_mesh:
         tried = plan.sweep(config, machine, lambda line: print(f"brt: {line}", file=sys.stderr))
         print(report.best(tried))
-        content = {"best": [report.figures(one) for one in tried]}
+        content = {"best": [report.plan_json(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")
         print(report.text(planned, config))
-        content = report.figures(planned)
+        content = report.plan_json(planned)
     if args.json:
         command_line.write_json(args.json, content, args.workdir)
 

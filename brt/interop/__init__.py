@@ -1,1 +1,1 @@
-"""Models of other code bases."""
+"""Import and export of models of other libraries."""

@@ -1,4 +1,4 @@
-"""A model on its way to somebody else's form, wherever it comes from."""
+"""Common structure of all exports to another library's format."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -8,52 +8,54 @@ import numpy as np
 
 from brt.errors import CheckpointError
 
-# Tokenizer files as others look for them.
+# Names under which transformers looks for tokenizer files.
 NAMES = {".model": "spiece.model", ".json": "tokenizer.json"}
 
 
-class Form(NamedTuple):
-    """What others read of a model.
+class ExportFormat(NamedTuple):
+    """Content of an exported directory.
 
     Attributes:
-      summary: what it is.
-      settings: JSON objects by the names of their files, config.json among them.
-      arrays: float32, by their names.
-      verified: given the directory with all this, lines of a comparison with the model; raises
-        CheckpointError where they differ.
-      code: files that read it, where no library does.
-      notes: what is computed otherwise there.
+      summary: one line that describes the model.
+      settings: JSON objects by file name, including config.json.
+      arrays: float32 arrays by name.
+      verify: function of the written directory that yields the lines of a comparison with the
+          original model; raises CheckpointError if they differ.
+      code: files of Python code that is needed to load the model, if no library contains it.
+      notes: differences in what the exported model computes.
     """
 
     summary: str
     settings: Mapping[str, Mapping[str, Any]]
     arrays: Mapping[str, np.ndarray]
-    verified: Callable[[Path], Iterator[str]]
+    verify: Callable[[Path], Iterator[str]]
     code: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 class Exported(NamedTuple):
-    """What there is to write.
+    """A model to export.
 
     Attributes:
-      source: where it comes from.
+      source: path that the model comes from.
       model: parameters and settings.
-      form: of such a model in a dtype; raises CheckpointError where there is none.
-      copy_tokenizer: writes the tokenizer's files into a directory, and says which.
-      notes: what others should know of it, and a form does not tell.
+      to_format: function of the model and a dtype; raises CheckpointError if the model cannot be
+          expressed in the format.
+      copy_tokenizer: function that writes the tokenizer's files into a directory and returns their
+          names.
+      notes: further notes for users of the exported model.
     """
 
     source: Path
     model: Any
-    form: Callable[[Any, str], Form]
+    to_format: Callable[[Any, str], ExportFormat]
     copy_tokenizer: Callable[[Path], list[str]]
     notes: tuple[str, ...] = ()
 
 
-def no_form(source: Path) -> CheckpointError:
-    """What to say of a model that others have no form for."""
+def no_export_format(source: Path) -> CheckpointError:
+    """Returns the error for a model that no other library can represent."""
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "
-        "have a form of Hugging Face"
+        "can be exported to Hugging Face's format"
     )

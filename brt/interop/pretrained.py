@@ -1,9 +1,9 @@
-"""A model that training or generation can start from: a directory.
+"""A directory with a converted encoder-decoder, from which training or generation can start.
 
-params.safetensors   float32, by our names and by layer
+params.safetensors   float32 parameters with brt's names, by layer
 model.json           the sections Seq2Seq and CrossAttention
-generation.json      special tokens, and how texts are to be written
-...                  the tokenizer's files, as they came
+generation.json      special tokens and generation settings
+...                  unchanged files of the tokenizer
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from brt.config_io import config_from_json, config_json
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.config import Described
-from brt.interop.huggingface.layers import by_layer, stacked
+from brt.interop.huggingface.layers import by_layer, stack_layers
 from brt.interop.huggingface.weights import template, with_cross_attention
 from brt.models.targets import SpecialTokens
 
@@ -37,11 +37,11 @@ TOKENIZER_FILES = (
 
 
 class Pretrained(NamedTuple):
-    """What the directory holds.
+    """A converted encoder-decoder.
 
     Attributes:
-      params: float32 arrays, as `brt.models.seq2seq.Seq2Seq` names them.
-      described: settings, special tokens, generation.
+      params: float32 arrays with the names of `brt.models.seq2seq.Seq2Seq`.
+      described: settings, special tokens and generation settings.
     """
 
     params: dict[str, Any]
@@ -49,12 +49,12 @@ class Pretrained(NamedTuple):
 
 
 def save(directory: Path, pretrained: Pretrained) -> None:
-    """Writes all but the tokenizer's files into a directory that exists."""
+    """Writes everything except the tokenizer's files into an existing directory."""
     described = pretrained.described
     write_params(directory, pretrained.params)
     sections = config_json(Config(seq2seq=described.model, cross_attention=described.cross))
-    own = {name: sections[name] for name in ("Seq2Seq", "CrossAttention")}
-    files.write_json(directory / MODEL, {"format": FORMAT, **own})
+    content = {name: sections[name] for name in ("Seq2Seq", "CrossAttention")}
+    files.write_json(directory / MODEL, {"format": FORMAT, **content})
     files.write_json(
         directory / GENERATION,
         {
@@ -66,14 +66,15 @@ def save(directory: Path, pretrained: Pretrained) -> None:
 
 
 def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
-    """Reads what `save` wrote.
+    """Reads a directory that `save` wrote.
 
     Args:
-      cross: another cross-attention than the saved one; its own parameters are initialised.
+      cross: replaces the saved settings of cross-attention; parameters that are missing are
+          initialised.
 
     Raises:
-      CheckpointError: something is missing, damaged, of a newer format, or does not fit.
-      ConfigError: settings that this version does not know.
+      CheckpointError: a file is missing, damaged, of a newer format, or does not fit.
+      ConfigError: this version does not know a setting.
     """
     described = describe(directory)
     params = read_params(directory, template(described.model, described.cross))
@@ -84,19 +85,19 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
 
 def write_params(directory: Path, params: dict[str, Any]) -> None:
-    """Writes what `read_params` reads."""
+    """Writes parameters in the form that `read_params` reads."""
     flat = by_layer(params)
     files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
 
 
 def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The parameters of a directory, float32.
+    """Reads the parameters of a directory, float32.
 
     Args:
-      expected: what they must be, by names as "encoder/layers_0/mlp/wi/kernel".
+      expected: shapes by names like "encoder/layers_0/mlp/wi/kernel".
 
     Raises:
-      CheckpointError: they are missing, damaged or others.
+      CheckpointError: parameters are missing, damaged, or have other names or shapes.
     """
     arrays = files.read_file(directory / PARAMS)
     shapes = {name: array.shape for name, array in arrays.items()}
@@ -107,14 +108,14 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
                 f"{directory / PARAMS}: {name} is {shapes.get(name, 'missing')}, but "
                 f"{'nothing' if wanted is None else wanted} by {MODEL}"
             )
-    return stacked({name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()})
+    return stack_layers({name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()})
 
 
 def describe(directory: Path) -> Described:
-    """The settings alone.
+    """Reads the settings without the parameters.
 
     Raises:
-      CheckpointError: they are missing, damaged or of a newer format.
+      CheckpointError: the files are missing, damaged or of a newer format.
     """
     if not (directory / MODEL).is_file():
         raise CheckpointError(
@@ -139,10 +140,10 @@ def describe(directory: Path) -> Described:
 
 
 def read_model(directory: Path) -> dict[str, Any]:
-    """The content of model.json.
+    """Returns the content of model.json.
 
     Raises:
-      CheckpointError: it is damaged or of a newer format.
+      CheckpointError: the file is damaged or of a newer format.
     """
     content = files.read_json(directory / MODEL)
     if (version := content.pop("format", None)) != FORMAT:
@@ -153,13 +154,13 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies what tokenizers are made of; returns the names."""
-    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    for name in found:
+    """Copies the files of a tokenizer and returns their names."""
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
         copyfile(source / name, target / name)
-    return found
+    return names
 
 
 def parameter_count(params: Any) -> int:
-    """All numbers of a tree."""
+    """Returns the number of elements of all arrays in a tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

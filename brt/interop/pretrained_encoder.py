@@ -1,8 +1,8 @@
-"""An encoder that training can start from: a directory.
+"""A directory with a converted encoder, from which training can start.
 
-params.safetensors   float32, by our names and by layer
-model.json           the section Encoder, the task of its head, what their config.json says beside
-...                  the tokenizer's files, as they came
+params.safetensors   float32 parameters with brt's names, by layer
+model.json           the section Encoder, the task of the head, other entries of config.json
+...                  unchanged files of the tokenizer
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from brt.models.seq2seq import extended
 
 
 class PretrainedEncoder(NamedTuple):
-    """What the directory holds.
+    """A converted encoder.
 
     Attributes:
-      params: float32 arrays, as `brt.models.encoder.EncoderWithHead` names them.
+      params: float32 arrays with the names of `brt.models.encoder.EncoderWithHead`.
       described: settings and task.
     """
 
@@ -32,13 +32,13 @@ class PretrainedEncoder(NamedTuple):
 
 
 def is_one(directory: Path) -> bool:
-    """Whether `save` wrote it."""
+    """Returns True if `save` of this module wrote the directory."""
     path = directory / MODEL
     return path.is_file() and "Encoder" in files.read_json(path)
 
 
 def save(directory: Path, pretrained: PretrainedEncoder) -> None:
-    """Writes all but the tokenizer's files into a directory that exists."""
+    """Writes everything except the tokenizer's files into an existing directory."""
     described = pretrained.described
     write_params(directory, pretrained.params)
     section = config_json(Config(encoder=described.model))["Encoder"]
@@ -47,18 +47,18 @@ def save(directory: Path, pretrained: PretrainedEncoder) -> None:
 
 
 def load(directory: Path) -> PretrainedEncoder:
-    """Reads what `save` wrote.
+    """Reads a directory that `save` wrote.
 
     Raises:
-      CheckpointError: something is missing, damaged, of a newer format, or does not fit.
-      ConfigError: settings that this version does not know.
+      CheckpointError: a file is missing, damaged, of a newer format, or does not fit.
+      ConfigError: this version does not know a setting.
     """
     described = describe(directory)
     return PretrainedEncoder(read_params(directory, template(described)), described)
 
 
 def describe(directory: Path) -> Described:
-    """The settings alone; raises as `load`."""
+    """Reads the settings without the parameters; raises the errors of `load`."""
     content = read_model(directory)
     task, kept = content.get("task"), content.get("kept")
     if "Encoder" not in content or task not in HEADS or not isinstance(kept, dict):
@@ -69,7 +69,7 @@ def describe(directory: Path) -> Described:
 def extend_positions(
     pretrained: PretrainedEncoder, length: int, method: str = "copy"
 ) -> PretrainedEncoder:
-    """The same with learned positions for `length` tokens; see `brt.models.seq2seq`'s."""
+    """Extends the learned positions to `length` tokens; see `brt.models.seq2seq.extended`."""
     params, described = pretrained
     inputs = params["encoder"]["inputs"]
     table = extended(inputs["pos_embed"], length, method)

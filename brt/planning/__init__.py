@@ -1,1 +1,1 @@
-"""What a run would need and how fast it would be, by the compilers of machines elsewhere."""
+"""Memory, time and costs of a run on other machines, according to the compilers for them."""

@@ -1,7 +1,7 @@
-"""What a compiled step costs, by part of the model: operations, bytes, cycles, collectives.
+"""Costs of a compiled step by part of the model: operations, bytes, cycles, collectives.
 
-Counted from the optimized module with loops times their trip counts; the compilers' own
-`cost_analysis` counts the body of a loop once.
+The costs are computed from the optimized HLO module, in which the body of a loop counts as often as
+the loop runs. The `cost_analysis` of the compilers counts the body only once.
 """
 
 import collections
@@ -17,7 +17,7 @@ from brt.planning.traffic import traffic
 COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
-# The first scope that is found in an operation's path of names says which part it is.
+# The first scope in an operation's path of names determines its part of the model.
 PARTS = {
     "cross_entropy": "loss",
     "token_scores": "loss",
@@ -47,14 +47,14 @@ _FREE = {
 
 
 class Cost(NamedTuple):
-    """Of one device and step.
+    """Costs of one step on one device.
 
     Attributes:
-      flops: of products with matrices.
-      bytes: read from and written to the large memory.
-      cycles: what the compiler estimates, without waiting for other devices; 0: it does not.
-      bytes_anywhere: read and written wherever arrays lie, also beside the processor; what only
-        moves from one memory to the other does not count.
+      flops: operations of matrix products.
+      bytes: bytes read from and written to the main memory (HBM).
+      cycles: cycles estimated by the compiler, without waiting for other devices; 0 if unknown.
+      bytes_anywhere: bytes read from and written to any memory, on-chip memory included; copies
+          from one memory to another do not count.
     """
 
     flops: float = 0.0
@@ -66,21 +66,23 @@ class Cost(NamedTuple):
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-class Moved(NamedTuple):
-    """What one kind of collective does in a step: how often, and the bytes of its results."""
+class CollectiveCost(NamedTuple):
+    """Number of executions of one kind of collective in a step, and the bytes of its results."""
 
     times: int = 0
     bytes: int = 0
 
 
-class Alike(NamedTuple):
-    """Instructions that differ by nothing but numbers, those of other layers above all.
+class InstructionGroup(NamedTuple):
+    """Instructions that are equal except for numbers in names, such as those of all layers.
 
     Attributes:
-      operation: by the compiler's name of it, which says what it consists of.
-      result: its type.
-      source: the path of names in the model.
-      cost: of all of them.
+      part: part of the model.
+      operation: the compiler's name of the operation.
+      result: type of the result.
+      source: path of names in the model.
+      times: number of executions in a step.
+      cost: total cost of all instructions in the group.
     """
 
     part: str
@@ -92,17 +94,17 @@ class Alike(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of one device and step.
+    """Costs of one step on one device, by part of the model.
 
     Attributes:
-      unknown: kernels that no cycles are counted for.
-      instructions: without collectives, those that take longest first.
+      unknown: names of kernels whose cycles are unknown.
+      instructions: groups of instructions except collectives, most expensive first.
     """
 
     parts: Mapping[str, Cost]
-    collectives: Mapping[str, Moved]
+    collectives: Mapping[str, CollectiveCost]
     unknown: tuple[str, ...] = ()
-    instructions: tuple[Alike, ...] = ()
+    instructions: tuple[InstructionGroup, ...] = ()
 
     @property
     def total(self) -> Cost:
@@ -113,54 +115,65 @@ class Costs(NamedTuple):
 
 
 def costs(text: str, chip: str = "") -> Costs:
-    """Of an optimized module, as `compiled.as_text()` gives it, for a chip."""
+    """Computes the costs of an optimized module for a chip.
+
+    Args:
+      text: output of `compiled.as_text()`.
+      chip: name of the chip.
+    """
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
-    moved: dict[str, Moved] = collections.defaultdict(Moved)
-    alike: dict[tuple[str, ...], Alike] = {}
+    collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
+    groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown = set()
     for computation, one, times in module.run():
         kind = one.operation.removesuffix("-start")
         if kind in COLLECTIVES:
-            before = moved[kind]
-            moved[kind] = Moved(before.times + times, before.bytes + times * _result(one))
+            before = collectives[kind]
+            size = before.bytes + times * _result_bytes(one)
+            collectives[kind] = CollectiveCost(before.times + times, size)
             continue
         cost = _cost(module, computation, one, chip)
         if any(cost):
             source = one.source or _neighbour(module, computation, one)
             part = part_of(source)
             parts[part] = parts[part].plus(cost, times)
-            key = part, *_alike(one, source)
-            same = alike.get(key, Alike(*key, 0, Cost()))
-            alike[key] = same._replace(times=same.times + times, cost=same.cost.plus(cost, times))
+            key = part, *_group_key(one, source)
+            group = groups.get(key, InstructionGroup(*key, 0, Cost()))
+            groups[key] = group._replace(
+                times=group.times + times, cost=group.cost.plus(cost, times)
+            )
             if not cost.cycles:
                 unknown |= schedules.kernels(one.attributes)
-    listed = sorted(alike.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
-    return Costs(dict(parts), dict(moved), tuple(sorted(unknown)), tuple(listed))
+    ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
+    return Costs(dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered))
 
 
-def _alike(one: Instruction, source: str) -> tuple[str, str, str]:
-    """Operation, result and source, without what tells one layer's from another's."""
+def _group_key(one: Instruction, source: str) -> tuple[str, str, str]:
+    """Returns operation, result and source without the numbers that distinguish layers."""
     name = re.sub(r"(\.\d+)+$", "", one.name)
     result = re.sub(r"\{[^{}]*\}", "", one.type)
     return name, result, re.sub(r"\d+", "#", source.split(";")[0])
 
 
 def part_of(source: str) -> str:
-    """The part of the model that a path of names belongs to."""
+    """Returns the part of the model to which a path of names belongs."""
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
 
 
-def _result(one: Instruction) -> int:
-    """Bytes; what is started has its operands in front of its results, and contexts behind them."""
-    found, count = one.shapes, len(one.operands)
+def _result_bytes(one: Instruction) -> int:
+    """Returns the bytes of an instruction's results.
+
+    The type of an asynchronous start lists operands first, then results, then contexts.
+    """
+    result_shapes, count = one.shapes, len(one.operands)
     if one.operation.endswith("-start") and one.operation != "all-reduce-start":
-        found = found[count : 2 * count]
-    return sum(shape.bytes for shape in found)
+        result_shapes = result_shapes[count : 2 * count]
+    return sum(shape.bytes for shape in result_shapes)
 
 
 def _neighbour(module: Module, computation: str, one: Instruction) -> str:
-    """What the compiler made has the name of what it reads, or of what reads it."""
+    """Returns the path of an operand or user, for instructions that the compiler inserted."""
     inside = module.computations[computation]
     for operand in one.operands:
         if operand in inside and inside[operand].source:
@@ -170,18 +183,21 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
 
 
 def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
-    done = one.operation.endswith("-done")  # counted where it starts
+    done = one.operation.endswith("-done")  # The matching start instruction has the cost.
     if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
     flops = products.flops(module, computation, one)
-    large, anywhere = (traffic(module, computation, one, places) for places in (False, True))
+    large, anywhere = (traffic(module, computation, one, flag) for flag in (False, True))
     cycles = float(one.cycles)
     if not cycles and (scheduled := schedules.cycles(one.attributes, chip)):
         cycles = max(scheduled, *_least(flops, large, chip))
     return Cost(flops, large, cycles, anywhere)
 
 
-def _least(flops: float, moved: int, chip: str) -> tuple[float, float]:
-    """Cycles that products and bytes take at a chip's peaks; schedules wait for neither."""
+def _least(flops: float, size: int, chip: str) -> tuple[float, float]:
+    """Returns the minimum cycles for products and for memory traffic at the chip's peak rates.
+
+    Kernel schedules do not include waiting for memory, so these are lower bounds.
+    """
     known = CHIPS[chip]
-    return flops / known.flops * known.clock, moved / known.bandwidth * known.clock
+    return flops / known.flops * known.clock, size / known.bandwidth * known.clock

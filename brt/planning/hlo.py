@@ -1,4 +1,4 @@
-"""Reads an optimized module as XLA prints it: its instructions, and how often each runs."""
+"""Parser of optimized HLO modules: instructions, and how often each of them runs."""
 
 import functools
 import math
@@ -20,11 +20,11 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 class Shape(NamedTuple):
-    """An array in a type.
+    """An array in an HLO type.
 
     Attributes:
-      bytes: of its elements, packed.
-      on_chip: it lies in a memory beside the processor, not in the large one.
+      bytes: size of the elements without padding.
+      on_chip: True if the array is in on-chip memory instead of the main memory (HBM).
     """
 
     dtype: str
@@ -34,10 +34,10 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line: `%name = type operation(operands), attributes`.
+    """A line of HLO: `%name = type operation(operands), attributes`.
 
     Attributes:
-      body: what stands in the parentheses, as text.
+      body: text in the parentheses.
     """
 
     name: str
@@ -54,40 +54,40 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The path of names that it was traced under; "" of what the compiler made."""
-        found = _NAME.search(self.attributes)
-        return found[1] if found else ""
+        """Path of names under which the instruction was traced; "" if the compiler inserted it."""
+        match = _NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def cycles(self) -> int:
-        """What the compiler thinks that it takes; 0 where it does not say."""
-        found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else 0
+        """Cycles that the compiler estimates; 0 if it gives no estimate."""
+        match = _CYCLES.search(self.attributes)
+        return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """The computation that an attribute names."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        """Returns the name of the computation in the attribute `key`, or None."""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def shapes(text: str) -> list[Shape]:
-    """All arrays of a type."""
-    found = []
+    """Returns all arrays of a type."""
+    arrays = []
     for dtype, dimensions, layout in _ARRAY.findall(text):
         sizes = tuple(int(d) for d in dimensions.split(",") if d)
         on_chip = bool(re.search(r"S\([1-9]", layout))
-        found.append(Shape(dtype, sizes, math.prod(sizes) * _SIZES[dtype], on_chip))
-    return found
+        arrays.append(Shape(dtype, sizes, math.prod(sizes) * _SIZES[dtype], on_chip))
+    return arrays
 
 
 def size(text: str) -> int:
-    """Bytes of all arrays of a type."""
+    """Returns the bytes of all arrays of a type."""
     return sum(shape.bytes for shape in shapes(text))
 
 
 class Module:
-    """The computations of a module, by name; `entry` is the one that runs."""
+    """The computations of a module by name; `entry` is the name of the one that runs."""
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
@@ -100,12 +100,12 @@ class Module:
                     self.entry = head[2] if head[1] else self.entry
             elif _END.match(line):
                 current = None
-            elif found := _INSTRUCTION.match(line):
-                instruction = _parsed(found[2], found[3], bool(found[1]))
+            elif match := _INSTRUCTION.match(line):
+                instruction = _parse(match[2], match[3], bool(match[1]))
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """How often a loop's body runs; 1 where its condition does not say."""
+        """Returns how often a loop's body runs; 1 if the module does not say."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])
@@ -116,7 +116,10 @@ class Module:
         return 1
 
     def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
-        """Every instruction that runs by itself, its computation, and how often it does so."""
+        """Yields computation, instruction and number of executions of every instruction that runs.
+
+        Instructions within a fusion are not listed, because the fusion runs as one instruction.
+        """
         computation = computation or self.entry
         for one in self.computations[computation].values():
             if one.operation == "while":
@@ -133,19 +136,19 @@ class Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """One for each instruction: attributes of kernels within fusions go over several."""
-    held = ""
+    """Yields a line per instruction; joins attributes of kernels that span several lines."""
+    pending = ""
     for line in text.splitlines():
         if line.startswith(('"', "}")) and not _END.match(line):
-            held += line
+            pending += line
             continue
-        yield held
-        held = line
-    yield held
+        yield pending
+        pending = line
+    yield pending
 
 
-def _parsed(name: str, rest: str, is_root: bool) -> Instruction:
-    """Of what stands behind the equals sign."""
+def _parse(name: str, rest: str, is_root: bool) -> Instruction:
+    """Parses the part of a line after the equals sign."""
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     operation = rest[: rest.index("(")]
@@ -157,7 +160,7 @@ def _parsed(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that `text` begins with closes."""
+    """Returns the position at which the parenthesis at the beginning of `text` closes."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1

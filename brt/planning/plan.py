@@ -1,4 +1,4 @@
-"""Compiles the train step of a run for a machine, and says whether it fits and how fast it is."""
+"""Compiles the train step of a run for a machine, to predict memory and speed."""
 
 import dataclasses
 import math
@@ -22,23 +22,21 @@ from brt.training.run import Shapes
 
 
 class DoesNotFitError(ConfigError):
-    """The compiler finds no way to run a step in the memory of the chip."""
+    """The step does not fit into the memory of the chip, according to the compiler."""
 
 
 class Plan(NamedTuple):
-    """What the compiler says of one device and step.
+    """Properties of the compiled step; values are per device and step unless stated otherwise.
 
     Attributes:
-      mesh: devices along each axis.
-      parameters, optimizer, carry, model_state, temporaries, peak: bytes; carry is what lanes take
-        from step to step.
-      cut: names of parameters, and the part of each that a device has, where that is not all.
-      tokens: positions of a step, of all devices.
-      model_flops: of a step of all devices, as the model counts them; None: nobody does.
-      seconds: to compile.
-      low_effort: the compiler took short cuts. Memory and collectives are then as good as
-        otherwise to 1-17 %; the schedule, and so cycles, is not.
-      dropped: the options of low effort that this compiler does not know.
+      mesh: number of devices along each axis.
+      parameters, optimizer, carry, model_state, temporaries, peak: bytes.
+      tokens: positions that all devices together read in a step.
+      model_flops: FLOPs of a step of all devices according to the model; None if unknown.
+      seconds: compile time.
+      low_effort: the compiler was told to save time. Memory and collectives are then accurate to
+          1-17 %; the schedule and its cycles are not meaningful.
+      dropped: options of low effort that this compiler does not have.
     """
 
     topology: Topology
@@ -58,43 +56,43 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """None where the chip's memory is not known."""
+        """True if the step fits into the chip's memory; None if the chip is unknown."""
         chip = self.topology.chip
         return None if chip is None else self.peak <= ROOM * chip.memory
 
     @property
     def used(self) -> int:
-        """The number of devices in the mesh."""
+        """Number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Of a step, by what would set the pace; {} where nothing is known of the chip.
+        """Step time according to several limits; empty if the chip is unknown.
 
-        `products`, `memory`, `network`: at their peaks; `roofline`: the slowest of the three;
-        `compiler`: its cycles, and collectives one after the other behind them.
+        `products`, `memory` and `network` are the times at the chip's peak rates, and `roofline` is
+        their maximum. `compiler` is the time of the compiler's cycles plus that of the collectives,
+        which do not overlap in this estimate.
         """
         chip = self.topology.chip
         if chip is None:
             return {}
         total = self.costs.total
         network = sum(
-            _crossings(kind) * moved.bytes for kind, moved in self.costs.collectives.items()
+            _transfers(kind) * cost.bytes for kind, cost in self.costs.collectives.items()
         )
-        found = {
+        times = {
             "products": total.flops / chip.flops,
             "memory": total.bytes / chip.bandwidth,
             "network": network / chip.network,
         }
-        found["roofline"] = max(found.values())
+        times["roofline"] = max(times.values())
         if chip.clock and total.cycles and not self.low_effort:
-            found["compiler"] = total.cycles / chip.clock + found["network"]
-        return found
+            times["compiler"] = total.cycles / chip.clock + times["network"]
+        return times
 
 
-def _crossings(kind: str) -> float:
-    """How often the bytes of a result pass a device's links: a reduction is a scatter and a
-    gather."""
+def _transfers(kind: str) -> float:
+    """Returns how often a result passes a device's links: an all-reduce scatters and gathers."""
     return 2.0 if kind == "all-reduce" else 1.0
 
 
@@ -102,42 +100,43 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     """Compiles the step of a config for a machine.
 
     Raises:
-      ConfigError: the mesh does not fit; or sizes that only data would tell; or the compiler
-        refuses.
+      ConfigError: the mesh does not fit the machine, sizes depend on data that cannot be read, or
+          the compiler rejects the step.
     """
     begin = time.perf_counter()
     with dispatch.use_backend(topology.backend, topology.devices[0]):
         config, shapes, batch, tokens, flops = _shaped(config, topology)
         lowered = runs.lowered_step(config, shapes, batch)
-        asked = jax_versions.LOW_EFFORT if low_effort else {}
+        requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
-            offered = asked if topology.backend == "tpu" else {}
+            offered = requested if topology.backend == "tpu" else {}
             compiled, options = compiled_with_known(lowered, offered)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
     state = shapes.abstract
-    found = costs(compiled.as_text(), topology.chip.name if topology.chip else "")
+    step_costs = costs(compiled.as_text(), topology.chip.name if topology.chip else "")
     arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = memory.temp_size_in_bytes
     return Plan(
         topology, dict(shapes.mesh.shape), _bytes(state.params), _bytes(state.optimizer),
         _bytes(state.carry), _bytes(state.model_state), temporaries,
-        arguments + outputs + temporaries, found, tokens, flops,
-        time.perf_counter() - begin, bool(options), tuple(sorted(asked.keys() - options.keys())),
+        arguments + outputs + temporaries, step_costs, tokens, flops,
+        time.perf_counter() - begin, bool(options),
+        tuple(sorted(requested.keys() - options.keys())),
     )  # fmt: skip
 
 
 def compiled_with_known(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A program compiled with those of the options that the compiler knows, and these options.
+    """Compiles a program with the options that the compiler knows, and returns these options.
 
     Args:
       lowered: a jax.stages.Lowered.
-      options: of the compiler, by name.
+      options: compiler options by name.
 
     Raises:
-      jax.errors.JaxRuntimeError: the compiler refuses the program for another reason.
+      jax.errors.JaxRuntimeError: the compiler rejects the program for another reason.
     """
     known = dict(options)
     while True:
@@ -151,9 +150,9 @@ def compiled_with_known(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
-    """The config with its sizes, shapes, a batch, its positions and FLOPs.
+    """Returns the config with its sizes, the shapes, a batch, its positions and its FLOPs.
 
-    Data are read where only they tell the sizes.
+    The data are read only if the sizes depend on them.
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -171,14 +170,14 @@ def _refused(error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return DoesNotFitError(
-            f"the step does not fit at all, says the compiler: {text[:300]}; set Model.remat = "
-            "True, raise Training.gradient_accumulation, or share parameters by Mesh.fsdp"
+            f"the compiler reports that the step does not fit: {text[:300]}; set Model.remat = "
+            "True, raise Training.gradient_accumulation, or shard parameters with Mesh.fsdp"
         )
-    return ConfigError(f"the compiler refuses the step: {text[:400]}")
+    return ConfigError(f"the compiler rejects the step: {text[:400]}")
 
 
 def _bytes(tree: PyTree) -> int:
-    """Of what one device has of arrays."""
+    """Returns the bytes of one device's shards of all arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -186,10 +185,10 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """All meshes of so many devices that divide what they are to share."""
+    """Returns all meshes with this number of devices that divide the sharded sizes."""
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = []
+    meshes = []
     for data in sizes:
         for fsdp in sizes:
             for tensor in sizes:
@@ -198,20 +197,20 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
                     continue
                 shape = dict(zip(AXES, (data, fsdp, tensor, sequence), strict=True))
                 if not misfit(shape, needs):
-                    found.append(MeshConfig(**shape))
-    return found
+                    meshes.append(MeshConfig(**shape))
+    return meshes
 
 
 def sweep(
     config: Config, topology: Topology, say: Callable[[str], object], *, limit: int = 12
 ) -> list[Plan]:
-    """Plans of the meshes that may do, at low effort, the fastest that fit first.
+    """Compiles several meshes at low effort; returns their plans, the fastest that fit first.
 
     Args:
-      limit: of meshes that are compiled; those with one or two axes come first.
+      limit: maximum number of meshes; those with one or two axes are tried first.
 
     Raises:
-      ConfigError: no mesh divides all devices, or the step fits with none that was tried.
+      ConfigError: no mesh divides all devices, or the step fits with none of the meshes.
     """
     devices = len(topology.devices)
     candidates = meshes_of(config, devices)
@@ -242,7 +241,7 @@ def sweep(
 
 
 def _undivided(config: Config, devices: int) -> ConfigError:
-    """What --sweep_mesh says where no mesh takes all devices, with a batch that one would share."""
+    """Returns the error of --sweep_mesh if no mesh fits, with a batch size that would fit."""
     training = config.training
     sizes = ", ".join(
         f"{size} {name}"
@@ -257,5 +256,5 @@ def _undivided(config: Config, devices: int) -> ConfigError:
 
 
 def shown(mesh: Mapping[str, int]) -> str:
-    """A mesh as people write it."""
+    """Formats a mesh for people."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"

@@ -1,4 +1,4 @@
-"""How many numbers the instructions of an optimized module multiply with matrices."""
+"""FLOPs of the matrix products in an optimized HLO module."""
 
 import re
 
@@ -7,26 +7,26 @@ from brt.planning.hlo import Instruction, Module, shapes
 
 
 def flops(module: Module, computation: str, one: Instruction) -> float:
-    """Of an instruction and of all that it fuses; 0 where it multiplies no matrices."""
+    """Returns the FLOPs of an instruction, including those in a fusion; 0 without products."""
     if one.operation == "fusion":
         called = one.called("calls") or ""
         fused = module.computations[called].values()
         return sum(flops(module, called, inner) for inner in fused)
     if _is_product(one):
         return _product(module, computation, one)
-    # A kernel, also one that writes a part of an array within a fusion.
+    # Kernels state their FLOPs; a fusion may contain a kernel that writes a part of an array.
     return schedules.flops(one.attributes) if one.operation == "custom-call" else 0.0
 
 
 def _is_product(one: Instruction) -> bool:
-    """Of matrices; on GPUs most are calls of cuBLAS."""
+    """Returns True for matrix products; on GPUs most of them are calls of cuBLAS."""
     return one.operation in ("dot", "convolution") or (
         one.operation == "custom-call" and "cublas" in one.attributes
     )
 
 
 def _product(module: Module, computation: str, one: Instruction) -> float:
-    """Twice the numbers that are multiplied; windows of a convolution count where they overlap."""
+    """Returns the FLOPs of a product; windows count only where they overlap the input."""
     inside = module.computations[computation]
     left, right = (shapes(inside[o].type)[0].dimensions for o in one.operands[:2])
     out = 1
@@ -35,16 +35,17 @@ def _product(module: Module, computation: str, one: Instruction) -> float:
     if one.operation != "convolution":
         pattern = r'lhs_contracting_dim(?:ension)?s(?:"?[=:])[\[{]([\d,"]*)[\]}]'
         contracted = re.search(pattern, one.attributes)
-        for place in re.findall(r"\d+", contracted[1] if contracted else ""):
-            out *= left[int(place)]
+        for axis in re.findall(r"\d+", contracted[1] if contracted else ""):
+            out *= left[int(axis)]
         return 2.0 * out
-    return 2.0 * out * _summed(one, left, right)
+    return 2.0 * out * _summands(one, left, right)
 
 
-def _summed(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Numbers that a convolution adds up for one of its results.
+def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """Returns the mean number of products that a convolution sums for one result.
 
-    TPUs write batched products as convolutions whose windows meet the padding almost everywhere.
+    TPU compilers express batched matrix products as convolutions whose windows consist mostly of
+    padding, which costs nothing.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
     if not labels:
@@ -53,27 +54,27 @@ def _summed(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> 
     text = window[1] if window else ""
 
     def listed(key: str, default: str) -> list[str]:
-        found = re.search(rf"\b{key}=([\dx_\-]+)", text)
-        return found[1].split("x") if found else [default] * len(sizes)
+        match = re.search(rf"\b{key}=([\dx_\-]+)", text)
+        return match[1].split("x") if match else [default] * len(sizes)
 
     sizes = [int(n) for n in m[1].split("x")] if (m := re.search(r"size=([\dx]+)", text)) else []
     pads, strides = listed("pad", "0_0"), listed("stride", "1")
-    dilations, spread = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
+    dilations, window_dilations = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
     total = float(right[labels[2].index("i")])
     for axis, length in enumerate(sizes):
         if length == 1:
             continue
-        there = left[labels[1].index(str(axis))]
+        input_length = left[labels[1].index(str(axis))]
         results = one.shapes[0].dimensions[labels[3].index(str(axis))]
         first, stride = int(pads[axis].split("_")[0]), int(strides[axis])
-        dilation, step = int(dilations[axis]), int(spread[axis])
+        dilation, step = int(dilations[axis]), int(window_dilations[axis])
         if results * length > 1 << 20:
-            total *= min(length, there)
+            total *= min(length, input_length)
             continue
-        meets = sum(
-            0 <= place < there * dilation and place % dilation == 0
+        overlaps = sum(
+            0 <= position < input_length * dilation and position % dilation == 0
             for result in range(results)
-            for place in (result * stride + w * step - first for w in range(length))
+            for position in (result * stride + w * step - first for w in range(length))
         )
-        total *= meets / results
+        total *= overlaps / results
     return total

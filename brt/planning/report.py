@@ -1,18 +1,18 @@
-"""A plan as people read it, and as JSON."""
+"""Reports of a plan, as text for people and as JSON."""
 
 from typing import Any
 
 from brt import tasks
 from brt.config import Config
-from brt.planning.costs import Alike
+from brt.planning.costs import InstructionGroup
 from brt.planning.plan import Plan, shown
 
 _GIB = 1 << 30
-_LISTED = 100  # groups of instructions
+_LISTED = 100  # Maximum number of groups of instructions in JSON.
 
 
-def figures(plan: Plan) -> dict[str, Any]:
-    """All numbers, of one device and step where nothing else is said."""
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Returns all values of a plan, per device and step unless the name says otherwise."""
     chip, paces = plan.topology.chip, plan.step_seconds
     total = plan.costs.total
     return {
@@ -33,7 +33,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
         "instructions": [_flat(one) for one in plan.costs.instructions[:_LISTED]],
-        "collectives": {kind: moved._asdict() for kind, moved in plan.costs.collectives.items()},
+        "collectives": {kind: cost._asdict() for kind, cost in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
         "step_seconds": paces,
         "tokens_per_second": {name: plan.tokens / s for name, s in paces.items() if s},
@@ -44,9 +44,9 @@ def figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _flat(one: Alike) -> dict[str, Any]:
-    rest = one._asdict()
-    return rest | rest.pop("cost")._asdict()
+def _flat(group: InstructionGroup) -> dict[str, Any]:
+    values = group._asdict()
+    return values | values.pop("cost")._asdict()
 
 
 def _utilization(plan: Plan) -> dict[str, float]:
@@ -57,11 +57,11 @@ def _utilization(plan: Plan) -> dict[str, float]:
     return {name: best / s for name, s in plan.step_seconds.items() if s and name != "products"}
 
 
-def _taken(plan: Plan) -> str:
-    """The devices of the mesh, of those that there are."""
-    there = len(plan.topology.devices)
-    of = "" if plan.used == there else f" of {there}"
-    devices = "device" if there == 1 else "devices"
+def _devices(plan: Plan) -> str:
+    """Describes the devices of the mesh, and the number of existing devices."""
+    existing = len(plan.topology.devices)
+    of = "" if plan.used == existing else f" of {existing}"
+    devices = "device" if existing == 1 else "devices"
     return f"{plan.used}{of} {devices}" + f" as {shown(plan.mesh)}" * (plan.used > 1)
 
 
@@ -71,9 +71,9 @@ def _effort(plan: Plan) -> str:
 
 
 def text(plan: Plan, config: Config) -> str:
-    """Memory, work by part, collectives, pace and verdict."""
+    """Returns the report for people: memory, costs by part, collectives, step time, verdict."""
     lines = [
-        f"{plan.topology.name}: {_taken(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
+        f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
         "Of one device and step:",
         "",
         *_memory(plan),
@@ -130,19 +130,19 @@ def _collectives(plan: Plan) -> list[str]:
     if not plan.costs.collectives:
         return ["  no collectives"]
     return [
-        f"  {kind:<20} {moved.times:5d} times, {moved.bytes / 1e6:10.1f} MB of results"
-        for kind, moved in sorted(plan.costs.collectives.items())
+        f"  {kind:<20} {cost.times:5d} times, {cost.bytes / 1e6:10.1f} MB of results"
+        for kind, cost in sorted(plan.costs.collectives.items())
     ]
 
 
 def _pace(plan: Plan) -> list[str]:
     paces = plan.step_seconds
     if not paces:
-        return ["  no pace: nothing is known of what this device can do"]
+        return ["  no step time: the peak rates of this device are unknown"]
     meaning = {
-        "products": "products of matrices at the chip's peak",
+        "products": "matrix products at the chip's peak",
         "memory": "bytes at the bandwidth of its memory",
-        "network": "collectives at that of its links, nothing else meanwhile",
+        "network": "collectives at the bandwidth of its links, without overlap",
         "roofline": "the slowest of these",
         "compiler": "the compiler's cycles, then the collectives; not a measurement",
     }
@@ -160,7 +160,7 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Whether it fits, and what would make it."""
+    """Returns a sentence that says whether the step fits and, if not, which settings help."""
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."
@@ -204,7 +204,7 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 
 def best(plans: list[Plan], count: int = 3) -> str:
-    """The first of a sweep, a line each."""
+    """Returns the first plans of a sweep, two lines each."""
     hasty = any(plan.low_effort for plan in plans)
     note = "; at low effort memory and collectives hold, the schedule does not" * hasty
     lines = [f"The best meshes{note}:"]

@@ -1,8 +1,8 @@
-"""What kernels take: the compilers do not say it of programs that they did not write.
+"""Cycles of Pallas kernels, which the compilers do not estimate.
 
-Of a TPU kernel the length of its schedule is known, in bundles, one a cycle, for a step of its
-grid; waiting for memory is not in it. `tools/benchmark/kernels.py` makes these tables; of loops it
-counts the body once, and those of improved clustered attention are multiplied here.
+The length of a TPU kernel's schedule is known in bundles (one per cycle) for a step of its grid,
+without waiting for memory. `tools/benchmark/kernels.py` measures the table below. It counts the
+body of a loop once; for improved clustered attention, the table contains the loops' multiples.
 """
 
 import math
@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-_CORES = {"v4": 2, "v5p": 2}  # of a chip: their compiled kernels do half of the grid's steps each
-# By kernel of this size (queries, keys, what a head has; segments, their tokens, what heads have;
-# tokens, clusters) and by chip: bundles of a step, bfloat16; 0 where it has no room or use for it.
-# Of one and the same kernel the compiler may make several schedules, with what else changes in the
-# sources: the longest seen is here.
+_CORES = {"v4": 2, "v5p": 2}  # Cores of a chip; each runs half of the grid's steps.
+# Bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or need not run the
+# kernel. The sizes in a name are, depending on the kernel: queries, keys and head size; segments,
+# their tokens and head size; or tokens and clusters. The compiler may produce different schedules
+# for the same kernel when other code changes; the table has the longest one that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
@@ -48,42 +48,44 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
     }.items()
 }
-# What other kernels than those of bfloat16 have in their names. In float32 products take several
-# times as long, and how much longer a kernel is nobody knows.
+# Dtype in the names of kernels that do not use bfloat16. Other kernels in float32 have unknown
+# cycles, because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
-# Of improved clustered attention: what does not grow with the tokens takes as long as so many, by
-# whole layers of 1,024 to 16,384 tokens on a v5e; and the best keys of a cluster that it is known
-# for, since look-ups go with their number and logits do not.
+# Improved clustered attention: the work that does not grow with the number of tokens corresponds to
+# this many tokens, measured on layers of 1,024 to 16,384 tokens on v5e. The table holds for this
+# number of best keys per cluster, because the number of look-ups depends on it.
 _BESIDE, _BEST = 700, 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Of the call of a kernel, whose name says how often its grid runs; of another size than that
-    of the table as its work compares. 0 where nothing is known of it."""
-    found = _NAME.search(attributes)
-    if not found:
+    """Returns the cycles of a kernel call, or 0 if the kernel is not in the table.
+
+    The name of the kernel contains the number of grid steps. Sizes that are not in the table are
+    scaled by the number of products.
+    """
+    match = _NAME.search(attributes)
+    if not match:
         return 0.0
-    kernel, size, dtype, steps = found.groups()
+    kernel, size, dtype, steps = match.groups()
     sizes = [known for known in BUNDLES if known.rpartition("_")[0] == kernel]
     if not sizes or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
         return 0.0
     name = f"{kernel}_{size}"
     known = name if name in sizes else sizes[0]
-    own = int(steps) / _CORES.get(chip, 1)
-    return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * own
+    steps_per_core = int(steps) / _CORES.get(chip, 1)
+    return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * steps_per_core
 
 
 def kernels(attributes: str) -> set[str]:
-    """The one that is called, if any, with its size and type."""
-    found = _NAME.search(attributes)
-    return {"_".join(found.groups()[:3])} if found else set()
+    """Returns the name of the kernel that is called, with its size and dtype, as a set; or {}."""
+    match = _NAME.search(attributes)
+    return {"_".join(match.groups()[:3])} if match else set()
 
 
 def _work(name: str) -> int:
-    """Of a step, to be compared with that of the same kernel: products, by the size that ends the
-    name. 0: it does not compare."""
+    """Returns the work of a grid step relative to other sizes of the kernel; 0 if incomparable."""
     kernel, _, size = name.rpartition("_")
     sizes = [int(n) for n in size.split("x")]
     if kernel.startswith("improved_clustered"):
@@ -93,6 +95,6 @@ def _work(name: str) -> int:
 
 
 def flops(attributes: str) -> float:
-    """Of products, as the kernel itself says."""
-    found = _FLOPS.search(attributes)
-    return float(found[1]) if found else 0.0
+    """Returns the FLOPs of products that a kernel states itself."""
+    match = _FLOPS.search(attributes)
+    return float(match[1]) if match else 0.0

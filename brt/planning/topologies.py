@@ -1,4 +1,4 @@
-"""Machines by name, whether they are here or not."""
+"""Machines to compile for, by name; they need not be present."""
 
 import importlib.util
 import os
@@ -14,15 +14,15 @@ _GIB = 1 << 30
 
 
 class Chip(NamedTuple):
-    """What one device can do at most, as its maker says it.
+    """Peak rates and memory of one device according to its manufacturer.
 
     Attributes:
-      name: as that of a slice begins.
+      name: first part of the names of its slices.
       memory: bytes.
-      flops: of bfloat16 products, a second.
-      bandwidth: of the large memory, bytes a second.
-      network: between neighbours, bytes a second of all links and one direction together.
-      clock: of the compiler's cycles, a second; 0: it does not estimate any.
+      flops: bfloat16 FLOPs per second.
+      bandwidth: bytes per second of the main memory.
+      network: bytes per second to neighbours, over all links in one direction.
+      clock: cycles per second of the compiler's estimates; 0 if the compiler gives none.
     """
 
     name: str
@@ -33,8 +33,9 @@ class Chip(NamedTuple):
     clock: float = 0.0
 
 
-# cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets (dense, SXM).
-# Clocks: of the TensorCore, as the compilers' estimates match products at their peak.
+# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets (dense,
+# SXM). The clocks are those of the TensorCore for which the compilers' estimates match products at
+# their peak.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
@@ -44,7 +45,7 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
 }
-ROOM = 0.94  # of a chip's memory that programs get
+ROOM = 0.94  # Share of a chip's memory that is available to programs.
 _TPUS = ("v4", "v5e", "v5p", "v6e")
 _HOPPER = {
     "name": "NVIDIA H100 80GB HBM3", "cores": 132, "shared": 233472, "optin": 232448,
@@ -58,7 +59,7 @@ _GPU_TARGETS: dict[str, dict[str, Any]] = {
         "cache": 41943040, "clock": 1.41, "major": 8, "minor": 0,
     },
 }  # fmt: skip
-# What XLA asks of a GPU that is not here (its GpuTargetConfigProto).
+# Properties that XLA needs for a GPU that is not present (GpuTargetConfigProto).
 _GPU = """gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
   shared_memory_per_core: {shared}  threads_per_core_limit: 2048  core_count: {cores}
@@ -82,8 +83,8 @@ class Topology(NamedTuple):
 
     Attributes:
       backend: 'cpu', 'gpu' or 'tpu'.
-      chip: None where nothing is known of it, as of CPUs.
-      here: whether they are this machine's.
+      chip: properties of a device; None if unknown, as for CPUs.
+      here: True if the devices belong to this machine.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Topology(NamedTuple):
 
 
 def present() -> Topology:
-    """The devices of this machine."""
+    """Returns the devices of this machine."""
     devices = jax.devices()
     kind = devices[0].device_kind
     names = (name for name in CHIPS if name in kind.lower() or _KINDS.get(kind) == name)
@@ -104,10 +105,10 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """A TPU slice such as v5e:4x4, or so many GPUs such as h100x8.
+    """Returns a TPU slice such as v5e:4x4, or a number of GPUs such as h100x8.
 
     Raises:
-      ConfigError: there is none of that name, or what compiles for it is not installed.
+      ConfigError: the name is unknown, or the compiler for it is not installed.
     """
     kind, colon, shape = name.partition(":")
     if colon and kind in _TPUS:
@@ -135,7 +136,7 @@ def _tpu(name: str, kind: str, shape: str) -> Topology:
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0"),
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),  # of the host, which has none
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),  # libtpu needs a host type; this host has none.
     ):  # fmt: skip
         os.environ.setdefault(variable, value)
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}

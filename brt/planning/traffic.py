@@ -1,16 +1,16 @@
-"""Bytes that an instruction reads and writes: of what it slices or updates, that part alone."""
+"""Bytes that an instruction reads and writes; of sliced or updated arrays only the part counts."""
 
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
 _SLICES = "slice", "dynamic-slice"
-_STARTS = {"copy-start": 0, "slice-start": 1}  # where the result is, beside the operand
+_STARTS = {"copy-start": 0, "slice-start": 1}  # Index of the result in the type.
 
 
 def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) -> int:
-    """Bytes read and written, of the large memory or `anywhere`."""
+    """Returns the bytes read and written in the main memory, or in any if `anywhere`."""
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
-    if anywhere and (one.operation in _STARTS or _changes_place(one, sources)):
+    if anywhere and (one.operation in _STARTS or _copies_between_memories(one, sources)):
         return 0
     read = [
         0 if not anywhere and all(x.on_chip for x in source) else sum(x.bytes for x in source)
@@ -34,25 +34,25 @@ def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) 
     return sum(read) + sum(written)
 
 
-def _changes_place(one: Instruction, sources: list[list[Shape]]) -> bool:
-    """Whether it copies from one memory to the other."""
-    places = {shape.on_chip for shape in (*one.shapes, *(x for found in sources for x in found))}
-    return one.operation == "copy" and len(places) == 2
+def _copies_between_memories(one: Instruction, sources: list[list[Shape]]) -> bool:
+    """Returns True for copies from one memory to another."""
+    memories = {shape.on_chip for shape in (*one.shapes, *(x for group in sources for x in group))}
+    return one.operation == "copy" and len(memories) == 2
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Bytes that a fusion reads of parameters of which it reads slices only."""
+    """Returns the bytes that a fusion reads of parameters of which it only reads slices."""
     inside = module.computations[called].values()
-    found = {
+    sizes = {
         int(one.body): _sliced(module, called, one.name)
         for one in inside
         if one.operation == "parameter"
     }
-    return {place: part for place, part in found.items() if part is not None}
+    return {index: size for index, size in sizes.items() if size is not None}
 
 
 def _sliced(module: Module, computation: str, name: str) -> int | None:
-    """Bytes of the slices that are read of an array; None: it is read whole."""
+    """Returns the bytes of the slices that are read of an array; None if all of it is read."""
     users = [one for one in module.computations[computation].values() if name in one.operands]
     parts: list[int | None] = [None] if not users else []
     for user in users:
@@ -71,14 +71,14 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 
 
 def _updates(module: Module, called: str) -> list[int | None]:
-    """Bytes that a fusion writes of results that are updated in place; None: all of them."""
+    """Returns the bytes that a fusion writes of each result updated in place; None for others."""
     inside = module.computations[called]
     root = next(one for one in inside.values() if one.is_root)
     results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
-    found: list[int | None] = []
+    sizes: list[int | None] = []
     for result in results:
         while result.operation == "bitcast" and result.operands[0] in inside:
             result = inside[result.operands[0]]
         in_place = result.operation == "dynamic-update-slice" and result.operands[1] in inside
-        found.append(size(inside[result.operands[1]].type) if in_place else None)
-    return found
+        sizes.append(size(inside[result.operands[1]].type) if in_place else None)
+    return sizes

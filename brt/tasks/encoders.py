@@ -159,7 +159,7 @@ class EncoderTask(Task):
             (target / name).write_bytes(content)
             return [name]
 
-        return Exported(source, encoder_with_task, roberta.form, copy, tuple(notes))
+        return Exported(source, encoder_with_task, roberta.to_format, copy, tuple(notes))
 
     # # Warm starts
 

@@ -18,7 +18,7 @@ from brt.data.readers import Reader
 from brt.distributed.mesh import Needs
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.exporting import Exported, no_form
+from brt.interop.exporting import Exported, no_export_format
 from brt.tasks.evaluators import Evaluator, Inspection, Scorer
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
@@ -306,7 +306,7 @@ class Task(abc.ABC):
           tokenizer: function that opens the tokenizer of the run, for formats that include a
               tokenizer.
         """
-        raise no_form(source)
+        raise no_export_format(source)
 
     # # Warm starts
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.interop.exporting import Exported, no_form
+from brt.interop.exporting import Exported, no_export_format
 from brt.interop.huggingface import convert
 from brt.training.start import saved_model
 from brt.training.workdir import Workdir
@@ -17,10 +17,10 @@ def export(directory: Path) -> Exported:
       CheckpointError: the directory has neither, or other libraries have no such model.
     """
     if not reader.present(Workdir(directory).checkpoints):
-        return convert.converted(directory)
+        return convert.load_converted(directory)
     workdir, checkpoint, config = saved_model.load_config(directory)
     task = tasks.from_config(config)
     if not task.exports:
-        raise no_form(directory)
+        raise no_export_format(directory)
     model = saved_model.load(workdir, checkpoint, config)
     return task.export(directory, config, model.params, lambda: saved_model.tokenizer(model))

@@ -16,7 +16,7 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.plan import main, parser
 from brt.planning import plan, report, topologies
-from brt.planning.costs import Cost, Costs, Moved
+from brt.planning.costs import CollectiveCost, Cost, Costs
 from brt.planning.plan import Plan
 from brt.planning.topologies import CHIPS, Topology
 
@@ -34,7 +34,7 @@ def made(peak: float = 20.0, **changes: object) -> Plan:
     topology = Topology("v4:2x2x1", [None] * 4, "tpu", CHIPS["v4"], False)
     found = Costs(
         {"attention": Cost(2.75e12, 1.2e9, 1.05e6), "loss": Cost(0, 1.2e9, 1.05e6)},
-        {"all-reduce": Moved(3, 135_000_000)},
+        {"all-reduce": CollectiveCost(3, 135_000_000)},
     )
     base = Plan(
         topology, {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}, 8 * GIB, 8 * GIB, 0, 0,
@@ -59,7 +59,7 @@ def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
     assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.text(
         plan, CONFIG
     )
-    assert report.figures(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
+    assert report.plan_json(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
     assert "unknown length" not in report.text(made(), CONFIG)
     assert "unknown length" not in report.text(plan._replace(low_effort=True), CONFIG)
 
@@ -102,7 +102,7 @@ def test_a_plan_counts_what_each_device_has() -> None:
     assert not one.costs.collectives and shared.costs.collectives["all-gather"].times
     text = report.text(shared, config)
     assert "8 devices as data 2 x fsdp 4" in text and "all-gather" in text
-    json.dumps(report.figures(shared))
+    json.dumps(report.plan_json(shared))
 
 
 def test_meshes_divide_devices_and_what_they_share() -> None:
@@ -187,7 +187,7 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
     planned = made(low_effort=True, dropped=("memory_fitting_effort",))
     said = "at low effort (this compiler has no memory_fitting_effort)"
     assert said in report.text(planned, CONFIG)
-    assert report.figures(planned)["dropped_options"] == ["memory_fitting_effort"]
+    assert report.plan_json(planned)["dropped_options"] == ["memory_fitting_effort"]
 
 
 def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:

@@ -48,7 +48,7 @@ class Case(NamedTuple):
         from brt.planning import plan, report, topologies
 
         config = command_line.read(self.gin_file, [*self.gin_bindings, *more]).config
-        found = report.figures(plan.plan(config, topologies.named(self.topology)))
+        found = report.plan_json(plan.plan(config, topologies.named(self.topology)))
         shown = ", ".join(more) or self.topology
         print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
         return found

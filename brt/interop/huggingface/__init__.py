@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face's T5, LongT5 and BART: read and written, without its libraries."""
+"""Reads and writes Hugging Face checkpoints of T5, LongT5 and BART without transformers."""

@@ -1,4 +1,7 @@
-"""config.json and generation_config.json, from and to our settings."""
+"""Conversion of config.json and generation_config.json to and from brt's settings.
+
+In this package, "ours" are names, arrays and settings of brt, "theirs" those of Hugging Face.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,7 +12,7 @@ from brt.config_io import checked_value, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
-CROSS_KEY = "brt_cross_attention"  # ours in their config.json, which keeps what it does not know
+CROSS_KEY = "brt_cross_attention"  # Key of ours in their config.json, which keeps unknown keys.
 GENERATION = (
     "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
     "no_repeat_ngram_size",
@@ -36,7 +39,7 @@ _BART = {
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
     "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
 }  # fmt: skip
-# What their classes assume where config.json is silent.
+# Defaults of their classes for keys that config.json lacks.
 _T5_DEFAULTS = {
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1, "feed_forward_proj": "relu",
@@ -54,11 +57,11 @@ _ENCODERS = {"local": "local", "transient-global": "transient_global"}
 
 
 class Described(NamedTuple):
-    """A model without its parameters.
+    """Settings of a model without its parameters.
 
     Attributes:
-      generation: defaults by Hugging Face's names.
-      tasks: the same for named tasks, with `prefix`; used only where they are asked for.
+      generation: generation settings under Hugging Face's names.
+      tasks: generation settings for named tasks, with `prefix`; used if a task is requested.
     """
 
     model: Seq2Seq
@@ -71,15 +74,15 @@ class Described(NamedTuple):
 def from_theirs(
     config: Mapping[str, Any], generation: Mapping[str, Any], *, tied: bool
 ) -> Described:
-    """Their settings as ours.
+    """Converts their settings to ours.
 
     Args:
-      config: of config.json.
-      generation: of generation_config.json, which beats it; may be empty.
-      tied: whether logits come from the embedding: the file of weights knows, config.json not.
+      config: content of config.json.
+      generation: content of generation_config.json, which overrides `config`; may be empty.
+      tied: True if logits use the embedding, which follows from the weights, not from config.json.
 
     Raises:
-      CheckpointError: another architecture, or a setting that ours lacks.
+      CheckpointError: the architecture or a setting is not supported.
     """
     kind = check_type(config)
     config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
@@ -101,16 +104,16 @@ def from_theirs(
     )
 
 
-def fields_of(
+def convert_fields(
     section: str, table: Mapping[str, str], config: Mapping[str, Any], file: str = "config.json"
 ) -> dict[str, Any]:
-    """The fields of a section of ours.
+    """Converts fields of one of our sections.
 
     Args:
       table: their names by ours.
 
     Raises:
-      CheckpointError: one is missing, or of a type that ours has not.
+      CheckpointError: a field is missing or has an invalid value.
     """
     fields = {}
     for ours, theirs in table.items():
@@ -124,10 +127,10 @@ def fields_of(
 
 
 def check_type(config: Mapping[str, Any]) -> str:
-    """The architecture.
+    """Returns the architecture.
 
     Raises:
-      CheckpointError: one that is not supported.
+      CheckpointError: the architecture is not supported.
     """
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
@@ -141,16 +144,16 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {**config, "num_decoder_layers": config.get("num_decoder_layers")}
     if config["num_decoder_layers"] is None:
         config["num_decoder_layers"] = config.get("num_layers")
-    fields = fields_of("Seq2Seq", _T5, config)
+    fields = convert_fields("Seq2Seq", _T5, config)
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
     scaled = config.get("scale_decoder_outputs")
-    # Before transformers 5, T5 1.1 was told from 1.0 by this flag.
+    # Before transformers 5, this flag was the difference between T5 1.1 and T5 1.0.
     fields["scale_logits"] = (
         config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
     )
     if config["model_type"] == "longt5":
         fields["encoder_attention"] = _chosen(config, "encoder_attention_type", _ENCODERS)
-        fields |= fields_of("Seq2Seq", _LONG, config)
+        fields |= convert_fields("Seq2Seq", _LONG, config)
     return fields
 
 
@@ -164,7 +167,7 @@ def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"encoder_{name} = {encoder} and decoder_{name} = {decoder} must be equal"
             )
-    fields = fields_of("Seq2Seq", _BART, config)
+    fields = convert_fields("Seq2Seq", _BART, config)
     activations = {name: name for name in ("gelu", "relu")}
     fields["activation"] = _chosen(config, "activation_function", activations)
     fields["head_dim"] = fields["model_dim"] // max(fields["heads"], 1)
@@ -188,10 +191,10 @@ def _special(config: Mapping[str, Any]) -> SpecialTokens:
 
 
 def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json; `dtype` is that of the weights.
+    """Returns config.json and generation_config.json; `dtype` is the dtype of the weights.
 
     Raises:
-      CheckpointError: a setting that theirs lack.
+      CheckpointError: a setting has no counterpart.
     """
     model = described.model
     if model.family == "bart" and model.encoder_attention != "full":
@@ -218,7 +221,7 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
     config = {theirs: getattr(model, ours) for ours, theirs in _T5.items()}
     theirs_of = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     config["feed_forward_proj"] = theirs_of[model.activation]
-    # Transformers 5 reads the first, earlier ones only the second.
+    # Transformers 5 reads the first key, earlier versions only the second.
     config["scale_decoder_outputs"] = config["tie_word_embeddings"] = model.scale_logits
     if model.encoder_attention == "full":
         return {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **config}
@@ -247,10 +250,10 @@ def _to_bart(model: Seq2Seq) -> dict[str, Any]:
 
 
 def decoding(described: Described, task: str = "") -> Decoding:
-    """How the checkpoint wants its texts to be written; `task` is one of `described.tasks`.
+    """Returns the checkpoint's generation settings; `task` is one of `described.tasks` or "".
 
     Raises:
-      CheckpointError: an unknown task.
+      CheckpointError: the task is unknown.
     """
     if task and task not in described.tasks:
         raise CheckpointError(f"no task {task!r}; the checkpoint knows {list(described.tasks)}")
@@ -260,8 +263,8 @@ def decoding(described: Described, task: str = "") -> Decoding:
         "min_length": "min_length", "no_repeat_ngram_size": "no_repeat_ngram",
     }  # fmt: skip
     table = {ours[name]: name for name in ours if wanted.get(name) is not None}
-    fields = fields_of("Decoding", table, wanted, file="generation_config.json")
+    fields = convert_fields("Decoding", table, wanted, file="generation_config.json")
     stopping = {True: "yes", False: "heuristic", "never": "never"}
-    # Where nothing is said, theirs stops by a heuristic.
+    # The default of transformers is the heuristic.
     early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
     return Decoding(**fields, early_stopping=early)

@@ -1,4 +1,4 @@
-"""A checkpoint of Hugging Face as a directory that training starts from, and back."""
+"""Conversion of Hugging Face checkpoints to a directory that training can start from, and back."""
 
 import dataclasses
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import Exported, Form
+from brt.interop.exporting import Exported, ExportFormat
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
@@ -17,16 +17,16 @@ from brt.models import seq2seq
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
-    """Hugging Face's checkpoint as ours, its own arrays, and what did not match.
+    """Reads a Hugging Face checkpoint: our model, the original arrays, and what did not match.
 
     Raises:
-      CheckpointError: damaged, incomplete, or of an architecture that is not supported.
+      CheckpointError: the checkpoint is damaged, incomplete, or of an unsupported architecture.
     """
     settings = files.read_json(directory / "config.json")
     path = directory / "generation_config.json"
     generation = files.read_json(path) if path.is_file() else {}
     family = "bart" if config.check_type(settings) == "bart" else "t5"
-    arrays = weights.normalised(files.read_tensors(directory), family)
+    arrays = weights.normalize_names(files.read_tensors(directory), family)
     described = config.from_theirs(settings, generation, tied="lm_head.weight" not in arrays)
     imported = weights.import_arrays(arrays, described.model, described.cross)
     return Pretrained(imported.params, described), arrays, imported
@@ -35,16 +35,17 @@ def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Im
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts, and yields lines that say what was done.
+    """Converts a checkpoint and yields lines that report what was done.
 
     Args:
-      positions: BART's table is extended to so many by `method`; 0: as it is.
+      verified: compare the converted model with the original.
+      positions: number of positions to which BART's table is extended with `method`; 0 keeps it.
 
     Raises:
-      ConfigError: `target` has something in it, or the positions cannot be extended so.
+      ConfigError: `target` is not empty, or the positions cannot be extended.
       CheckpointError: `source` cannot be converted, or with `verified` the result differs.
     """
-    if roberta.is_theirs(source):
+    if roberta.is_roberta(source):
         yield from roberta.from_hf(
             source, target, verified=verified, positions=positions, method=method
         )
@@ -57,23 +58,23 @@ def from_hf(
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
-            again = pretrained.load(directory)
-            yield from _verified(model, again, arrays, source)
-        if positions:  # after the comparison with what they were made of
+            reloaded = pretrained.load(directory)
+            yield from _compare(model, reloaded, arrays, source)
+        if positions:  # The comparison above needs the original number of positions.
             pretrained.save(directory, _extended(model, positions, method))
             yield f"extended to {positions:,} positions ({method})"
     yield f"wrote {target}"
 
 
-def form(model: Pretrained, dtype: str) -> Form:
-    """As T5's or BART's own."""
+def to_format(model: Pretrained, dtype: str) -> ExportFormat:
+    """Returns the model in the format of T5, LongT5 or BART."""
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
 
-    def verified(directory: Path) -> Iterator[str]:
-        again, arrays, _ = read(directory)
+    def verify_directory(directory: Path) -> Iterator[str]:
+        reloaded, arrays, _ = read(directory)
         compared = {name: exported[name] for name in arrays}
-        return _verified(model, again, compared, directory, arrays)
+        return _compare(model, reloaded, compared, directory, arrays)
 
     kind, notes = model.described.cross.kind, []
     if kind != "full":
@@ -82,38 +83,41 @@ def form(model: Pretrained, dtype: str) -> Form:
             f"CrossAttention.kind = {kind!r}; --from=hf will"
         )
     described = {"config.json": settings, "generation_config.json": generation}
-    return Form(_summary(model), described, exported, verified, notes=tuple(notes))
+    return ExportFormat(_summary(model), described, exported, verify_directory, notes=tuple(notes))
 
 
-def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
-    """The other way, of any model; raises as `from_hf`."""
-    theirs = own.form(own.model, dtype)
+def to_hf(
+    exported: Exported, target: Path, *, verified: bool, dtype: str = "float32"
+) -> Iterator[str]:
+    """Writes any exportable model; arguments, results and errors are those of `from_hf`."""
+    content = exported.to_format(exported.model, dtype)
     with files.new_directory(target) as directory:
-        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in theirs.arrays.items()}
+        dtype_class = files.DTYPES[dtype]
+        rounded = {name: array.astype(dtype_class) for name, array in content.arrays.items()}
         files.write_tensors(directory, rounded)
-        for name, content in theirs.settings.items():
-            files.write_json(directory / name, content)
-        for path in theirs.code:
+        for name, settings in content.settings.items():
+            files.write_json(directory / name, settings)
+        for path in content.code:
             shutil.copyfile(path, directory / path.name)
-        copied = own.copy_tokenizer(directory)
-        yield f"{own.source}: {theirs.summary}"
-        yield from (f"note: {note}" for note in (*theirs.notes, *own.notes))
+        copied = exported.copy_tokenizer(directory)
+        yield f"{exported.source}: {content.summary}"
+        yield from (f"note: {note}" for note in (*content.notes, *exported.notes))
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
-            yield from theirs.verified(directory)
+            yield from content.verify(directory)
     yield f"wrote {target}"
 
 
-def converted(source: Path) -> Exported:
-    """What --to=brt wrote.
+def load_converted(source: Path) -> Exported:
+    """Loads a directory that --to=brt wrote, for export.
 
     Raises:
-      CheckpointError: there is no such thing.
+      CheckpointError: the directory contains no such model.
     """
     encoder = pretrained_encoder.is_one(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
-    theirs = roberta.form if encoder else form
-    return Exported(source, model, theirs, partial(pretrained.copy_tokenizer, source))
+    function = roberta.to_format if encoder else to_format
+    return Exported(source, model, function, partial(pretrained.copy_tokenizer, source))
 
 
 def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:
@@ -122,32 +126,32 @@ def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:
     return Pretrained(params, model.described._replace(model=settings))
 
 
-def _verified(
+def _compare(
     model: Pretrained,
-    again: Pretrained,
+    reloaded: Pretrained,
     before: dict[str, np.ndarray],
     theirs: Path,
     after: dict[str, np.ndarray] | None = None,
 ) -> Iterator[str]:
-    """The report; `theirs` is the directory in Hugging Face's form."""
+    """Yields the lines of a comparison; `theirs` is the directory in Hugging Face's format."""
     if after is None:
-        after = weights.export_arrays(again.params, again.described.model)
-    # What the file never had was initialised; what ours never reads was reported.
+        after = weights.export_arrays(reloaded.params, reloaded.described.model)
+    # Arrays on only one side were reported as initialised or as unused already.
     checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield verify.text(checks)
     verify.check(checks)
     rounding = max(verify.ROUNDING.get(check.dtype, 0.0) for check in checks)
     x = verify.inputs(model.described)
-    found = verify.logits(again.params, again.described, x)
+    actual = verify.logits(reloaded.params, reloaded.described, x)
     expected = verify.logits(model.params, model.described, x)
-    yield verify.check_logits(found, expected, "the model before it was written", rounding)
+    yield verify.check_logits(actual, expected, "the model before it was written", rounding)
     if model.described.cross.kind != "full":
         return
     reference = verify.transformers_logits(theirs, x)
     if reference is None:
         yield "logits against transformers: not compared; pip install torch transformers"
     else:
-        yield verify.check_logits(found, reference, "transformers")
+        yield verify.check_logits(actual, reference, "transformers")
 
 
 def _summary(model: Pretrained) -> str:

@@ -1,4 +1,4 @@
-"""safetensors in one file or in several with an index; no torch, bfloat16 included."""
+"""Reads and writes safetensors, in one file or several with an index, without torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,14 +25,15 @@ _READ = {
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
 SHARD_BYTES = 5 * 10**9
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}  # of written weights
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}  # dtypes of written weights
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint, in the dtypes they have there.
+    """Reads all arrays of a checkpoint in their own dtypes.
 
     Raises:
-      CheckpointError: no safetensors (perhaps only `pytorch_model.bin`), or damaged ones.
+      CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are
+          damaged.
     """
     if (directory / INDEX).is_file():
         return {
@@ -52,23 +53,23 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def shards(index: Path) -> list[str]:
-    """The files of an index, all of them beside it."""
+    """Returns the files that an index names, which must lie in the index's directory."""
     try:
-        places: Any = read_json(index).get("weight_map")
-        untrusted.check(places, {str: str}, "weight_map")
+        locations: Any = read_json(index).get("weight_map")
+        untrusted.check(locations, {str: str}, "weight_map")
     except ValueError as error:
-        raise CheckpointError(f"{index} is no index of parts: {error}") from error
-    for name in places.values():
+        raise CheckpointError(f"{index} is no index of shards: {error}") from error
+    for name in locations.values():
         if Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}; parts lie beside their index")
-    return sorted({*places.values()})
+            raise CheckpointError(f"{index} names {name!r}; shards must be in its directory")
+    return sorted({*locations.values()})
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of one file.
+    """Reads the arrays of one file.
 
     Raises:
-      CheckpointError: it is missing or damaged.
+      CheckpointError: the file is missing or damaged.
     """
     try:
         untrusted.open_file(path).close()
@@ -87,42 +88,42 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 def write_tensors(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes one file, or several of at most `shard_bytes` each (a larger array: alone)."""
+    """Writes one file, or several of at most `shard_bytes`, or of one larger array each."""
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
-        held = sum(other.nbytes for other in shards[-1].values())
-        if shards[-1] and held + array.nbytes > shard_bytes:
+        size = sum(other.nbytes for other in shards[-1].values())
+        if shards[-1] and size + array.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = array
     if len(shards) == 1:
         write_file(directory / FILE, tensors)
         return
-    places = {}
+    locations = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_file(directory / file, shard)
-        places |= dict.fromkeys(shard, file)
+        locations |= dict.fromkeys(shard, file)
     total = sum(array.nbytes for array in tensors.values())
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": locations})
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes one file; CheckpointError where that cannot be.
+    """Writes one file; raises CheckpointError if writing fails.
 
-    `format` is what transformers looks for in it.
+    The metadata contains `format`, which transformers requires.
     """
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
         save_file(contiguous, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}; make room there") from error
+        raise CheckpointError(f"{path} cannot be written: {error}; free some space") from error
 
 
 def read_json(path: Path) -> dict:
-    """An object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
-      CheckpointError: it is missing or is no JSON object.
+      CheckpointError: the file is missing or contains no JSON object.
     """
     try:
         return untrusted.read_json(path, {})
@@ -131,17 +132,17 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: Mapping) -> None:
-    """Writes an object as others do: two spaces, a line at the end."""
+    """Writes a JSON object with an indentation of two spaces, like transformers."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory that takes its name when all is written; else nothing is left of it.
+    """Creates a directory that appears under its name only when all files have been written.
 
     Raises:
-      ConfigError: something is there.
-      CheckpointError: it cannot be written.
+      ConfigError: `target` exists and is not empty.
+      CheckpointError: the directory cannot be written.
     """
     manifests.remove_abandoned(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

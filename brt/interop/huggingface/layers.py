@@ -1,4 +1,4 @@
-"""Parameters by layer, as files have them, and stacked, as models do."""
+"""Conversion between stacked parameters, as in models, and parameters by layer, as in files."""
 
 import re
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree's arrays, or shapes, by names as "encoder/layers_0/mlp/wi/kernel"."""
-    found = {}
+    """Returns arrays or shapes by names like "encoder/layers_0/mlp/wi/kernel"."""
+    arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
         if "/layers/" not in name:
-            found[name] = leaf
+            arrays[name] = leaf
             continue
         for i in range(leaf.shape[0]):
-            found[name.replace("/layers/", f"/layers_{i}/")] = _row(leaf, i)
-    return found
+            arrays[name.replace("/layers/", f"/layers_{i}/")] = _row(leaf, i)
+    return arrays
 
 
 def _row(leaf: Any, i: int) -> Any:
@@ -27,14 +27,14 @@ def _row(leaf: Any, i: int) -> Any:
     return leaf[i]
 
 
-def stacked(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The way back, to a tree."""
+def stack_layers(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Stacks the arrays of all layers and returns a tree; the inverse of `by_layer`."""
     flat, rows = {}, {}
     for name, array in arrays.items():
         if layer := re.search(r"/layers_(\d+)/", name):
             rows.setdefault(name.replace(layer[0], "/layers/"), {})[int(layer[1])] = array
         else:
             flat[name] = array
-    for name, own in rows.items():
-        flat[name] = jnp.stack([own[i] for i in range(len(own))])
+    for name, layers in rows.items():
+        flat[name] = jnp.stack([layers[i] for i in range(len(layers))])
     return unflatten_dict(flat, sep="/")

@@ -1,6 +1,7 @@
-"""One table of names for both directions, and how arrays lie under them.
+"""A table of parameter names for import and export, and the conversion of array layouts.
 
-Theirs are matrices [out, in]; ours are kernels [*in, *out] with heads as an axis of their own.
+Hugging Face stores matrices as [out, in]. brt's kernels are [*in, *out], with a separate axis for
+heads.
 """
 
 import math
@@ -11,11 +12,12 @@ import numpy as np
 
 from brt.config import Seq2Seq
 
-# Left out of newer files, or of no use; `decoder...` is of the first T5 files.
+# Names of copies of the embedding, which newer files omit.
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+# An array of the first T5 files that no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
-# The recurrence is not Hugging Face's: names of the authors of SRformer.
+# Hugging Face has no such recurrence; these are the names of the authors of SRformer.
 _RAF = {
     "raf/kernel": "SNN_kv.weight",
     "raf/bias": "SNN_kv.bias",
@@ -28,7 +30,7 @@ _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlo
 
 
 def table(model: Seq2Seq) -> dict[str, str]:
-    """{our name: theirs}; {i} stands for a layer's index."""
+    """Returns their names by ours; {i} stands for a layer's index."""
     return _bart(model) if model.family == "bart" else _t5(model)
 
 
@@ -36,8 +38,10 @@ def _t5(model: Seq2Seq) -> dict[str, str]:
     names = {"token_embed/embedding": "shared.weight"}
     if not model.tied_logits:
         names["lm_head/embedding"] = "lm_head.weight"
-    own = f"{_LONG.get(model.encoder_attention, '')}SelfAttention"
-    for side, attention, last in (("encoder", own, 1), ("decoder", "SelfAttention", 2)):
+    self_attention = f"{_LONG.get(model.encoder_attention, '')}SelfAttention"
+    for side, attention, last in (
+        ("encoder", self_attention, 1), ("decoder", "SelfAttention", 2),
+    ):  # fmt: skip
         ours, theirs = f"{side}/layers_{{i}}", f"{side}.block.{{i}}.layer"
         for part in "qkvo":
             names[f"{ours}/self_attn/{part}/kernel"] = f"{theirs}.0.{attention}.{part}.weight"
@@ -48,7 +52,7 @@ def _t5(model: Seq2Seq) -> dict[str, str]:
         first = f"{side}.block.0.layer.0.{attention}"
         names[f"{side}/rel_bias/embedding"] = f"{first}.relative_attention_bias.weight"
         names[f"{side}/final_norm/scale"] = f"{side}.final_layer_norm.weight"
-    attention = f"encoder.block.{{i}}.layer.0.{own}"
+    attention = f"encoder.block.{{i}}.layer.0.{self_attention}"
     names["encoder/layers_{i}/self_attn/global_norm/scale"] = (
         f"{attention}.global_input_layer_norm.weight"
     )
@@ -92,14 +96,17 @@ def _bart(model: Seq2Seq) -> dict[str, str]:
 
 
 def their_name(names: Mapping[str, str], ours: str) -> str | None:
-    """The name of one of our parameters; None: Hugging Face has nothing like it."""
+    """Returns their name of one of our parameters; None if they have no counterpart."""
     layer = re.search(r"layers_(\d+)", ours)
     pattern = names.get(re.sub(r"layers_\d+", "layers_{i}", ours))
     return None if pattern is None else pattern.format(i=layer[1] if layer else "")
 
 
 def is_optional(ours: str) -> bool:
-    """Whether a file may lack it: the recurrence is ours, and BartModel has no bias of logits."""
+    """Returns True for parameters that a file may lack.
+
+    These are the parameters of the recurrence, and the bias of logits, which BartModel lacks.
+    """
     if ours == "logits_bias":
         return True
     inside = re.fullmatch(r"decoder/layers_\d+/cross_attn/(.+)", ours)
@@ -107,7 +114,7 @@ def is_optional(ours: str) -> bool:
 
 
 def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How an array of ours lies in their files."""
+    """Returns the shape of one of our arrays in their files."""
     if ours.endswith("kernel"):
         inputs = 2 if ours.endswith("/o/kernel") else 1
         return math.prod(shape[inputs:]), math.prod(shape[:inputs])
@@ -119,7 +126,7 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Our array as theirs."""
+    """Converts one of our arrays to their layout."""
     shape = their_shape(ours, array.shape)
     if ours.endswith("kernel"):
         return np.ascontiguousarray(array.reshape(shape[::-1]).T)
@@ -127,5 +134,5 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Their array as ours, of this shape."""
+    """Converts one of their arrays to our layout with this shape."""
     return (array.T if ours.endswith("kernel") else array).reshape(shape)

@@ -1,4 +1,4 @@
-"""Whether a conversion kept the model: array by array, and by the logits that come out."""
+"""Checks whether a conversion preserved the model, by its arrays and by its logits."""
 
 import importlib
 import importlib.util
@@ -14,13 +14,13 @@ from brt.interop.huggingface.config import Described
 from brt.models import seq2seq
 from brt.models.targets import shift_right
 
-LOGIT_TOLERANCE = 1e-4  # relative to the largest logit, float32
-# Of the largest magnitude of an array: what rounding to a dtype may change.
+LOGIT_TOLERANCE = 1e-4  # Relative to the largest logit, in float32.
+# Maximum rounding error of a dtype, relative to the largest magnitude of an array.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
 class TensorCheck(NamedTuple):
-    """One array before and after: the largest difference, and what it may be."""
+    """Comparison of one array before and after: the largest and the allowed difference."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorCheck(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Random pairs, always the same; the second source is half as long as the first."""
+    """Random pairs from a fixed seed; the second source is half as long as the first."""
 
     source: np.ndarray
     mask: np.ndarray
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Two pairs of at most 64 and 16 tokens."""
+    """Returns two pairs of at most 64 and 16 tokens."""
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
     known = model.max_positions if model.family == "bart" else 64
@@ -51,7 +51,7 @@ def inputs(described: Described) -> Inputs:
 
 
 def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.ndarray:
-    """Float32 [2, T, V] of our model."""
+    """Returns float32 logits [2, T, V] of our model."""
     network = seq2seq.Seq2Seq(described.model, described.cross)
     mask = jnp.asarray(x.mask)
     encoded = seq2seq.encode(network, params, jnp.asarray(x.source), mask)
@@ -60,9 +60,9 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """The same of Hugging Face's model in `directory`; None where it is not installed.
+    """Returns the logits of Hugging Face's model in `directory`; None if it is not installed.
 
-    No code that lies in the directory runs, and nothing is unpickled.
+    No code in the directory is run, and nothing is unpickled.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
@@ -82,15 +82,15 @@ def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
 def tensor_checks(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> list[TensorCheck]:
-    """Every array of `before` beside that of `after`.
+    """Compares every array of `before` with that of `after`.
 
     Raises:
-      CheckpointError: one is missing.
+      CheckpointError: an array is missing.
     """
     checks = []
     for name, array in before.items():
         if name not in after:
-            raise CheckpointError(f"{name} is gone after the conversion")
+            raise CheckpointError(f"{name} is missing after the conversion")
         wide, other = (np.asarray(x, np.float64) for x in (array, after[name]))
         largest = float(np.abs(wide).max(initial=0.0))
         dtype = str(after[name].dtype)
@@ -101,7 +101,7 @@ def tensor_checks(
 
 
 def text(checks: list[TensorCheck]) -> str:
-    """A line for each array that changed, by rounding or worse, and one for all that did not."""
+    """Returns a line for each array that changed, and one line for all arrays that did not."""
     changed = [check for check in checks if check.difference > 0]
     width = max((len(check.name) for check in changed), default=0)
     lines = [
@@ -114,7 +114,7 @@ def text(checks: list[TensorCheck]) -> str:
 
 
 def check(checks: list[TensorCheck]) -> None:
-    """Raises CheckpointError where an array changed by more than rounding."""
+    """Raises CheckpointError if an array changed by more than rounding."""
     wrong = [c for c in checks if not c.difference <= c.allowed]
     if wrong:
         worst = max(wrong, key=lambda c: c.difference)
@@ -124,24 +124,26 @@ def check(checks: list[TensorCheck]) -> None:
         )
 
 
-def check_logits(found: np.ndarray, expected: np.ndarray, of: str, rounding: float = 0.0) -> str:
-    """A line with the largest difference.
+def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
+    """Returns a line with the largest difference between logits.
 
     Args:
-      of: what `expected` comes from.
-      rounding: of the weights between the two; logits may differ by it many times over.
+      name: model that `expected` was computed with.
+      rounding: relative rounding of the weights; logits may differ by a multiple of it.
 
     Raises:
-      CheckpointError: they differ by more than arithmetic and rounding explain.
+      CheckpointError: the logits differ by more than `allowed`.
     """
     largest = float(np.abs(expected).max())
-    difference = float(np.abs(found - expected).max())
-    line = f"logits against {of}: largest difference {difference:.1e} (largest logit {largest:.1f})"
+    difference = float(np.abs(actual - expected).max())
+    line = (
+        f"logits against {name}: largest difference {difference:.1e} (largest logit {largest:.1f})"
+    )
     if not difference <= allowed(expected, rounding):
         raise CheckpointError(line)
     return line
 
 
 def allowed(expected: np.ndarray, rounding: float) -> float:
-    """How far logits may lie apart by arithmetic and rounding."""
+    """Returns the difference of logits that arithmetic and rounding can explain."""
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

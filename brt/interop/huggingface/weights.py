@@ -1,4 +1,4 @@
-"""Parameters from and to Hugging Face's arrays."""
+"""Conversion of Hugging Face's arrays to and from our parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,21 +12,21 @@ from flax import linen as nn
 from brt.config import CrossAttention, Seq2Seq
 from brt.errors import CheckpointError
 from brt.interop.huggingface import names
-from brt.interop.huggingface.layers import by_layer, stacked
+from brt.interop.huggingface.layers import by_layer, stack_layers
 from brt.models import seq2seq
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 4  # names in one sentence
+_SHOWN = 4  # Number of names in an error.
 
 
 class Imported(NamedTuple):
-    """Parameters, and what did not match.
+    """Imported parameters, and the names that did not match.
 
     Attributes:
-      params: float32, as `Seq2Seq` names them.
-      initialised: our parameters that the file lacks: those of the cross-attention, and
-        BART's bias of logits, which is zero then.
-      unexpected: their arrays that nothing of ours reads.
+      params: float32, with the names of `Seq2Seq`.
+      initialised: names of our parameters that the file lacks: those of the cross-attention, and
+          BART's bias of logits, which is initialised to zero.
+      unexpected: names of their arrays that have no counterpart.
     """
 
     params: dict[str, Any]
@@ -34,16 +34,16 @@ class Imported(NamedTuple):
     unexpected: list[str]
 
 
-def normalised(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
-    """The arrays under the names of a newly written file: no copies, the usual prefix.
+def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
+    """Renames arrays to the names of current versions: without copies, with the usual prefix.
 
     Raises:
-      CheckpointError: encoder and decoder have embeddings of their own.
+      CheckpointError: encoder and decoder have different embeddings.
     """
     arrays = {name: array for name, array in arrays.items() if name != names.UNUSED}
     prefix = "model." if family == "bart" else ""
     outside = ("lm_head.weight", "final_logits_bias")
-    if prefix:  # saved as BartModel: without it
+    if prefix:  # Files of the class BartModel have no prefix.
         arrays = {
             name if name.startswith(prefix) or name in outside else prefix + name: array
             for name, array in arrays.items()
@@ -65,56 +65,57 @@ def normalised(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
-    """Our parameters' shapes by their names, as "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of our parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
 
 def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Imported:
-    """Their arrays (see `normalised`) as our parameters.
+    """Converts their arrays (see `normalize_names`) to our parameters.
 
     Raises:
-      CheckpointError: arrays that are missing, or of another shape.
+      CheckpointError: an array is missing or has another shape.
     """
-    return matched(arrays, names.table(model), partial(_initial, model, cross), names.is_optional)
+    initial = partial(_initial, model, cross)
+    return match_arrays(arrays, names.table(model), initial, names.is_optional)
 
 
-def matched(
+def match_arrays(
     arrays: Arrays,
     table: Mapping[str, str],
     initial: Callable[[], dict[str, Any]],
     is_optional: Callable[[str], bool],
 ) -> Imported:
-    """Their arrays as our parameters, by a table {our name: theirs}.
+    """Converts their arrays to our parameters by a table of their names by ours.
 
     Args:
-      initial: draws our parameters, of which those are that are optional and missing.
+      initial: function that initialises our parameters; used for optional ones that are missing.
 
     Raises:
-      CheckpointError: arrays that are missing, or of another shape.
+      CheckpointError: a required array is missing, or an array has another shape.
     """
-    left, found, missing, initialised = dict(arrays), {}, [], []
+    left, params, missing, initialised = dict(arrays), {}, [], []
     for ours, leaf in by_layer(jax.eval_shape(initial)).items():
         theirs = names.their_name(table, ours)
         if theirs not in left:
-            known = is_optional(ours)
-            (initialised if known else missing).append(ours if known else str(theirs))
+            optional = is_optional(ours)
+            (initialised if optional else missing).append(ours if optional else str(theirs))
             continue
         array, shape = left.pop(theirs), names.their_shape(ours, leaf.shape)
         if array.shape != shape:
             raise CheckpointError(f"{theirs} is {array.shape}, not {shape} as config.json has it")
-        found[ours] = jnp.asarray(names.to_ours(ours, array, leaf.shape), jnp.float32)
+        params[ours] = jnp.asarray(names.to_ours(ours, array, leaf.shape), jnp.float32)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
-    params = stacked({**found, **_drawn(initial, initialised)})
-    return Imported(params, initialised, sorted(left))
+    tree = stack_layers({**params, **_initialise(initial, initialised)})
+    return Imported(tree, initialised, sorted(left))
 
 
 def _initial(model: Seq2Seq, cross: CrossAttention) -> dict[str, Any]:
     return nn.meta.unbox(seq2seq.init(seq2seq.Seq2Seq(model, cross), jax.random.key(0)))
 
 
-def _drawn(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dict[str, jax.Array]:
-    """Some of the initial parameters."""
+def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dict[str, jax.Array]:
+    """Returns the initial values of the parameters called `wanted`."""
     if not wanted:
         return {}
     return jax.jit(lambda: {k: v for k, v in by_layer(initial()).items() if k in wanted})()
@@ -123,17 +124,18 @@ def _drawn(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dict[str
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """The parameters for another kind of cross-attention: what it lacks is initialised."""
+    """Converts parameters to another cross-attention and initialises what is missing."""
     have, want = by_layer(params), template(model, cross)
-    new = _drawn(partial(_initial, model, cross), [name for name in want if name not in have])
-    return stacked({**{name: have[name] for name in want if name in have}, **new})
+    missing = [name for name in want if name not in have]
+    new = _initialise(partial(_initial, model, cross), missing)
+    return stack_layers({**{name: have[name] for name in want if name in have}, **new})
 
 
 def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.ndarray]:
-    """Our parameters as their arrays, in their names.
+    """Converts our parameters to their arrays and names.
 
     Raises:
-      CheckpointError: parameters that Hugging Face has no names for.
+      CheckpointError: Hugging Face has no name for a parameter.
     """
     table, result, nameless = names.table(model), {}, []
     for ours, array in by_layer(params).items():
@@ -145,22 +147,23 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
     if nameless:
         raise CheckpointError(f"Hugging Face has no names for {listed(nameless)}")
     if model.family == "t5" and model.tied_logits and not model.scale_logits:
-        # Transformers before 5 takes unscaled logits for a sign that this is not the embedding.
+        # Versions of transformers before 5 do not scale logits if lm_head.weight is stored
+        # separately.
         result["lm_head.weight"] = result["shared.weight"].copy()
     return result
 
 
 def mismatches(imported: Imported) -> Iterator[str]:
-    """Lines that name what did not match."""
-    for what, found in (
+    """Yields lines that name the parameters that did not match."""
+    for what, names_of_arrays in (
         ("initialised, as the checkpoint lacks them", imported.initialised),
         ("not read, as the model has no use for them", imported.unexpected),
     ):
-        if found:
-            yield f"{what}: {', '.join(found)}"
+        if names_of_arrays:
+            yield f"{what}: {', '.join(names_of_arrays)}"
 
 
-def listed(found: list[str]) -> str:
-    """The first few names, and how many there are besides."""
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+def listed(all_names: list[str]) -> str:
+    """Returns the first few names, and the number of the others."""
+    more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
+    return ", ".join(all_names[:_SHOWN]) + more

@@ -19,7 +19,7 @@ from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
-from brt.interop.huggingface.decoder.form import TrainedDecoder, form
+from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.stack import ModelState, StackState, new_model_state, runs, settled, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
@@ -248,7 +248,7 @@ class LanguageModeling(Task):
         it."""
         opened = tokenizer()
         model = TrainedDecoder(params, config.model, opened.bos_id)
-        return Exported(source, model, form, partial(exported_tokenizer.write, opened))
+        return Exported(source, model, to_format, partial(exported_tokenizer.write, opened))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
         """Takes weights layer by layer; a layer of another kind takes the parameters that both

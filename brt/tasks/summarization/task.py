@@ -245,7 +245,7 @@ class Summarization(Task):
                 "attention, and so does --verify"
             )
         pretrained_model = Pretrained(params, described)
-        return Exported(source, pretrained_model, convert.form, copy, tuple(notes))
+        return Exported(source, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Loads a T5 or BART model that brt.convert wrote."""

@@ -19,7 +19,6 @@ from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, files, verify
-from brt.interop.huggingface.convert import converted
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)
@@ -49,7 +48,9 @@ def source(tmp_path: Path, directory: Callable) -> Path:
 @pytest.mark.slow
 def test_there_and_back_is_the_same_checkpoint(source: Path, tmp_path: Path) -> None:
     there = list(convert.from_hf(source, tmp_path / "ours", verified=True))
-    back = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "theirs", verified=True))
+    back = list(
+        convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "theirs", verified=True)
+    )
     for lines in (there, back):
         assert "tokenizer: spiece.model" in lines
         assert any("largest difference 0.0e+00" in line for line in lines)
@@ -77,7 +78,9 @@ def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None
     assert model.described.cross == SRFORMER
     (tmp_path / "ours").mkdir()
     pretrained.save(tmp_path / "ours", model)
-    lines = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "theirs", verified=True))
+    lines = list(
+        convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "theirs", verified=True)
+    )
     assert any("transformers will read the source by full attention" in line for line in lines)
     again, _, imported = convert.read(tmp_path / "theirs")
     assert again.described == model.described and imported.initialised == []
@@ -89,7 +92,7 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
     list(convert.from_hf(source, tmp_path / "ours", verified=False))
     target = tmp_path / "theirs"
     lines = list(
-        convert.to_hf(converted(tmp_path / "ours"), target, verified=True, dtype="bfloat16")
+        convert.to_hf(load_converted(tmp_path / "ours"), target, verified=True, dtype="bfloat16")
     )
     assert any("bfloat16" in line for line in lines)
     assert files.read_json(target / "config.json")["dtype"] == "bfloat16"

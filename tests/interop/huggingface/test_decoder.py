@@ -18,7 +18,7 @@ from brt.data.byte_level import ByteLevelTokenizer
 from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.decoder import form, tokenizer, verify
+from brt.interop.huggingface.decoder import export_format, tokenizer, verify
 from brt.layers.sections import Recurrence
 from brt.tasks.language_modeling.task import LanguageModeling
 
@@ -90,7 +90,7 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
         "tokenizer_config.json",
     }  # fmt: skip
     assert any("decoder of 3 layers, 1 of them recurrent, width 16" in x for x in done.lines)
-    assert (done.directory / "modeling_brt.py").read_bytes() == form.CODE.read_bytes()
+    assert (done.directory / "modeling_brt.py").read_bytes() == export_format.CODE.read_bytes()
     settings = files.read_json(done.directory / "config.json")
     assert settings["auto_map"]["AutoModelForCausalLM"] == "modeling_brt.BrtForCausalLM"
     assert settings["recurrent_layers"] == [1] and settings["bos_token_id"] == 0
@@ -141,13 +141,13 @@ def test_verification_says_what_it_lacks(export: Callable, monkeypatch: pytest.M
         ({"Memorizing.layers": (1,)}, r"Memorizing.layers = \(1,\) cannot be exported"),
         ({"Clustered.layers": (0,)}, r"Clustered.layers = \(0,\) cannot be exported"),
         ({"Summaries.layers": (1,)}, r"Summaries.layers = \(1,\) cannot be exported"),
-        ({"mlp_bias": True}, "Model.mlp_bias = True has no counterpart"),
+        ({"mlp_bias": True}, "Model.mlp_bias = True cannot be exported"),
     ],
 )
 def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:
-    own = form.TrainedDecoder({}, with_settings(MODEL, changes), 0)
+    own = export_format.TrainedDecoder({}, with_settings(MODEL, changes), 0)
     with pytest.raises(CheckpointError, match=sentence):
-        form.form(own, "float32")
+        export_format.to_format(own, "float32")
 
 
 def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ SPELT_NUL = "\u0100"
 def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
     """Whatever its file did before a text and behind it."""
     (tmp_path / "own").mkdir()
-    settings = tokenizer.of_bytes()
+    settings = tokenizer.byte_tokenizer()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
     settings["added_tokens"][0] |= {"id": 256, "content": "<s>"}
     settings["model"]["vocab"] |= {"<s>": 256, SPELT_NUL: 257}
@@ -218,7 +218,7 @@ def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable)
     done = export(MODELS[kind])
     ids = np.random.default_rng(0).integers(256, size=(2, 6 * WINDOW))
     expected = verify.segment_logits(done.params, done.model, np.split(ids, 3, axis=1))
-    theirs = verify.loaded(done.directory).load(done.directory)
+    theirs = verify.import_code(done.directory).load(done.directory)
     for cuts in ([8, 16], [1, 2, 7, 8, 20]):
         found, state = [], None
         for piece in np.split(ids, cuts, axis=1):
@@ -237,7 +237,7 @@ def test_greedy_text_is_ours(kind: str, export: Callable) -> None:
     session.read([5, 6, 7, 8, 9])
     sampling = Sampling(temperature=0.0)
     ours = [*session.write(20, sampling, jax.random.key(0))]
-    theirs = verify.loaded(done.directory).load(done.directory)
+    theirs = verify.import_code(done.directory).load(done.directory)
     prompt = torch().tensor([[0, 5, 6, 7, 8, 9]])
     text = theirs.generate(prompt, max_new_tokens=20).numpy()
     np.testing.assert_array_equal(text[:, 6:], np.concatenate(ours, axis=1))
@@ -246,7 +246,7 @@ def test_greedy_text_is_ours(kind: str, export: Callable) -> None:
 @of_torch
 def test_what_is_carried_stays_as_large_as_it_was(export: Callable) -> None:
     done = export(MODELS["gru, single"])
-    theirs = verify.loaded(done.directory).load(done.directory)
+    theirs = verify.import_code(done.directory).load(done.directory)
     ids, state, sizes = torch().ones(1, 10 * WINDOW, dtype=torch().long), None, []
     for piece in ids.split(WINDOW, dim=1):
         _, state = theirs(piece, state)
@@ -257,7 +257,7 @@ def test_what_is_carried_stays_as_large_as_it_was(export: Callable) -> None:
 @of_torch
 def test_samples_are_of_the_likeliest(export: Callable) -> None:
     done = export(MODELS["t5"])
-    module = verify.loaded(done.directory)
+    module = verify.import_code(done.directory)
     theirs, prompt = module.load(done.directory), torch().zeros(3, 1, dtype=int)
     options = {"do_sample": True, "max_new_tokens": 9, "temperature": 0.5}
     greedy = theirs.generate(prompt, max_new_tokens=9)
@@ -298,7 +298,7 @@ def test_transformers_reads_it(
     )
     inputs = text("It was late.", return_tensors="pt")
     assert inputs["input_ids"].tolist() == [[0, *b"It was late."]]
-    alone = verify.loaded(done.directory).load(done.directory)
+    alone = verify.import_code(done.directory).load(done.directory)
     expected = alone(inputs["input_ids"]).logits.detach()
     found = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     np.testing.assert_allclose(found.logits.detach(), expected, atol=1e-5)
@@ -323,7 +323,7 @@ def test_pipelines_of_transformers_write_with_it(
     )
     [written] = pipe("It was late", max_new_tokens=9, do_sample=False, return_tensors=True)
     prompt = torch().tensor([[0, *b"It was late"]])
-    alone = verify.loaded(done.directory).load(done.directory)
+    alone = verify.import_code(done.directory).load(done.directory)
     expected = alone.generate(prompt, max_new_tokens=9)[0].tolist()
     assert written["generated_token_ids"] == expected
     [drawn] = pipe("It was late", max_new_tokens=9)  # as pipelines do by themselves: sampled

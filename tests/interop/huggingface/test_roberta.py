@@ -19,7 +19,6 @@ from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.convert import converted
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.models import encoder, seq2seq
@@ -120,7 +119,7 @@ def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
     found = roberta.read(theirs)[0]
     assert (found.described.task, found.described.model.classes) == ("regression", 1)
     list(convert.from_hf(theirs, tmp_path / "ours", verified=True))
-    list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True))
+    list(convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "again", verified=True))
     again = files.read_json(tmp_path / "again/config.json")
     assert again["architectures"] == ["RobertaForSequenceClassification"]
     assert again["id2label"] == {"0": "LABEL_0"}
@@ -132,7 +131,7 @@ def test_there_and_back_is_the_same_checkpoint(
     directory: Callable, tmp_path: Path, model: str
 ) -> None:
     there = list(convert.from_hf(directory(model), tmp_path / "ours", verified=True))
-    back = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True))
+    back = list(convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "again", verified=True))
     for lines in (there, back):
         assert any("logits against the model before it was written: largest difference 0.0e+00"
                    in line for line in lines)  # fmt: skip
@@ -167,11 +166,11 @@ def test_copies_prefixes_and_relics_are_understood(directory: Callable) -> None:
     arrays["lm_head.decoder.weight"] = arrays[embedding]
     arrays["lm_head.decoder.bias"] = arrays["lm_head.bias"]
     arrays["roberta.embeddings.position_ids"] = np.arange(34)[None]
-    jax.tree.map(np.testing.assert_array_equal, weights.normalised(arrays), expected)
+    jax.tree.map(np.testing.assert_array_equal, weights.normalize_names(arrays), expected)
     bare = {name.removeprefix("roberta."): array for name, array in arrays.items()}
-    jax.tree.map(np.testing.assert_array_equal, weights.normalised(bare), expected)
+    jax.tree.map(np.testing.assert_array_equal, weights.normalize_names(bare), expected)
     with pytest.raises(CheckpointError, match="only tied logits are supported"):
-        weights.normalised({**arrays, "lm_head.decoder.weight": arrays[embedding] + 1})
+        weights.normalize_names({**arrays, "lm_head.decoder.weight": arrays[embedding] + 1})
 
 
 @pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
@@ -239,5 +238,5 @@ def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         theirs.save_pretrained(tmp_path / "theirs")
         lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
-        lines += convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True)
+        lines += convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "again", verified=True)
     assert sum(line.startswith("logits against transformers: largest") for line in lines) == 2

@@ -9,7 +9,6 @@ import pytest
 
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, verify
-from brt.interop.huggingface.convert import converted
 
 SIZES = {
     "vocab_size": 40, "d_model": 24, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3,
@@ -50,7 +49,7 @@ def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
         theirs.save_pretrained(tmp_path / "theirs")
         lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
         assert any(line.startswith("logits against transformers") for line in lines)
-        list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True))
+        list(convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "again", verified=True))
         loaded = pretrained.load(tmp_path / "ours")
         x = verify.inputs(loaded.described)
         found = verify.logits(loaded.params, loaded.described, x)

@@ -1,1 +1,1 @@
-"""Language models in Hugging Face's form, with the code that reads them (modeling_brt.py)."""
+"""Export of language models to Hugging Face's format, with modeling_brt.py to run them."""

@@ -1,17 +1,17 @@
-"""A decoder of sliding-window and block-recurrent layers, in PyTorch and by itself.
+"""A decoder of sliding-window and block-recurrent layers in PyTorch; this file needs no other.
 
 Block-Recurrent Transformers (Hutchins et al. 2022): a token attends to its own block and the one
-before it; recurrent layers also carry state vectors, which read every block at its end and are
-read by all tokens of the next one. What is carried has a constant size, however long the text:
+before it. Recurrent layers also carry state vectors, which attend to every block at its end and to
+which all tokens of the next block attend. The carried state has a constant size:
 
-    model = load("DIRECTORY")  # torch and safetensors; or, where transformers is installed,
+    model = load("DIRECTORY")  # needs torch and safetensors; with transformers instead:
     model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
-    logits, state = model(ids)  # ids [B, T], of any T; begin a text with config.bos_token_id
-    logits, state = model(more, state)  # goes on
+    logits, state = model(ids)  # ids [B, T], any T; begin a text with config.bos_token_id
+    logits, state = model(more, state)  # continues the text
     ids = model.generate(ids, max_new_tokens=200, do_sample=True, temperature=0.8)
 
-Letters of shapes: B texts, T tokens, W window, S states, H heads, K size of a head, D model width,
-F hidden width of an MLP, n attentions side by side (1, or 2 with recurrent states).
+Letters in shapes: B texts, T tokens, W window, S states, H heads, K head size, D model width, F
+hidden width of an MLP, n attentions side by side (1, or 2 with recurrent states).
 """
 
 import json
@@ -25,20 +25,20 @@ from torch import nn
 
 try:
     from transformers import PretrainedConfig, PreTrainedModel
-except ImportError:  # `load` needs none of it
+except ImportError:  # `load` does not need transformers.
     PretrainedConfig = PreTrainedModel = None
 
 
 class Memory(NamedTuple):
-    """What tokens read of recurrent states: keys and values [B, S, H, K]."""
+    """Keys and values [B, S, H, K] of the recurrent states, to which tokens attend."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class LayerState(NamedTuple):
-    """Keys and values [B, <2W, H, K] of the block before and the open one; of recurrent layers
-    also the states [B, S, D], float32, and what tokens read of them."""
+    """Keys and values [B, <2W, H, K] of the previous and the open block. Recurrent layers also have
+    state vectors [B, S, D], float32, and the memory of these vectors."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -47,14 +47,14 @@ class LayerState(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a model knows of a text: a state for each layer, and tokens in the open block."""
+    """State of a model: the state of each layer, and the number of tokens in the open block."""
 
     layers: tuple
     position: int
 
 
 class Output(NamedTuple):
-    """Float32 logits [B, T, V] of the tokens that come next, and the state after the last one."""
+    """Float32 logits [B, T, V] of the next tokens, and the state after the last token."""
 
     logits: torch.Tensor
     state: State
@@ -71,7 +71,7 @@ def l2_normalize(x):
 
 
 def rotate(x, first):
-    """Turns channels i and i + K / 2 of x [B, T, H, K], whose places are first, first + 1, ..."""
+    """Applies rotary embeddings to x [B, T, H, K], whose positions are first, first + 1, ..."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
@@ -82,7 +82,7 @@ def rotate(x, first):
 
 
 def attend(queries, keys, values, bias=None, seen=None):
-    """[B, Q, H, K] from keys [B, X, H, K]; bias [H, Q, X]; zeros where no key is seen [Q, X]."""
+    """Returns [B, Q, H, K]; keys are [B, X, H, K]. A query that sees no key (`seen`) gets zeros."""
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
     if bias is not None:
         logits = logits + bias.float()
@@ -95,13 +95,13 @@ def attend(queries, keys, values, bias=None, seen=None):
 
 
 def parameters(module, **shapes):
-    """Gives a module parameters of these names and shapes, to be loaded."""
+    """Registers parameters of these names and shapes; their values are loaded later."""
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
 class Gate(nn.Module):
-    """The next state vectors of old ones, an update, and the features that made it."""
+    """Computes new state vectors from old ones, an update, and features that control the gate."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -127,7 +127,7 @@ class Gate(nn.Module):
 
 
 class StateCell(nn.Module):
-    """The horizontal direction of a recurrent layer, in float32 throughout."""
+    """Updates the state vectors of a recurrent layer after each block, in float32."""
 
     def __init__(self, config):
         super().__init__()
@@ -158,21 +158,21 @@ class StateCell(nn.Module):
             yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
 
     def memory(self, vectors):
-        """What the tokens of a block read."""
+        """Returns keys and values for the tokens of the next block."""
         return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
 
     def forward(self, vectors, keys, values):
-        """The states [B, S, D] after they have read the tokens' keys and values [B, X, H, K]."""
-        own, read, queries, crossing = self._project(
+        """Returns the states [B, S, D] after attending to keys, values [B, X, H, K] of tokens."""
+        state_keys, state_values, queries, cross_queries = self._project(
             vectors, "keys", "values", "queries", "cross_queries"
         )
-        queries, crossing = (
+        queries, cross_queries = (
             x * scale.float()[:, None]
-            for x, scale in ((queries, self.scale), (crossing, self.cross_scale))
+            for x, scale in ((queries, self.scale), (cross_queries, self.cross_scale))
         )
-        attended = torch.stack(
-            [attend(queries, own, read), attend(crossing, keys.float(), values.float())], dim=2
-        )
+        to_states = attend(queries, state_keys, state_values)
+        to_tokens = attend(cross_queries, keys.float(), values.float())
+        attended = torch.stack([to_states, to_tokens], dim=2)
         bound = torch.tanh if self.config.bounded_updates else lambda update: update
         features = attended  # [B, S, 2, H, K]
         if self.projects:
@@ -187,7 +187,7 @@ class StateCell(nn.Module):
 
 
 class Layer(nn.Module):
-    """A sliding-window layer, or with states a recurrent one: (x, state) -> (y, state)."""
+    """A sliding-window layer, or a recurrent layer with states: (x, state) -> (y, state)."""
 
     def __init__(self, config, recurs):
         super().__init__()
@@ -201,12 +201,12 @@ class Layer(nn.Module):
         )  # fmt: skip
         if attends_twice:
             parameters(self, cross_queries=kernel, cross_scale=(heads,))
-        if config.position_bias:  # of keys by how far they lie before a query, nearest first
+        if config.position_bias:  # Bias by the distance of a key before the query, nearest first.
             parameters(self, bias=(heads, config.window))
         self.cell = StateCell(config) if recurs else None
 
     def new_state(self, batch):
-        """Of texts of which nothing was read; empty, or a block of zero keys."""
+        """Returns the state before the first token: empty, or a block of zero keys."""
         length = self.config.window if self.config.null_keys else 0
         empty = self.keys.new_zeros(batch, length, *self.keys.shape[1:])
         if self.cell is None:
@@ -221,7 +221,7 @@ class Layer(nn.Module):
         return y if scale is None else y * scale[:, None]
 
     def forward(self, x, state, feedback):
-        """Tokens of one block, at most up to its end; `feedback`: another layer's memory."""
+        """Reads tokens up to the end of a block; `feedback` is the memory of another layer."""
         h = rms_norm(x, self.norm)
         queries = self._project(h, "queries", self.scale)
         keys = torch.cat([state.keys, self._project(h, "keys")], dim=1)
@@ -229,8 +229,8 @@ class Layer(nn.Module):
         attended = [self._attend_to_window(queries, keys, values)]
         memory = feedback if self.cell is None else state.memory
         if memory is not None:
-            crossing = self._project(h, "cross_queries", self.cross_scale)
-            attended.append(attend(crossing, *memory))
+            queries = self._project(h, "cross_queries", self.cross_scale)
+            attended.append(attend(queries, *memory))
         x = x + torch.tensordot(torch.stack(attended, dim=2), self.output, 3)
         hidden = torch.relu(rms_norm(x, self.mlp_norm) @ self.mlp_in)
         return x + hidden @ self.mlp_out, state._replace(keys=keys, values=values)
@@ -246,9 +246,9 @@ class Layer(nn.Module):
         return attend(queries, keys, values, bias, seen)
 
     def end_block(self, state):
-        """The state behind a full block, which the recurrent states have read."""
-        kept = self.config.window if self.config.cache else 0
-        first = state.keys.shape[1] - kept
+        """Returns the state after a full block, which the state vectors attend to."""
+        cached = self.config.window if self.config.cache else 0
+        first = state.keys.shape[1] - cached
         after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
         if self.cell is None:
             return after
@@ -257,7 +257,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model; see the top of this file."""
+    """The complete model; see the docstring of this file."""
 
     def __init__(self, config):
         super().__init__()
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, input_ids, state=None):
-        """Reads ids [B, T] behind `state`, or as a text's beginning."""
+        """Reads ids [B, T] after `state`, or from the beginning of a text."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
@@ -285,25 +285,25 @@ class Decoder(nn.Module):
         return Output(torch.cat(logits, dim=1), state)
 
     def _read(self, x, state):
-        """Tokens that do not reach beyond the open block."""
+        """Reads tokens up to the end of the open block."""
         feedback = None
-        if self.config.feedback:  # every layer reads what the last recurrent one shows
+        if self.config.feedback:  # Every layer attends to the memory of the last recurrent one.
             feedback = state.layers[max(self.config.recurrent_layers)].memory
         layers = []
-        for layer, own in zip(self.layers, state.layers, strict=True):
-            x, own = layer(x, own, feedback)
-            layers.append(own)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            x, layer_state = layer(x, layer_state, feedback)
+            layers.append(layer_state)
         position = state.position + x.shape[1]
         if position == self.config.window:
-            layers = [layer.end_block(own) for layer, own in zip(self.layers, layers, strict=True)]
+            layers = [layer.end_block(s) for layer, s in zip(self.layers, layers, strict=True)]
             position = 0
         return x, State(tuple(layers), position)
 
     @torch.no_grad()
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
-        """Yields new tokens [B] without end, in constant memory; see `generate`. With each comes
-        the state that has read all before it: forward(token[:, None], state) goes on."""
-        for piece in input_ids.split(self.config.window, dim=1):  # of a long text: no long logits
+        """Yields new tokens [B] without end, each with the state before it, so that
+        forward(token[:, None], state) continues the text. See `generate` for the options."""
+        for piece in input_ids.split(self.config.window, dim=1):  # This bounds the logits' size.
             logits, state = self(piece, state)
         while True:
             if do_sample:
@@ -315,8 +315,8 @@ class Decoder(nn.Module):
             logits, state = self(token[:, None], state)
 
     def generate(self, input_ids, max_new_tokens=500, **options):
-        """ids [B, T + max_new_tokens]; options as of transformers: do_sample (else greedily),
-        temperature, top_k, top_p; a torch.Generator; the state that input_ids go on from."""
+        """Returns ids [B, T + max_new_tokens]. Options: do_sample (default: greedy), temperature,
+        top_k and top_p as in transformers, a torch.Generator, the state before input_ids."""
         tokens, stream = [input_ids], self.stream(input_ids, **options)
         for _ in range(max_new_tokens):
             tokens.append(next(stream)[0][:, None])
@@ -324,7 +324,7 @@ class Decoder(nn.Module):
 
 
 def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Masks all but the top_k tokens, then all but the fewest that hold top_p of the mass."""
+    """Masks all but the top_k tokens, then all but the smallest set with top_p of the mass."""
     logits = logits / temperature
     if top_k:
         best = logits.topk(min(top_k, logits.shape[-1])).values
@@ -338,15 +338,15 @@ def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def load(directory, dtype=torch.float32):
-    """The model of a directory that holds this file, without transformers."""
+    """Loads the model of a directory that contains this file, without transformers."""
     from safetensors.torch import load_file
 
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    model, found = Decoder(SimpleNamespace(**config)), {}
+    model, tensors = Decoder(SimpleNamespace(**config)), {}
     for file in sorted(directory.glob("model*.safetensors")):
-        found |= {k.removeprefix("decoder."): v for k, v in load_file(file).items()}
-    model.load_state_dict(found)
+        tensors |= {k.removeprefix("decoder."): v for k, v in load_file(file).items()}
+    model.load_state_dict(tensors)
     return model.to(dtype).eval()
 
 
@@ -365,7 +365,7 @@ if PreTrainedModel is not None:
         model_type = "brt"
 
     class BrtForCausalLM(PreTrainedModel):
-        """The same behind `from_pretrained` and pipelines; generates in constant memory."""
+        """The model for `from_pretrained` and pipelines; generates in constant memory."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
 
@@ -385,15 +385,15 @@ if PreTrainedModel is not None:
         can_generate = classmethod(lambda cls: True)
 
         def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """As transformers' own, with its options; without input_ids a text begins."""
+            """Generates like transformers, with its options; without input_ids a text begins."""
             refuse_padding(attention_mask)
             if input_ids is None:
                 input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)
             config = generation_config or self.generation_config
             options = {k: getattr(config, k, None) for k in (*OPTIONS, "max_length")} | options
             for name, value in options.items():
-                if name not in (*OPTIONS, *IGNORED) and value not in (None, False, 1):  # it is on
-                    raise ValueError(f"{name} = {value!r} is not supported; leave it away")
+                if name not in (*OPTIONS, *IGNORED) and value not in (None, False, 1):
+                    raise ValueError(f"{name} = {value!r} is not supported; remove it")
             if options["max_new_tokens"] is None and options["max_length"]:
                 options["max_new_tokens"] = max(options["max_length"] - input_ids.shape[1], 0)
             options = {k: options[k] for k in OPTIONS if options[k] is not None}

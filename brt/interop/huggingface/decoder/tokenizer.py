@@ -1,4 +1,4 @@
-"""A language model's tokenizer as files that others read; texts begin with BOS."""
+"""Export of a language model's tokenizer to Hugging Face's format; texts begin with BOS."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ from brt.data.byte_level import SPELT
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
-BYTES_BOS = "<|bos|>"  # in place of NUL, which does not occur in texts
+BYTES_BOS = "<|bos|>"  # Replaces the byte NUL, which does not occur in texts.
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
-    """Writes the files into `target`; returns their names."""
+    """Writes the tokenizer's files into `target` and returns their names."""
     if tokenizer.name == ByteTokenizer.name:
-        return _write_json(target, of_bytes(), BYTES_BOS, tokenizer.bos_id)
+        return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
-    if path.suffix == ".model":  # as we read it: without a dummy prefix
+    if path.suffix == ".model":  # brt reads sentencepiece models without a dummy prefix.
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
         return ["tokenizer.model"]
@@ -27,8 +27,8 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     return _write_json(target, settings, bos, tokenizer.bos_id)
 
 
-def of_bytes() -> dict[str, Any]:
-    """tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes."""
+def byte_tokenizer() -> dict[str, Any]:
+    """Returns tokenizer.json of a byte tokenizer: byte-level BPE without merges; ids are bytes."""
     vocabulary = {character: byte for character, byte in SPELT.items() if byte}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
@@ -48,7 +48,7 @@ def of_bytes() -> dict[str, Any]:
 
 
 def _write_json(target: Path, settings: dict[str, Any], bos: str, bos_id: int) -> list[str]:
-    """Whatever stood before and behind a text: now BOS stands before it, and nothing behind."""
+    """Writes tokenizer.json so that every text is preceded by BOS and followed by nothing."""
     begins = {"SpecialToken": {"id": bos, "type_id": 0}}
     template = {
         "type": "TemplateProcessing",

@@ -1,1 +1,1 @@
-"""RoBERTa's checkpoints (model_type `roberta`) from and to our encoder."""
+"""Import and export of RoBERTa checkpoints (model_type `roberta`)."""

@@ -1,11 +1,11 @@
-"""config.json, from and to our settings."""
+"""Conversion of RoBERTa's config.json to and from brt's settings."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from brt.config import Encoder
 from brt.errors import CheckpointError
-from brt.interop.huggingface.config import fields_of
+from brt.interop.huggingface.config import convert_fields
 from brt.layers.transformer.linear import POSITION_OFFSET
 from brt.models.encoder import Task
 
@@ -16,14 +16,14 @@ _FIELDS = {
     "norm_epsilon": "layer_norm_eps", "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob", "activation": "hidden_act",
 }  # fmt: skip
-# What their classes assume where config.json is silent.
+# Defaults of their classes for keys that config.json lacks.
 _DEFAULTS = {
     "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "max_position_embeddings": 512,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
-# A name that only a class's head has, and that class.
+# For each task, an array that only a model with its head has, and the class of that model.
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
@@ -33,10 +33,10 @@ HEADS: dict[Task, tuple[str, str]] = {
 
 
 class Described(NamedTuple):
-    """An encoder without its parameters.
+    """Settings of an encoder without its parameters.
 
     Attributes:
-      kept: of config.json, what ours has no use for: ids of special tokens, names of classes.
+      kept: entries of config.json that brt does not use: special token ids, names of classes.
     """
 
     model: Encoder
@@ -45,14 +45,14 @@ class Described(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
-    """Their settings as ours.
+    """Converts their settings to ours.
 
     Args:
-      config: of config.json.
-      names: of the arrays, which tell the head; without one it is that of the masked model.
+      config: content of config.json.
+      names: names of the arrays, which determine the head; without one, the masked LM's is assumed.
 
     Raises:
-      CheckpointError: a setting that ours lacks.
+      CheckpointError: a setting is not supported.
     """
     config = {**_DEFAULTS, **config}
     for name, wanted in (
@@ -69,8 +69,8 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
         )
     names = set(names)
     tasks = [task for task, (name, _) in HEADS.items() if name in names]
-    fields = fields_of("Encoder", _FIELDS, config)
-    positions = fields_of("Encoder", {"max_positions": "max_position_embeddings"}, config)
+    fields = convert_fields("Encoder", _FIELDS, config)
+    positions = convert_fields("Encoder", {"max_positions": "max_position_embeddings"}, config)
     labels = config.get("id2label") or {}
     if not isinstance(labels, dict):
         raise CheckpointError(f"config.json: id2label = {labels!r} does not name classes")
@@ -83,15 +83,16 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
     )
     kept = {name: config[name] for name in _KEPT if config.get(name) is not None}
     task = tasks[0] if tasks else "masked_language_modeling"
-    one = task == "classification" and model.classes == 1  # transformers' way to say so
-    return Described(model, "regression" if one else task, kept)
+    # Transformers stores a regression as a classification with one class.
+    is_regression = task == "classification" and model.classes == 1
+    return Described(model, "regression" if is_regression else task, kept)
 
 
 def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
-    """config.json; `dtype` is that of the weights.
+    """Returns config.json; `dtype` is the dtype of the weights.
 
     Raises:
-      CheckpointError: a setting that theirs lack.
+      CheckpointError: a setting has no counterpart.
     """
     model = described.model
     for name, wanted in (
@@ -108,7 +109,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
             f"RoBERTa has heads for {', '.join(HEADS)}, none for {described.task!r}"
         )
     config = {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
-    config["type_vocab_size"] = model.token_types or 1  # of zeros
+    config["type_vocab_size"] = model.token_types or 1  # RoBERTa has at least one type.
     if model.attention_dropout == -1:
         config["attention_probs_dropout_prob"] = model.dropout
     return {
@@ -120,7 +121,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
 
 
 def _labels(described: Described) -> dict[str, Any]:
-    """Names of classes as transformers makes them up; their number is told by nothing else."""
+    """Returns default names of classes, from which transformers infers the number of classes."""
     if described.task not in ("classification", "regression") or "id2label" in described.kept:
         return {}
     names = [f"LABEL_{i}" for i in range(described.model.classes)]

@@ -1,4 +1,4 @@
-"""What the head of an encoder computes, here and in transformers."""
+"""Logits of an encoder's head, computed by brt and by transformers."""
 
 import importlib
 import importlib.util
@@ -16,43 +16,43 @@ from brt.models import encoder, seq2seq
 
 
 class Inputs(NamedTuple):
-    """Random token ids, always the same; the second row is half as long as the first."""
+    """Random token ids from a fixed seed; the second row is half as long as the first."""
 
     tokens: np.ndarray
     valid: np.ndarray
 
 
 def inputs(described: Described) -> Inputs:
-    """Two rows of at most 64 tokens."""
+    """Returns two rows of at most 64 tokens."""
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
     longest = min(model.max_positions, 64)
     lengths = np.array([longest, max(longest // 2, 1)])
     valid = np.arange(longest)[None] < lengths[:, None]
     tokens = rng.integers(model.vocab_size - 1, size=valid.shape)
-    tokens += tokens >= pad  # their positions pass over padding, wherever it is
+    tokens += tokens >= pad  # The padding id must not occur, because positions skip it.
     return Inputs(np.where(valid, tokens, pad).astype(np.int32), valid)
 
 
 def logits(
     params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
 ) -> np.ndarray:
-    """Float32 logits of our model: [2, T, V], [2, classes] or [2, T, 2]; zeros on padding.
+    """Returns float32 logits of our model: [2, T, V], [2, classes] or [2, T, 2]; 0 on padding.
 
     Args:
-      attention: None: exact.
+      attention: settings of attention; None selects exact attention.
     """
     network = encoder.EncoderWithHead(described.model, attention or Attention(), described.task)
-    found = network.apply(
+    outputs = network.apply(
         {"params": params}, jnp.asarray(x.tokens), jnp.asarray(x.valid), jax.random.key(0)
     )
     if described.task == "masked_language_modeling":
-        found = seq2seq.logits(encoder.readout(dict(params)), found)
-    return _without_padding(np.asarray(found), x)
+        outputs = seq2seq.logits(encoder.readout(dict(params)), outputs)
+    return _mask_padding(np.asarray(outputs), x)
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """The same of Hugging Face's model in `directory`; None where it is not installed."""
+    """Returns the logits of Hugging Face's model in `directory`; None if it is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
     torch = importlib.import_module("torch")
@@ -64,9 +64,9 @@ def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.
             attention_mask=torch.tensor(x.valid, dtype=torch.long),
         )
     if described.task == "spans":
-        return _without_padding(np.stack([out.start_logits, out.end_logits], axis=-1), x)
-    return _without_padding(out.logits.numpy(), x)
+        return _mask_padding(np.stack([out.start_logits, out.end_logits], axis=-1), x)
+    return _mask_padding(out.logits.numpy(), x)
 
 
-def _without_padding(found: np.ndarray, x: Inputs) -> np.ndarray:
-    return found if found.ndim == 2 else np.where(x.valid[..., None], found, 0.0)
+def _mask_padding(outputs: np.ndarray, x: Inputs) -> np.ndarray:
+    return outputs if outputs.ndim == 2 else np.where(x.valid[..., None], outputs, 0.0)

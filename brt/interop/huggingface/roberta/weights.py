@@ -1,4 +1,4 @@
-"""Parameters from and to RoBERTa's arrays."""
+"""Conversion of RoBERTa's arrays to and from our parameters."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,11 +12,11 @@ from brt.errors import CheckpointError
 from brt.interop.huggingface import names
 from brt.interop.huggingface.layers import by_layer
 from brt.interop.huggingface.roberta.config import Described
-from brt.interop.huggingface.weights import Arrays, Imported, matched
+from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
 from brt.models import encoder
 
 _PREFIX = "roberta."
-_OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")  # heads, which have no prefix
+_OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")  # Names of heads have no prefix.
 _UNUSED = "roberta.embeddings.position_ids"
 _TYPES = "encoder/inputs/type_embed/embedding"
 _EMBEDDING = "roberta.embeddings.word_embeddings.weight"
@@ -41,7 +41,7 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def table(described: Described) -> dict[str, str]:
-    """{our name: theirs}; {i} stands for a layer's index."""
+    """Returns their names by ours; {i} stands for a layer's index."""
     heads = {f"head/{ours}": theirs for ours, theirs in _HEADS[described.task].items()}
     return {
         "encoder/inputs/token_embed/embedding": _EMBEDDING,
@@ -56,11 +56,11 @@ def table(described: Described) -> dict[str, str]:
     }
 
 
-def normalised(arrays: Arrays) -> dict[str, np.ndarray]:
-    """The arrays under the names of a newly written file: no copies, the usual prefix.
+def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
+    """Renames arrays to the names of current versions: without copies, with the usual prefix.
 
     Raises:
-      CheckpointError: logits are not made of the embedding.
+      CheckpointError: the weights of the logits differ from the embedding.
     """
     arrays = {
         name if name.startswith((_PREFIX, *_OUTSIDE)) else _PREFIX + name: array
@@ -69,17 +69,17 @@ def normalised(arrays: Arrays) -> dict[str, np.ndarray]:
     arrays.pop(_UNUSED, None)
     if "lm_head.decoder.bias" in arrays:
         arrays.setdefault("lm_head.bias", arrays["lm_head.decoder.bias"])
-    for copy, of in (
+    for copy, original in (
         ("lm_head.decoder.weight", _EMBEDDING),
         ("lm_head.decoder.bias", "lm_head.bias"),
     ):
-        if copy in arrays and not np.array_equal(arrays.pop(copy), arrays.get(of)):
-            raise CheckpointError(f"{copy} differs from {of}; only tied logits are supported")
+        if copy in arrays and not np.array_equal(arrays.pop(copy), arrays.get(original)):
+            raise CheckpointError(f"{copy} differs from {original}; only tied logits are supported")
     return arrays
 
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
-    """Our parameters' shapes by their names, as "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of our parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, described)))
 
 
@@ -89,22 +89,22 @@ def _initial(described: Described) -> dict[str, Any]:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Their arrays (see `normalised`) as our parameters; a head that is missing is initialised.
+    """Converts their arrays (see `normalize_names`) to our parameters; initialises a missing head.
 
     Raises:
-      CheckpointError: arrays that are missing, or of another shape.
+      CheckpointError: an array is missing or has another shape.
     """
     initial = partial(_initial, described)
-    return matched(arrays, table(described), initial, lambda ours: ours.startswith("head/"))
+    return match_arrays(arrays, table(described), initial, lambda ours: ours.startswith("head/"))
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
-    """Our parameters as their arrays, in their names."""
+    """Converts our parameters to their arrays and names."""
     known, model = table(described), described.model
     exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
         for ours, array in by_layer(params).items()
     }
-    if not model.token_types:  # theirs has one at least
+    if not model.token_types:  # RoBERTa has at least one token type.
         exported[known[_TYPES]] = np.zeros((1, model.model_dim), np.float32)
     return exported

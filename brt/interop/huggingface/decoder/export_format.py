@@ -1,4 +1,4 @@
-"""A decoder's settings and arrays as modeling_brt.py reads them."""
+"""Settings and arrays of an exported language model, as modeling_brt.py reads them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.interop.exporting import Form
+from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface.decoder import verify
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
@@ -24,17 +24,17 @@ from brt.ops.gates import GateWeights
 
 CODE = Path(__file__).with_name("modeling_brt.py")
 KINDS = ("window", "recurrent")
-# Parameters that are folded into `bias` and the scales.
+# Parameters that the export folds into `bias`, `scale` and `cross_scale`.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
 
 
 class TrainedDecoder(NamedTuple):
-    """A language model.
+    """A trained language model.
 
     Attributes:
-      params: of `brt.models.decoder.Decoder`.
-      model: with its vocabulary size set.
-      bos_id: what a text begins with.
+      params: parameters of `brt.models.decoder.Decoder`.
+      model: settings with the vocabulary size set.
+      bos_id: id that every text begins with.
     """
 
     params: PyTree[Array]
@@ -42,39 +42,40 @@ class TrainedDecoder(NamedTuple):
     bos_id: int
 
 
-def form(own: TrainedDecoder, dtype: str) -> Form:
-    """What others read.
+def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
+    """Returns the exported form of a language model.
 
     Raises:
-      CheckpointError: it has layers of a kind, or biases, that modeling_brt.py does not know.
+      CheckpointError: the model has kinds of layers, or biases, that modeling_brt.py lacks.
     """
-    model = own.model
+    model = trained.model
     for section in model.kinds:
         for kind, layers in section.places().items():
             if kind not in KINDS and layers:
                 raise CheckpointError(
                     f"{section.field_of(kind)} = {layers} cannot be exported, because Hugging "
-                    f"Face's form has no layers of the kind {kind!r}, only window and recurrent "
+                    f"Face's format has no layers of the kind {kind!r}, only window and recurrent "
                     "ones"
                 )
     if model.mlp_bias:
         raise CheckpointError(
-            "Model.mlp_bias = True has no counterpart in Hugging Face's form; only MLPs without "
-            "biases can be exported"
+            "Model.mlp_bias = True cannot be exported to Hugging Face's format; only MLPs without "
+            "biases can"
         )
-    exported = dict(arrays(own))
+    exported = dict(arrays(trained))
     summary = (
         f"decoder of {model.layers} layers, {model.layer_types.count('recurrent')} of them "
         f"recurrent, width {model.model_dim}, window {model.window}, "
-        f"{parameter_count(own.params):,} parameters"
+        f"{parameter_count(trained.params):,} parameters"
     )
-    verified = partial(verify.verified, own.params, model, exported)
-    return Form(summary, {"config.json": settings(own, dtype)}, exported, verified, code=(CODE,))
+    compare = partial(verify.compare, trained.params, model, exported)
+    config = {"config.json": settings(trained, dtype)}
+    return ExportFormat(summary, config, exported, compare, code=(CODE,))
 
 
-def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
-    """config.json; what has a usual name bears it."""
-    m, recurrence = own.model, own.model.of(Recurrence)
+def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
+    """Returns config.json, with the usual names of transformers where they exist."""
+    m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
         recurrence.gate_layout == "single"
         if recurrence.gate_tanh == "original"
@@ -89,7 +90,7 @@ def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
         },
         "dtype": dtype,
         "vocab_size": m.vocab_size,
-        "bos_token_id": own.bos_id,
+        "bos_token_id": trained.bos_id,
         "hidden_size": m.model_dim,
         "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads,
@@ -112,38 +113,38 @@ def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
     }
 
 
-def arrays(own: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Float32, layer by layer; positions as one bias by distance, scales without a sign."""
-    params, model, first = own.params, own.model, 0
+def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields float32 arrays by name, with position biases as one array by distance."""
+    params, model, first = trained.params, trained.model, 0
     for name in ("embedding", "norm"):
         yield f"decoder.{name}", np.asarray(params[name], np.float32)
     for run, kind, count in runs(model):
         for i in range(count):
-            own_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run])
-            for name, array in _layer(model, kind, own_params).items():
+            layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run])
+            for name, array in _layer(model, kind, layer_params).items():
                 yield f"decoder.layers.{first + i}.{name}", np.asarray(array, np.float32)
         first += count
 
 
 def _layer(model: Model, kind: str, params: PyTree[Array]) -> dict[str, Array]:
     tokens, recurs = params["tokens"], kind == "recurrent"
-    found = {name: array for name, array in tokens.items() if name not in _FOLDED}
+    arrays = {name: array for name, array in tokens.items() if name not in _FOLDED}
     block = TransformerBlock(model, cross_attends=recurs or model.feedback)
     call = partial(block.apply, {"params": tokens})
-    found["scale"] = call(method="query_scale")
+    arrays["scale"] = call(method="query_scale")
     if block.cross_attends:
-        found["cross_scale"] = call("cross_scale", method="query_scale")
+        arrays["cross_scale"] = call("cross_scale", method="query_scale")
     if (bias := call(method="bias")) is not None:
-        found["bias"] = bias
-    return found | (_cell(model, params["cell"]) if recurs else {})
+        arrays["bias"] = bias
+    return arrays | (_cell(model, params["cell"]) if recurs else {})
 
 
 def _cell(model: Model, params: PyTree[Array]) -> dict[str, Array]:
     weights: Any = StateCell(model).apply({"params": params}, method=lambda cell: cell.weights)
-    found = {"cell.initial": params["initial"]}
+    arrays = {"cell.initial": params["initial"]}
     for name, value in weights._asdict().items():
         parts = value._asdict() if isinstance(value, GateWeights) else {"": value}
         for part, array in parts.items():
             if array is not None:
-                found[f"cell.{name}.{part}".removesuffix(".")] = array
-    return found
+                arrays[f"cell.{name}.{part}".removesuffix(".")] = array
+    return arrays
