@@ -19,6 +19,7 @@ from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, files, verify
+from brt.interop.huggingface.convert import load_converted
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)

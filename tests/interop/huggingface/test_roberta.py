@@ -19,6 +19,7 @@ from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.convert import load_converted
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.models import encoder, seq2seq

@@ -9,6 +9,7 @@ import pytest
 
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, verify
+from brt.interop.huggingface.convert import load_converted
 
 SIZES = {
     "vocab_size": 40, "d_model": 24, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3,
