@@ -173,7 +173,7 @@ def _result_bytes(one: Instruction) -> int:
 
 
 def _neighbour(module: Module, computation: str, one: Instruction) -> str:
-    """Returns the path of an operand or user, for instructions that the compiler inserted."""
+    """Returns the path of names of an operand or user, for an instruction without a path."""
     inside = module.computations[computation]
     for operand in one.operands:
         if operand in inside and inside[operand].source:

@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
 
 def _transfers(kind: str) -> float:
-    """Returns how often a result passes a device's links: an all-reduce scatters and gathers."""
+    """Returns 2 for an all-reduce, which is a scatter and a gather, and 1 for others."""
     return 2.0 if kind == "all-reduce" else 1.0
 
 

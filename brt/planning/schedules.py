@@ -40,7 +40,12 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
-        "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),  # v6e: or 3272, or 3658
+        "weight_gradient_4096x512x256": (
+            8801,
+            9295,
+            8224,
+            5144,
+        ),  # On v6e also 3272 and 3658 occur.
         "spread_512x1024x512": (4029, 0, 3771, 0),
         "gathered_512x2048x256": (3525, 0, 2991, 0),
         "gathered_512x4096x256": (7957, 0, 7302, 0),

@@ -176,7 +176,7 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median over records of the product of the values of the tags."""
+    """Returns the median, over all records with these tags, of the product of their values."""
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
     return statistics.median(values) if values else None

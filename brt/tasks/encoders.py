@@ -1,4 +1,4 @@
-"""What encoder tasks share: forward pass, vocabulary, warm starts, and timing of evaluations."""
+"""Base class of encoder tasks: forward pass, vocabulary, warm starts, and timing of evaluations."""
 
 import dataclasses
 import time

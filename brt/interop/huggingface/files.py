@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors asks for
+import ml_dtypes  # Registers bfloat16 with NumPy for safetensors.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file

@@ -1,4 +1,4 @@
-"""How long a recurrent layer remembers, measured by perturbing its states.
+"""Memory horizon of recurrent layers, measured by perturbing their states.
 
 A gate that depends on its input has no fixed half-life. Therefore one lane reads a text
 unchanged, and for each recurrent layer another lane reads the same text with slightly perturbed
