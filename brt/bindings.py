@@ -8,6 +8,7 @@ Every binding is checked, even if another one overrides it.
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt.config import Config
@@ -15,6 +16,7 @@ from brt.config.kinds import kind_sections
 from brt.config.removed import REMOVED, refusal
 from brt.config_io import (
     checked_value,
+    configs_directory,
     current_names,
     field_types,
     has_section,
@@ -26,7 +28,6 @@ from brt.errors import ConfigError
 
 COMMAND_LINE = "--gin_bindings"  # the origin of bindings on the command line
 DEEPEST = 50  # deepest nesting of macros, of brackets, and of files that include files
-_SHOWN = 100  # characters of a text that an error message quotes
 MOST_STRINGS = 100  # adjacent strings, which Python concatenates
 MOST_VALUES = 10_000  # size of a setting's value after its macros are replaced
 
@@ -301,15 +302,24 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
-    """A sentence for each section of a kind that the model does not have, although it is bound."""
+    """Yields a sentence for each bound section of a kind of layers that the model does not have.
+
+    The files that come with brt give sizes for several kinds, so their bindings are left out.
+    """
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
+        bound = [b for b in bound if not _comes_with_brt(b.origin)]
         if bound and not has_section(config, section):
             yield (
                 f"{bound[0].origin}: {bound[0].name} does nothing, because no layer is of this "
                 f"kind; name some in {section}.layers"
             )
+
+
+def _comes_with_brt(origin: str) -> bool:
+    file = Path(origin.rpartition(":")[0]).resolve()
+    return file.is_relative_to(configs_directory().resolve())
 
 
 def _shorten_warmup(
@@ -340,17 +350,6 @@ def _shorten_warmup(
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
     """Returns the error, extended by the origins of the settings that it names."""
     return ConfigError(f"{error}{_whence(str(error), origins)}")
-
-
-def unreadable(message: str, line: str | None) -> str:
-    """Returns a clear sentence for a syntax error of gin's parser."""
-    if found := re.search("Failed to parse token '(.*)'", message):
-        word = found[1][:_SHOWN]
-        reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
-    else:
-        reason = " ".join(message.split())[:_SHOWN].rstrip(".")
-    quoted = f" {line.strip()[:_SHOWN]!r}" if line else " it"
-    return f"cannot read{quoted}: {reason}"
 
 
 def _whence(message: str, origins: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 `include 'path'`. Nothing in them is imported or called. brt/bindings.py gives them meaning.
 """
 
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +20,11 @@ from brt.bindings import (
     Binding,
     Macro,
     Source,
-    unreadable,
 )
 from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
 
+_SHOWN = 100  # characters of a text that an error quotes
 LARGEST_FILE = 1 << 17  # bytes of a .gin file
 _ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # tokens between adjacent strings
 
@@ -161,6 +162,19 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
                 )
             yield statement, place
     except SyntaxError as error:
-        raise ConfigError(f"{origin(error.lineno)}: {unreadable(error.msg, error.text)}") from error
+        raise ConfigError(
+            f"{origin(error.lineno)}: {_unreadable(error.msg, error.text)}"
+        ) from error
     except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
-        raise ConfigError(f"{origin(None)}: {unreadable(str(error.args[0]), None)}") from error
+        raise ConfigError(f"{origin(None)}: {_unreadable(str(error.args[0]), None)}") from error
+
+
+def _unreadable(message: str, line: str | None) -> str:
+    """Returns a clear sentence for a syntax error of gin's parser."""
+    if found := re.search("Failed to parse token '(.*)'", message):
+        word = found[1][:_SHOWN]
+        reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
+    else:
+        reason = " ".join(message.split())[:_SHOWN].rstrip(".")
+    quoted = f" {line.strip()[:_SHOWN]!r}" if line else " it"
+    return f"cannot read{quoted}: {reason}"

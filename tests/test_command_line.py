@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import __version__, command_line, durable, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
-from brt.config_io import configs_directory, field_types, section_types
+from brt.config_io import config_from_json, configs_directory, field_types, section_types
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.layers.sections import Recurrence
 from brt.training.workdir import saved_config
@@ -498,3 +499,27 @@ def test_an_error_is_one_line_whatever_it_quotes() -> None:
         assert str(error("no model (byte piece <\nx85>\u2028 is invalid)")) == (
             "no model (byte piece < x85>  is invalid)"
         )
+
+
+def test_an_earlier_name_of_a_setting_is_read_and_told() -> None:
+    write(a="Model.recurrent_layers = (1,)\nModel.memory_size = 64")
+    resolved = resolve("--gin_file=a.gin", "--gin.Model.states=8")
+    assert resolved.config.model.of(Recurrence) == Recurrence(layers=(1,), states=8)
+    assert "a.gin:1: Model.recurrent_layers is now Recurrence.layers" in resolved.notes
+    told = "a.gin:2: Model.memory_size is now Memorizing.size and DenseMemory.size"
+    assert told in resolved.notes
+    saved = {"Model": {"recurrent_layers": [1], "states": 8, "layer_kinds": [], "memory_size": 64}}
+    assert config_from_json(saved).model.of(Recurrence) == resolved.config.model.of(Recurrence)
+
+
+def test_an_earlier_and_a_present_name_of_one_setting_are_refused() -> None:
+    write(a="Model.states = 8\nRecurrence.states = 9")
+    message = refusal("--gin_file=a.gin")
+    assert "a.gin:2: Recurrence.states is bound twice, to 8 by a.gin:1 and to 9 here" in message
+
+
+def test_a_section_of_layers_that_the_model_does_not_have_is_told() -> None:
+    write(a="Routing.heads = 1")
+    (note,) = resolve("--gin_file=a.gin").notes
+    assert note.startswith("a.gin:1: Routing.heads does nothing, because no layer is of this kind")
+    assert resolve("--gin_file=configs/base/small.gin").notes == ()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import command_line
 from brt.config import Config, Data, Evaluation, Model, Optimizer, Training
 from brt.config_io import (

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import command_line
 from brt.config import Config, Kernels
 from brt.config.removed import REMOVED

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import untrusted
 from brt.config.fields import settings
 from brt.config_io import section_types

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt.config import Data, Speech
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
 from brt.config_io import field_types, section_types

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
 from brt.config_io import section_types

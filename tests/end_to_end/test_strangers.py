@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import brt
+import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import command_line, sweep, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
