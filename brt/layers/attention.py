@@ -1,4 +1,6 @@
-"""The vertical direction: what a layer does to its tokens."""
+"""The token side of a layer: attention of tokens to their window and to recurrent states, and the
+MLP.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -50,11 +52,14 @@ Mix = Callable[[Array, AttentionPart], Array]
 
 
 class RawProjections(NamedTuple):
-    """Queries and keys that are not normalised: what attends with them does it.
+    """Queries and keys before normalisation, for attention that normalises them itself.
 
     Attributes:
-      handed: these keys and the values once more, for the next block; where blocks are read one
-        after the other, its gradients meet those of this block in the product behind both.
+      queries, keys: [B, T, H, K].
+      cross_queries: queries of the recurrent states, or None.
+      handed: aliases of these keys and of the values that the next block reads. If blocks are read
+        one after the other, the gradients of the aliases are added to those of this block before
+        the backward pass of the projection.
     """
 
     queries: Float[Array, "B T H K"]
@@ -64,12 +69,12 @@ class RawProjections(NamedTuple):
 
 
 class TokenProjections(NamedTuple):
-    """What tokens attend with; scales are folded into the queries.
+    """Queries, keys and values of tokens; learned scales are folded into the queries.
 
     Attributes:
       queries, keys, values: [B, T, H, K].
-      cross_queries: [B, T, H, K] for the recurrent states, or None.
-      raw: of these what is not normalised, where attention does that more quickly.
+      cross_queries: queries [B, T, H, K] for the recurrent states, or None.
+      raw: the same before normalisation, if attention normalises in its kernel; None otherwise.
     """
 
     queries: Float[Array, "B T H K"]
@@ -80,11 +85,11 @@ class TokenProjections(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """What the tokens of a segment find in the cache.
+    """The cached keys and values that the tokens of a segment attend to.
 
     Attributes:
       keys, values: [B, W, H, K], of the block before the segment.
-      cache_mask: [B, N], whether block n may read the block before it.
+      cache_mask: [B, N], True where block n may attend to the block before it.
     """
 
     keys: Float[Array, "B W H K"]
@@ -92,8 +97,9 @@ class KVCache(NamedTuple):
     cache_mask: Bool[Array, "B N"]
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Keys and values [B, W+T, H, K] with those of the segment, all of them on every device
-        that shares its tokens."""
+        """Returns keys and values [B, W+T, H, K] of the cache and the segment, gathered on all
+        devices that share the tokens.
+        """
         names = ("lanes", None, "heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
         keys, values = (jnp.concatenate([old, constrain(x, *names)], axis=1) for old, x in pairs)
@@ -105,13 +111,14 @@ def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Arra
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention over the window, beside it over recurrent states, then an MLP.
+    """Pre-norm attention over the window and, optionally, over recurrent states, followed by an
+    MLP.
 
-    `project` and `attend` are apart because the recurrent states read the tokens' keys
-    and values in between.
+    `project` and `attend` are separate methods because the recurrent states attend to the tokens'
+    keys and values in between.
 
-    Kernels are by head: [D, H, K] from tokens, [n, H, K, D] from the n attentions. A device that
-    has some of the heads has them of every part, and nothing moves.
+    Kernels have an axis of heads: [D, H, K] from tokens, [n, H, K, D] from n attentions. A device
+    that holds some of the heads holds them of every kernel, so sharding heads moves no data.
     """
 
     model: Model
@@ -153,11 +160,13 @@ class TransformerBlock(nn.Module):
             self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What queries, keys and values are made of."""
+        """Returns the normalised input from which queries, keys and values are made."""
         return dropout(self, rms_norm(x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Queries, keys and values of the tokens, by a product each: parts of one are copied."""
+        """Returns queries, keys and values of the tokens, each by a matrix product of its own;
+        splitting one product would copy its parts.
+        """
         m, h = self.model, self.normed(x)
         kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
         if self.cross_attends:
@@ -178,10 +187,12 @@ class TransformerBlock(nn.Module):
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Keys and values [B, S, H, K] of vectors that are no tokens, made as those of tokens.
+        """Returns keys and values [B, S, H, K] of vectors that are not tokens, with the weights for
+        tokens.
 
         Args:
-          learns: False: the weights are constants.
+          z: the vectors.
+          learns: False treats the weights as constants.
         """
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
@@ -190,7 +201,9 @@ class TransformerBlock(nn.Module):
         return StateKV(l2_normalize(keys) if self.model.normalize_qk else keys, values)
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """What is folded into the queries: learned, or the usual one of unnormalised queries."""
+        """Returns the scale per head that is folded into the queries: learned, or 1/sqrt(K) for
+        unnormalised queries.
+        """
         m = self.model
         if m.normalize_qk:
             return jnp.abs(getattr(self, name))
@@ -216,7 +229,9 @@ class TransformerBlock(nn.Module):
         return bias
 
     def far_bias(self) -> Float[Array, " H"]:
-        """Of keys that lie beyond the window: that of its farthest."""
+        """Returns the position bias of keys beyond the window, which is that of
+        its farthest key.
+        """
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
 
@@ -229,7 +244,11 @@ class TransformerBlock(nn.Module):
         mix: Mix | None = None,
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:
-        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
+        """Returns the layer's output for a segment.
+
+        Args:
+          memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
+        """
         m = self.model
         tokens, mask, raw = x.shape[1], None, projections.raw
         given = raw or projections
@@ -270,9 +289,12 @@ class TransformerBlock(nn.Module):
         mix: Mix | None = None,
         projections: TokenProjections | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """The same for one token, at `position` in its block; writes it into the block.
+        """Returns the layer's output for one token at `position` of its block, and the block with
+        the token's keys and values.
 
-        `memory` is [B, S, H, K] or None; `projections`, if not of x, are given.
+        Args:
+          memory: keys and values [B, S, H, K] of the recurrent states, or None.
+          projections: the projections of the token, if they are not made from x.
         """
         m = self.model
         projections = projections or self.project(x)
@@ -304,7 +326,9 @@ class TransformerBlock(nn.Module):
         keys: Float[Array, "B W H K"],
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W H K"]]:
-        """A token and its ring of keys, of which those not yet overwritten are W back."""
+        """Applies rotary positions to a token and to its ring of keys, of which those that were not
+        overwritten yet are W tokens back.
+        """
         m = self.model
         table = rotations(-m.window, 2 * m.window, m.head_dim)
         slots = jnp.arange(m.window)
@@ -317,14 +341,16 @@ class TransformerBlock(nn.Module):
         return rotate(queries, of_queries), rotate(keys, of_keys)
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
-        """The name of the tokens' axis: whole blocks are shared, or none."""
+        """Returns the name of the axis of tokens, which is sharded by whole blocks
+        or not at all.
+        """
         return "tokens" if shard_count("blocks", x.shape[1] // self.model.window) > 1 else None
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Residual of the attentions, then the MLP and its residual."""
+        """Adds the outputs of the attentions to x, then the output of the MLP."""
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
@@ -353,10 +379,10 @@ def with_cache(
     *,
     as_they_are: bool = False,
 ) -> tuple[KVCache, WindowState]:
-    """What a segment reads of the cache, and the next state.
+    """Returns the cache that a segment attends to, and the next state.
 
     Args:
-      as_they_are: keys are cached without being normalised where attention does that.
+      as_they_are: True caches raw keys, which attention normalises itself.
     """
     document_start = constrain(document_start, "lanes", None)
     rows = state.valid & ~document_start[:, 0]

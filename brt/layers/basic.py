@@ -1,4 +1,6 @@
-"""Parameters with logical axis names, initialised as in the original code; dtypes and dropout."""
+"""Parameters with names for their axes, initialisers, compute dtype, dropout, and the policies of
+scans and rematerialisation.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +29,9 @@ BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
-    """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
+    """Returns the dtype of activations and caches; `auto` is float32 on CPUs and bfloat16
+    elsewhere.
+    """
     if model.dtype == "auto":
         return jnp.dtype(dispatch.policy().dtype)
     return jnp.dtype(model.dtype)
@@ -44,10 +48,11 @@ def unrolled(asked: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
 
 @jax.custom_vjp
 def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-    """Both; no gradient goes on below x before those of the parameters are there.
+    """Returns its arguments, tied so that no gradient is propagated below x before the gradients of
+    the parameters are computed.
 
-    Without a loop over layers a compiler makes all layers' at the end, and keeps all that they
-    are made of until then.
+    Without a loop over layers, a compiler would compute the weight gradients of all layers at the
+    end and keep their inputs in memory until then.
     """
     return params, x
 
@@ -66,7 +71,7 @@ learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
-    """What `nn.remat` keeps of a layer."""
+    """Returns the policy of `nn.remat` for a named choice of what is stored."""
     policies = jax.checkpoint_policies
     if keep == "nothing":
         return policies.nothing_saveable
@@ -79,7 +84,9 @@ def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
 
 
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
-    """Truncated normal, of `variance` over the fan-in: the product of the first `inputs` axes."""
+    """Returns a truncated normal initialiser with `variance` over the fan-in, which is the product
+    of the first `inputs` axes.
+    """
     scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
 
     def axes(shape: tuple[int, ...]) -> dict[str, range]:
@@ -89,15 +96,18 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
 
 
 def gate_bias(mean: float) -> Initializer:
-    """Normal with the original's deviation; its mean is 0."""
+    """Returns a normal initialiser with the standard deviation of the original code."""
     normal = nn.initializers.normal(0.1)
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)
 
 
 def gate_bias_until(horizon: float, shift: float) -> Initializer:
-    """Channels that keep a state for 1 to `horizon` blocks (Tallec and Ollivier 2018, eq. 16).
+    """Returns an initialiser for which channels keep a state for 1 to `horizon` blocks (Tallec and
+    Ollivier 2018, eq. 16).
 
-    The gate adds `shift` to what it learns.
+    Args:
+      horizon: largest number of blocks.
+      shift: constant that the gate adds to its bias.
     """
     return lambda key, shape, dtype: (
         jnp.log(jax.random.uniform(key, shape, dtype, 1.0, horizon)) - shift
@@ -111,22 +121,23 @@ def parameter(
     axes: tuple[str | None, ...],
     init: Initializer | None = None,
 ) -> Array:
-    """A float32 parameter of `module` whose axes carry names for sharding.
+    """Creates a float32 parameter of `module` whose axes have names for sharding.
 
-    By default it is a kernel of one axis of inputs.
+    By default it is a kernel with one axis of inputs.
     """
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
     return module.param(name, boxed, shape, jnp.float32)  # which takes it out of its box
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
-    """Flax's streams of random numbers of a training step: of dropout, and of what of it blocks
-    share that are read one after the other."""
+    """Returns the random streams of a train step for Flax: one for dropout, and one for dropout
+    that blocks share when they are read one after the other.
+    """
     return {"dropout": key, SHARED: jax.random.fold_in(key, 1)}
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Inverted dropout; the identity at rate 0 or where the module is not training."""
+    """Applies inverted dropout; the identity if the rate is 0 or the module is not training."""
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)

@@ -1,4 +1,6 @@
-"""The clustered layer: sliding-window attention, and attention to all of the past by clusters."""
+"""The clustered layer: sliding-window attention, and attention to the whole past by clusters of
+queries.
+"""
 
 from typing import Any, NamedTuple
 
@@ -30,10 +32,11 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
-    """The cache, and what every centroid has of all blocks before it: see `CentroidMemory`.
+    """The cache, and for every centroid its memory of all blocks before the cached one (see
+    `CentroidMemory`).
 
     Attributes:
-      window: as of a sliding-window layer.
+      window: the state of a sliding-window layer.
       keys: [B, H, C, R, K], as in the cache.
       values: [B, H, C, R, K].
       rest: float32 [B, H, C, K].
@@ -58,7 +61,7 @@ CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEP
 
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
-    """The state of a clustered layer that has read nothing."""
+    """Returns the state of a clustered layer that has read nothing."""
     section = model.of(Clustered)
     shape = (
         batch,
@@ -78,9 +81,10 @@ def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> Clustered
 
 
 def clustered_flops(model: Model) -> int:
-    """Of a token: its centroid, what left the window, what the centroid has.
+    """Returns the FLOPs per token of attention to centroids, to keys that left the window, and to
+    the keys that centroids keep.
 
-    Every centroid looks at a key once, and at what it keeps once a block.
+    Every centroid attends to a key once, and to the keys that it keeps once per block.
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
@@ -93,9 +97,9 @@ def clustered_flops(model: Model) -> int:
 class ClusteredLayer(nn.Module):
     """A layer of causal clustered attention: (x, state) -> (y, state).
 
-    As a sliding-window layer, but keys that leave the window stay readable: those of the block
-    before exactly, older ones as far as the centroids of their heads have kept them. To the
-    learned positions all of them are as far as the window's farthest key.
+    It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
+    those of the previous block, and to older ones as far as the centroids of their heads keep them.
+    For learned positions, all these keys have the distance of the window's farthest key.
     """
 
     model: Model
@@ -133,7 +137,9 @@ class ClusteredLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], ClusteredState]:
-        """A segment, in two phases: the pasts of all blocks, then the tokens of all blocks."""
+        """Reads a segment in two phases: first the centroid memories of all blocks, then the tokens
+        of all blocks.
+        """
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
@@ -154,7 +160,7 @@ class ClusteredLayer(nn.Module):
         return y, ClusteredState(window, *past)
 
     def begin_block(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
-        """An empty block behind `state`."""
+        """Returns an empty open block behind `state`."""
         return x, OpenBlock(state.window.keys, state.window.values, None)
 
     def decode_step(
@@ -164,7 +170,7 @@ class ClusteredLayer(nn.Module):
         position: Int[Array, ""],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """One token of the open block; the past stands still."""
+        """Reads one token of the open block; the centroid memory does not change."""
         state, block = carried
         mix = self._mix_step(state, position)
         return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
@@ -184,7 +190,9 @@ class ClusteredLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[ClusteredState, OpenBlock], *_: None
     ) -> tuple[None, ClusteredState]:
-        """The state after a full block: the past takes in the block before it."""
+        """Returns the state after a full block; the centroid memory takes in the
+        block before it.
+        """
         state, block = carried
         keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)

@@ -1,4 +1,6 @@
-"""The recurrent layer: a token layer that reads state vectors which read its tokens."""
+"""The block-recurrent layer: tokens attend to state vectors, and the states attend to the tokens of
+each block.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -49,12 +51,12 @@ _LARGE_STATES = 1 << 15  # numbers of a lane: a CPU copies them longer for a loo
 
 
 class RecurrentState(NamedTuple):
-    """The cache and the recurrent states.
+    """The cache and the recurrent states of a layer.
 
     Attributes:
-      window: as of a sliding-window layer.
-      vectors: float32 [B, S, D].
-      valid: bool [B], False where the learned initial states are to be read instead.
+      window: the state of a sliding-window layer.
+      vectors: state vectors, float32 [B, S, D].
+      valid: bool [B], False where the learned initial states are used instead of `vectors`.
     """
 
     window: WindowState
@@ -66,14 +68,14 @@ RECURRENT_AXES: Any = RecurrentState(WINDOW_AXES, ("lanes", None, None), ("lanes
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """The state of a recurrent layer that has read nothing."""
+    """Returns the state of a recurrent layer that has read nothing."""
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
 
 
 def state_update_flops(model: Model) -> int:
-    """The states' share of a token: their projections, both attentions, and the gated layers."""
+    """Returns the FLOPs per token of the state update: projections, both attentions and gates."""
     section = model.of(Recurrence)
     m, width = model, model.heads * model.head_dim
     flops = 4 * 2 * m.model_dim * width + 4 * width * (section.states + 2 * m.window)
@@ -89,7 +91,9 @@ def state_update_flops(model: Model) -> int:
 
 
 def _first_keeps(model: Model) -> nn.initializers.Initializer:
-    """What gates are biased by at first, so that they keep states."""
+    """Returns the initialiser of the gates' bias, which decides how long states are
+    kept initially.
+    """
     section = model.of(Recurrence)
     if section.gate_horizon:
         return gate_bias_until(
@@ -100,7 +104,7 @@ def _first_keeps(model: Model) -> nn.initializers.Initializer:
 
 
 class StateCell(nn.Module):
-    """Owns the weights of the horizontal direction and the states a document starts from."""
+    """The weights of the state update, and the initial states of a document."""
 
     model: Model
 
@@ -184,7 +188,9 @@ class StateCell(nn.Module):
 
 
 class RecurrentTaps(NamedTuple):
-    """Where the weight gradients of a `RecurrentLayer` go; `cell`: as `state_scan` takes them."""
+    """Accumulators of the deferred weight gradients of a `RecurrentLayer`; `cell` holds those of
+    `state_scan`.
+    """
 
     tokens: TokenTaps = NO_TAPS
     cell: PyTree[Array] = None
@@ -196,7 +202,7 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Of the blocks of a segment (axis 0), each layer its own; of parameters they are on axis 0."""
+    """Returns the accumulators for the blocks of a segment (axis 0), separately for each layer."""
     section = model.of(Recurrence)
     cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
     scales = dict.fromkeys(("scale", "cross_scale"))
@@ -234,7 +240,7 @@ class RecurrentLayer(nn.Module):
     def _vectors(
         self, state: RecurrentState, document_start: Bool[Array, " B"] | None = None
     ) -> Float[Array, "B S D"]:
-        """The states to read: the learned ones where nothing was read yet."""
+        """Returns the current states, or the learned initial states where nothing was read yet."""
         valid = state.valid if document_start is None else state.valid & ~document_start
         return jnp.where(valid[:, None, None], state.vectors, self.cell.initial[None])
 
@@ -246,10 +252,11 @@ class RecurrentLayer(nn.Module):
         _: StateKV | None = None,
         taps: RecurrentTaps = _NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], RecurrentState]:
-        """A segment, in two phases: the states of all blocks, then the tokens of all blocks.
+        """Reads a segment in two phases: first the states of all blocks, then the tokens of all
+        blocks.
 
         Args:
-          taps: of the one block that the segment has with them.
+          taps: accumulators of deferred weight gradients; the segment then has one block.
         """
         section = self.model.of(Recurrence)
         projections = self.tokens.project(x, taps.tokens)
@@ -281,7 +288,7 @@ class RecurrentLayer(nn.Module):
         document_start: Bool[Array, " B"] | None = None,
         _: None = None,
     ) -> tuple[None, OpenBlock]:
-        """An empty block behind `state`, with what its tokens read of the recurrent states."""
+        """Returns an empty open block, with the keys and values of the recurrent states."""
         vectors = self._vectors(state, document_start)
         memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
@@ -296,14 +303,14 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         _: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """One token of the open block; the recurrent states stand still."""
+        """Reads one token of the open block; the recurrent states do not change."""
         state, block = carried
         return self.tokens.attend_step(x, state.window, block, position, block.memory)
 
     def end_block(
         self, x: None, carried: tuple[RecurrentState, OpenBlock], *_: None
     ) -> tuple[None, RecurrentState]:
-        """The state after a full block: the recurrent states have read it."""
+        """Returns the state after a full block, which the recurrent states have attended to."""
         state, block = carried
         window = state.window
         if not self.model.mask_empty_cache:

@@ -1,4 +1,4 @@
-"""A stack of layers: equal neighbours share one trace, as a scan over stacked parameters."""
+"""The stack of layers of a decoder: a scan over each run of neighbouring layers of one kind."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -39,10 +39,11 @@ ModelState = Mapping[str, PyTree[Array]]
 
 
 def runs(model: Model) -> list[tuple[str, str, int]]:
-    """Runs of equal neighbours: (name, kind, how many layers).
+    """Returns the runs of neighbouring layers of one kind: (name, kind, number of layers).
 
     Raises:
-      ConfigError: a kind that does not exist, or none that has something to feed back.
+      ConfigError: a kind does not exist, or Model.feedback is set and no layer has states to feed
+        back.
     """
     recurs = [kinds.of(kind).recurs for kind in model.layer_types]
     check(
@@ -58,7 +59,7 @@ def runs(model: Model) -> list[tuple[str, str, int]]:
 
 
 def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
-    """The state of a stack that has read nothing."""
+    """Returns the state of a stack that has read nothing."""
 
     def stacked(kind: str, count: int) -> LayerState:
         layer = kinds.of(kind).new_state(model, batch, dtype)
@@ -68,7 +69,7 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
 
 
 def state_axes(model: Model) -> StackState:
-    """The names of the axes of a stack's state."""
+    """Returns the names of the axes of a stack's state, for sharding."""
 
     def stacked(leaf: Names) -> Names:
         return (*leaf[:1], "layers", *leaf[1:])
@@ -82,7 +83,7 @@ def _is_names(leaf: Any) -> bool:
 
 
 def new_model_state(model: Model) -> ModelState:
-    """What the layers learn without gradients, at step 0."""
+    """Returns what the layers learn without gradients, at step 0."""
     having = ((name, kinds.of(kind).new_model_state, n) for name, kind, n in runs(model))
     return {
         name: jax.tree.map(lambda leaf, n=n: jnp.repeat(leaf[None], n, axis=0), new(model))
@@ -92,20 +93,20 @@ def new_model_state(model: Model) -> ModelState:
 
 
 def settled(model: Model, model_state: ModelState) -> ModelState:
-    """The model state of the next step, of what the parts of one have made of it."""
+    """Returns the model state of the next step (see `LayerKind.settle`)."""
     kind_of = {name: kinds.of(kind) for name, kind, _ in runs(model)}
     return {name: kind_of[name].settle(model, own) for name, own in model_state.items()}
 
 
 def parts(model: Model) -> set[str]:
-    """What the state of a model consists of: "cache", "state", "memory"."""
+    """Returns the parts that the state of a model consists of: "cache", "state", "memory"."""
     return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
 
 
 def replace_parts(
     model: Model, state: StackState, donor: StackState, replaced: Collection[str]
 ) -> StackState:
-    """`state` with some of its `parts` taken from `donor`."""
+    """Returns `state` with the parts named in `replaced` taken from `donor`."""
 
     triples = zip(runs(model), state, donor, strict=True)
     return tuple(
@@ -115,9 +116,8 @@ def replace_parts(
 
 
 def _kept(model: Model, kind: str) -> RematPolicy | None:
-    """What layers keep for their gradients beside their inputs; None: all that these need.
-
-    On accelerators it takes longer to move what is no product than to compute it again.
+    """Returns what layers store for their backward pass besides their inputs; None stores
+    everything.
     """
     if model.remat:
         return model.remat_keep
@@ -126,8 +126,7 @@ def _kept(model: Model, kind: str) -> RematPolicy | None:
 
 
 def _defers() -> bool:
-    """Whether it matters when weight gradients are made: of what a scan over blocks hands out,
-    after it; of a layer in no loop, before those of the layer below."""
+    """Returns True on accelerators, which defer the weight gradients of loops."""
     return dispatch.policy().defers_gradients
 
 
@@ -136,7 +135,7 @@ def _call(module: nn.Module, method: str, *given: Any) -> Any:
 
 
 def _call_tied(module: nn.Module, method: str, x: PyTree[Array], *given: Any) -> Any:
-    """`_call` of a layer that is in no loop, which has `learned_at_once`."""
+    """Calls a layer so that its weight gradients are computed before those below it."""
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
@@ -151,7 +150,7 @@ def _call_tied(module: nn.Module, method: str, x: PyTree[Array], *given: Any) ->
 
 
 class Stack(nn.Module):
-    """(x, state) -> (y, state, aux) through all layers of `model.layer_types`."""
+    """All layers of `model.layer_types`: (x, state) -> (y, state, aux)."""
 
     model: Model
     training: bool = False
@@ -175,14 +174,14 @@ class Stack(nn.Module):
             )  # fmt: skip
 
     def _lowest_summaries(self, lanes: int, blocks: int) -> Float[Array, "B N U D"] | None:
-        """Of every block the learned ones; None in models without."""
+        """Returns the learned summaries for every block, or None in models without any."""
         if not any(kinds.of(kind).summaries for kind in self.model.layer_types):
             return None
         learned = self.summaries.astype(compute_dtype(self.model))
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
     def _at_once(self, count: int) -> int:
-        """How many layers are read without a loop, if nobody says: one where memory is short."""
+        """Returns the number of layers per iteration of a scan, if no setting gives it."""
         every = count if self.model.feedback or not self.model.remat else 1
         few = every if count <= _CPU_LAYERS else 1
         return unrolled(self.model.layer_unroll, count, every, few)
@@ -191,12 +190,13 @@ class Stack(nn.Module):
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
         model_state: ModelState, taps: PyTree[Array] = None, axis: int = 1,
     ) -> tuple[Stream, PyTree, LayerAux]:  # fmt: skip
-        """One run: a scan whose carry is the stream, over what each of its layers has of its own.
+        """Calls a method of all layers of one run by a scan over its layers, whose carry is the
+        stream.
 
         Args:
-          method: of the layers.
-          inputs: of the layers, on `axis`; `shared`: two arguments for all.
-          taps: of the layers, on axis 0, where there are any.
+          inputs: arrays of each layer, with the layers on `axis`; `shared` are the same for all
+            layers.
+          taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
         """
         name, kind, count = runs(self.model)[run]
         learns, sums_up = kinds.of(kind).new_model_state is not None, kinds.of(kind).summaries
@@ -240,7 +240,7 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
-        """A segment; losses are summed over layers, metrics are means of the layers of a run."""
+        """Reads a segment; sums losses over layers and averages metrics over runs."""
         if self.model.feedback:
             return self._block_by_block(x, state, document_start, model_state)
         return self._layer_by_layer(x, state, document_start, model_state)
@@ -256,7 +256,7 @@ class Stack(nn.Module):
         first: int = 0,
         axis: int = 1,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
-        """The runs that `state` is of, from the `first` one on, one after the other."""
+        """Reads a segment through the runs that `state` belongs to, starting with run `first`."""
         after, learnt, losses, metrics = [], {}, {}, {}
         stream = Stream(x, self._lowest_summaries(*document_start.shape))
         places = runs(self.model)[first : first + len(state)]
@@ -279,9 +279,9 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
-        """With feedback the lowest layer needs what the recurrent one made of the block before.
-
-        Those above the recurrent one need nothing of the sort: they read the segment as ever.
+        """Reads a segment block by block, because with feedback the lowest layer attends to states
+        of the recurrent layer after the previous block. Layers above that one read the whole
+        segment.
         """
         serial = self.feedback_source + 1
         scan = nn.scan(
@@ -313,7 +313,7 @@ class Stack(nn.Module):
         return y, state, LayerAux(learnt, losses, metrics | more.metrics)
 
     def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
-        """Of the runs that go block by block; None where gradients are added up block by block."""
+        """Returns accumulators of deferred weight gradients, or None if none are deferred."""
         if self.is_initializing() or not _defers():
             return None
         params = self.variables["params"]
@@ -346,7 +346,7 @@ class Stack(nn.Module):
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
-        """Empty blocks behind `state`, to be filled by `decode_step`."""
+        """Returns empty open blocks behind `state`, which `decode_step` fills."""
         nothing = Stream(None)
         return tuple(
             self._through(run, "begin_block", nothing, own, None, None, model_state=model_state)[1]
@@ -361,7 +361,7 @@ class Stack(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
-        """One token of the open blocks."""
+        """Reads one token into the open blocks."""
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, pair in enumerate(zip(state, block, strict=True)):
@@ -374,7 +374,9 @@ class Stack(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """The state after full blocks; their summaries climb the layers now."""
+        """Returns the state after full blocks. Summaries of the blocks travel up
+        the layers here.
+        """
         lanes = len(jax.tree.leaves(state)[0])
         stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
         for run, pair in enumerate(zip(state, block, strict=True)):
@@ -386,11 +388,11 @@ class Stack(nn.Module):
 
 
 def _turned(state: StackState) -> StackState:
-    """Layers on axis 0, or on axis 1 again."""
+    """Exchanges axes 0 and 1 (lanes and layers) of every array of a state."""
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state)
 
 
 def _feedback(opened: Any, axis: int = 1) -> StateKV:
-    """[B, S, H, K]: what the last layer of a run that recurs shows to all other layers."""
+    """Returns the keys and values [B, S, H, K] of the states of the last layer of a run."""
     last = partial(jax.lax.index_in_dim, index=-1, axis=axis, keepdims=False)
     return jax.tree.map(last, opened.memory)

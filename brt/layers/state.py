@@ -1,9 +1,9 @@
-"""What a layer carries from segment to segment, and from token to token.
+"""States of layers: what a layer carries from segment to segment and from token to token.
 
-Every sequence layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple
-of arrays with the batch on axis 0; a new one needs no parameters. While tokens are read
-one at a time, an `OpenBlock` holds the block that is being filled; the state itself
-changes at block borders only, exactly as in training.
+Every layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple of arrays with the
+batch on axis 0, and a new state needs no parameters. While tokens are read one at a time, an
+`OpenBlock` holds the block that is being filled; the state itself changes only at the end of a
+block, exactly as in training.
 """
 
 from collections.abc import Mapping
@@ -39,12 +39,12 @@ WINDOW_AXES: Any = WindowState(
 
 
 class Stream(NamedTuple):
-    """What travels up a stack.
+    """The input of a layer: tokens, and the summaries of the layer below.
 
     Attributes:
-      tokens: None while blocks open and close.
-      summaries: what layers make of each of N blocks for the layers above; None in models
-        without, and while the tokens of an open block are read.
+      tokens: vectors of the tokens; None while blocks are opened and closed.
+      summaries: summaries of each of N blocks for the layer above; None in models without
+        summaries, and while tokens of an open block are read.
     """
 
     tokens: Float[Array, "B T D"]
@@ -56,12 +56,12 @@ LayerState = Any
 
 
 class LayerAux(NamedTuple):
-    """What a layer makes of a segment besides its output and its state.
+    """What a layer returns in addition to its output and its state.
 
     Attributes:
-      model_state: the next one; () of kinds that have none.
-      losses: by name, float32 scalars per token: their mean over the tokens of the segment.
-      metrics: by name, float32 scalars to be logged.
+      model_state: the next model state; () for kinds without one.
+      losses: auxiliary losses by name, float32 scalars: means over the tokens of the segment.
+      metrics: float32 scalars to log, by name.
     """
 
     model_state: PyTree[Array] = ()
@@ -73,8 +73,8 @@ class OpenBlock(NamedTuple):
     """A block that is being filled token by token.
 
     Attributes:
-      keys: [B, W, H, K], a ring: the open block up to the current token, behind it what
-        is left of the previous block.
+      keys: [B, W, H, K], a ring buffer: the tokens of the open block up to the current one,
+        followed by the tokens of the previous block that are still in the window.
       values: [B, W, H, K].
       memory: keys and values of the recurrent states [B, S, H, K], or None.
     """
@@ -85,13 +85,15 @@ class OpenBlock(NamedTuple):
 
 
 def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState:
-    """The state of a sliding-window layer that has read nothing."""
+    """Returns the state of a sliding-window layer that has read nothing."""
     cache = jnp.zeros((batch, model.window, model.heads, model.head_dim), dtype)
     return WindowState(cache, jnp.zeros_like(cache), jnp.zeros((batch,), bool))
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:
-    """Zero keys and values where nothing was read (the original's null keys)."""
+    """Replaces keys and values by zeros where nothing was read (the null keys of the original
+    code).
+    """
     keep = window.valid[:, None, None, None]
     return window._replace(
         keys=jnp.where(keep, window.keys, 0), values=jnp.where(keep, window.values, 0)
@@ -99,7 +101,7 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 
 
 def with_unit_keys(state: PyTree[Array]) -> PyTree[Array]:
-    """Keys of all windows normalised, of layers that cached them as they are."""
+    """Normalises the keys of all window states, for layers that cached raw keys."""
 
     def normalized(x: Any) -> Any:
         return x._replace(keys=l2_normalize(x.keys)) if _is_window(x) else x
@@ -112,10 +114,10 @@ def _is_window(x: Any) -> bool:
 
 
 def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
-    """Whether the open block of each lane may read the block before it."""
+    """Returns which lanes may attend to the block before their open block."""
     return state.valid & model.cache
 
 
 def has_null_keys(model: Model) -> bool:
-    """Whether an empty cache counts as zero keys; one that is never read does not."""
+    """Returns True if an empty cache counts as zero keys."""
     return model.cache and not model.mask_empty_cache

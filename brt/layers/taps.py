@@ -1,4 +1,4 @@
-"""Where the weight gradients of layers go that are scanned within a scan over blocks."""
+"""Accumulators for the weight gradients of layers that are scanned within a scan over blocks."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from brt.ops.deferred import LayerTaps, Tap
 
 
 class TokenTaps(NamedTuple):
-    """Where the weight gradients of a `TransformerBlock` go (`brt.ops.deferred`).
+    """Accumulators for the deferred weight gradients of a `TransformerBlock` (`brt.ops.deferred`).
 
-    `projections` has one of queries, keys, of the queries of recurrent states where there are any,
-    and of values.
+    `projections` has one entry for the queries, the keys, the queries of recurrent states if there
+    are any, and the values.
     """
 
     projections: Tap | LayerTaps | None = None
@@ -26,7 +26,7 @@ NO_TAPS = TokenTaps()
 
 
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
-    """Of the blocks of a segment (axis 0), each layer its own; of parameters they are on axis 0."""
+    """Returns the accumulators for the blocks of a segment (axis 0), separately for each layer."""
     projections = ("queries", "keys", "cross_queries", "values")
     rows, own = (blocks, lanes, model.window), params["tokens"]
 

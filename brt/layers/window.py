@@ -1,4 +1,6 @@
-"""The sliding window of Transformer-XL: a block behind a cache of the block before."""
+"""The sliding-window layer of Transformer-XL: each block attends to itself and to a cache of the
+previous block.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ class WindowLayer(nn.Module):
         feedback: StateKV | None = None,
         taps: TokenTaps = NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], WindowState]:
-        """A segment; with taps its one block."""
+        """Reads a segment; with `taps`, a single block."""
         projections = self.tokens.project(x, taps)
         past, state = with_cache(
             self.model, state, projections, document_start, as_they_are=self.model.feedback
@@ -40,7 +42,7 @@ class WindowLayer(nn.Module):
         return self.tokens.attend(x, projections, past, feedback, taps=taps), state
 
     def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
-        """An empty block behind `state`."""
+        """Returns an empty open block behind `state`."""
         return x, OpenBlock(state.keys, state.values, None)
 
     def decode_step(
@@ -50,12 +52,12 @@ class WindowLayer(nn.Module):
         position: Int[Array, ""],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """One token of the open block."""
+        """Reads one token of the open block."""
         return self.tokens.attend_step(x, *carried, position, feedback)
 
     def end_block(
         self, x: None, carried: tuple[WindowState, OpenBlock], *_: None
     ) -> tuple[None, WindowState]:
-        """The state after a full block."""
+        """Returns the state after a full block."""
         state, block = carried
         return x, WindowState(block.keys, block.values, jnp.ones_like(state.valid))

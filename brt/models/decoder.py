@@ -1,4 +1,6 @@
-"""The decoder: XL, sliding-window and block-recurrent models are one; `layer_types` is data."""
+"""The decoder of language models: Transformer-XL, sliding-window and block-recurrent models differ
+in `layer_types`.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -25,15 +27,15 @@ from brt.types import Tokens
 
 
 class DecoderOutput(NamedTuple):
-    """What reading a segment gives.
+    """The result of reading a segment.
 
     Attributes:
       hidden: [B, T, D], final vectors (see `logits`), in the compute dtype.
-      state: after the segment.
-      model_state: the next one; evaluation and generation drop it.
-      losses: auxiliary ones by name, float32 scalars per token: a step that sums nats over tokens
-        multiplies them by their number.
-      metrics: by name, <run of layers>/<name>, float32 scalars.
+      state: the state after the segment.
+      model_state: the next model state; evaluation and generation drop it.
+      losses: auxiliary losses by name, float32 scalars per token; a step that sums nats over tokens
+        multiplies them by the number of tokens.
+      metrics: float32 scalars by name, <run of layers>/<name>.
     """
 
     hidden: Float[Array, "B T D"]
@@ -46,12 +48,12 @@ class DecoderOutput(NamedTuple):
 class Decoder(nn.Module):
     """A language model over segments or single tokens.
 
-    Model state (see `brt.layers.stack.new_model_state`) may be left out where no layer has any.
+    The model state (see `brt.layers.stack.new_model_state`) may be left out if no layer has one.
 
     Attributes:
-      model: with its vocabulary size set.
-      training: whether dropout is on (needs the rngs of `basic.dropout_rngs`).
-      kernels: which implementations of operations run.
+      model: the settings, with the size of the vocabulary set.
+      training: True enables dropout (needs the rngs of `basic.dropout_rngs`).
+      kernels: implementations of operations.
     """
 
     model: Model
@@ -86,7 +88,7 @@ class Decoder(nn.Module):
         return DecoderOutput(self._hidden(x), state, *aux)
 
     def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
-        """Empty blocks behind `state`, for `decode_step` to fill."""
+        """Returns empty open blocks behind `state`, which `decode_step` fills."""
         return self.stack.begin_block(state, model_state or {})
 
     def decode_step(
@@ -97,7 +99,7 @@ class Decoder(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
-        """Reads one token at `position` of the open blocks: its float32 logits."""
+        """Reads one token at `position` of the open blocks, and returns its float32 logits."""
         x = self._embed(tokens[:, None])
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         return logits(self.model, self.embedding, self._hidden(x))[:, 0], block
@@ -105,30 +107,32 @@ class Decoder(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
     ) -> StackState:
-        """The state after full blocks, as if they had been read as a segment."""
+        """Returns the state after full blocks, as if they had been read as a segment."""
         return self.stack.end_block(state, block, model_state or {})
 
 
 def new_state(model: Model, batch: int) -> StackState:
-    """The state of `batch` lanes that have read nothing."""
+    """Returns the state of `batch` lanes that have read nothing."""
     return new_stack_state(model, batch, compute_dtype(model))
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """The state with some of its parts ("cache", "state", "memory") as if nothing had been read."""
+    """Returns the state with some of its parts ("cache", "state", "memory") reset, as if nothing
+    had been read.
+    """
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
 
 
 def logit_scale(model: Model) -> float:
-    """What hidden @ embedding is multiplied with."""
+    """Returns the factor of the products of hidden vectors and embedding."""
     return (model.model_dim if model.logit_scale == "model_dim" else model.vocab_size) ** -0.5
 
 
 def logits(
     model: Model, embedding: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Float32 logits over the tied embedding."""
+    """Returns the float32 logits over the tied embedding."""
     product = jnp.einsum(
         "btd,vd->btv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
     )

@@ -1,7 +1,7 @@
-"""The encoder: tokens or feature vectors to hidden vectors, and a head for each task.
+"""Encoders from tokens or feature vectors to hidden vectors, with a head for each task.
 
-How it attends is no part of its parameters: weights trained with one kind of attention can be
-read with any other.
+The kind of attention is not part of the parameters: weights trained with one kind can be used with
+any other.
 """
 
 from typing import Any, Literal
@@ -32,12 +32,12 @@ HEADS = {
 
 
 class Encoder(nn.Module):
-    """`inputs`, `layers` (stacked on axis 0), and `final_norm` where norms come first.
+    """An encoder with `inputs`, `layers` (stacked on axis 0), and `final_norm` if norms come first.
 
     Attributes:
-      model: with its vocabulary size set, where it reads tokens.
-      training: whether dropout is on (needs the rng 'dropout').
-      kernels: which implementations of operations run.
+      model: the settings, with the size of the vocabulary set if the encoder reads tokens.
+      training: True enables dropout (needs the rng 'dropout').
+      kernels: implementations of operations.
     """
 
     model: config.Encoder
@@ -62,17 +62,17 @@ class Encoder(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden vectors; those of padding mean nothing.
+        """Returns hidden vectors; those of padding have no meaning.
 
-        An example's depend on its own valid inputs and on the key.
+        The vectors of an example depend only on its own valid inputs and on the key.
 
         Args:
           valid: False on padding.
-          key: of what attention draws at random; evaluate with one fixed key.
-          types: the kind of each token, where the model knows several; None: the first.
+          key: random key of kinds of attention that draw hash planes; evaluate with one fixed key.
+          types: the type of each token if the model has several; None for the first type.
 
         Raises:
-          ConfigError: inputs that the model has no positions for, or of another width.
+          ConfigError: the model has no positions for the inputs, or they have another width.
         """
         x = self.inputs(inputs, valid, types)
         x, _ = self.layers(x, layer_keys(key, self.model.layers), Source(valid))
@@ -80,7 +80,7 @@ class Encoder(nn.Module):
 
 
 class EncoderWithHead(nn.Module):
-    """`encoder` and `head`."""
+    """An `encoder` and a `head`."""
 
     model: config.Encoder
     attention: config.Attention = config.Attention()
@@ -99,7 +99,7 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "..."]:
-        """What the head gives of the hidden vectors (see `Encoder`)."""
+        """Returns the output of the head (see `Encoder` for the arguments)."""
         return self.head(self.encoder(inputs, valid, key, types), valid)
 
     def at(
@@ -109,20 +109,22 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         positions: Int[Array, "B R"],
     ) -> Float[Array, "B R D"]:
-        """The head's vectors of some positions alone."""
+        """Returns the vectors of the head at some positions only."""
         hidden = self.encoder(inputs, valid, key)
         chosen = jnp.take_along_axis(hidden, positions[..., None], axis=1)
         return self.head(chosen, jnp.take_along_axis(valid, positions, axis=1))
 
 
 def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
-    """Initial parameters, each boxed with the names of its axes."""
+    """Returns initial parameters, each boxed with the names of its axes."""
     features = network.model.features
     inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)
     return network.init(key, inputs, jnp.ones((1, 1), bool), key)["params"]
 
 
 def readout(params: Params) -> Readout:
-    """What turns the vectors of the masked language model's head into logits."""
+    """Returns the matrix, scale and bias that map vectors of the masked language model's head to
+    logits.
+    """
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)

@@ -1,7 +1,9 @@
-"""Arithmetic of a forward pass, counted from the sizes: products only, each as 2 m n k.
+"""FLOPs of a decoder's forward pass, counted from its sizes: matrix products only, 2 m n k for
+each.
 
-A token attends to exactly `window` keys, whatever a tile computes besides; the paper's step
-times include what its code computed in vain (Block-Recurrent Transformers, Table 1).
+A token counts as attending to exactly `window` keys, even if a tile computes more. The step times
+of the paper include products that its code computed in vain (Block-Recurrent Transformers, Table
+1).
 """
 
 from brt.config import Model
@@ -10,7 +12,9 @@ from brt.layers.sections import Recurrence
 
 
 def forward_flops_per_token(model: Model) -> int:
-    """Of a model whose vocabulary size is set; a training step takes about three times that."""
+    """Returns the FLOPs per token of a model whose vocabulary size is set; a train step takes about
+    three times as many.
+    """
     m, width = model, model.heads * model.head_dim
     projection = 2 * m.model_dim * width
     attention = 4 * width  # per key: queries with keys, weights with values

@@ -1,8 +1,8 @@
-"""The encoder-decoder: T5 (1.0, 1.1), LongT5's encoders and BART are one; settings tell them apart.
+"""Encoder-decoders: T5 (1.0, 1.1), LongT5's encoders and BART as settings of one model.
 
-Training: `encode`, then `decode` over whole targets. Generation: `encode`, `prefill`, then
-`step` for one token of every beam. The encoded source and what is read of it exist once per
-source, not per beam.
+Training calls `encode`, then `decode` over whole targets. Generation calls `encode`, `prefill`, and
+then `step` for one token of every beam. The encoded source and everything computed from it exist
+once for each source, not once for each beam.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ Params = dict[str, Any]
 
 
 class DecodeState(NamedTuple):
-    """What generation carries from token to token. Layers are on axis 1.
+    """The state that generation carries from token to token. Layers are on axis 1.
 
     Attributes:
-      position: int32, target tokens read so far.
-      own: the beams' own keys and values.
-      source: what is read of the source; the same for all beams.
+      position: int32, number of target tokens read so far.
+      own: the keys and values of each beam.
+      source: what is read of the source, shared by all beams.
     """
 
     position: Int[Array, ""]
@@ -40,12 +40,12 @@ class DecodeState(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Whole targets.
+    """The result of reading whole targets.
 
     Attributes:
-      hidden: of each token (see `logits`).
-      metrics: what there is to log, as means over the layers: `firing_rate`, `leak` and
-        `threshold` where the cross-attention has neurons.
+      hidden: the vector of each token (see `logits`).
+      metrics: means over the layers: `firing_rate`, `leak` and `threshold` if the cross-attention
+        has accumulate-and-fire neurons.
     """
 
     hidden: Float[Array, "B T D"]
@@ -53,10 +53,10 @@ class Decoded(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """How hidden vectors become logits: scale * hidden @ embedding.T + bias.
+    """The map from hidden vectors to logits: scale * hidden @ embedding.T + bias.
 
     Attributes:
-      bias: None: none; else a constant (BART's is not trained).
+      bias: a constant (BART's bias is not trained), or None.
     """
 
     embedding: Float[Array, "V D"]
@@ -65,14 +65,14 @@ class Readout(NamedTuple):
 
 
 class Seq2Seq(nn.Module):
-    """The parameters and what is computed with them.
+    """An encoder-decoder.
 
     Attributes:
-      model: with its vocabulary size set.
-      cross: how the decoder reads the source.
-      training: whether dropout is on (needs the rng 'dropout').
-      attention: how source tokens see all others; no part of the parameters.
-      kernels: which implementations of operations run.
+      model: the settings, with the size of the vocabulary set.
+      cross: settings of the cross-attention.
+      training: True enables dropout (needs the rng 'dropout').
+      attention: settings of the encoder's self-attention, which are not part of the parameters.
+      kernels: implementations of operations.
     """
 
     model: config.Seq2Seq
@@ -105,7 +105,7 @@ class Seq2Seq(nn.Module):
         targets_in: Int[Array, "B T"],
         key: jax.Array | None = None,
     ) -> Decoded:
-        """A batch of pairs; the key is that of `encode`."""
+        """Reads a batch of pairs; the key is that of `encode`."""
         if self.is_initializing() and not self.model.tied_logits:
             self.lm_head(targets_in)  # which only `readout` reads
         return self.decode(self.encode(source, mask, key), mask, targets_in)
@@ -117,7 +117,7 @@ class Seq2Seq(nn.Module):
 
         Args:
           mask: False on padding, which is at the end of a row.
-          key: of what attention draws at random; None: always the same.
+          key: random key of kinds of attention that draw hash planes; None for a fixed one.
         """
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
@@ -138,21 +138,23 @@ class Seq2Seq(nn.Module):
         beams: int,
         max_length: int,
     ) -> DecodeState:
-        """Before the first target token, for up to `max_length` of them (the start included)."""
+        """Returns the state before the first target token, for up to `max_length` tokens including
+        the start.
+        """
         own = self.decoder.new_cache(encoded.shape[0], beams, max_length)
         return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
 
     def step(
         self, tokens: Int[Array, "B N"], state: DecodeState
     ) -> tuple[Float[Array, "B N D"], DecodeState]:
-        """Reads the next token of every beam: its hidden vector and the state after it."""
+        """Reads the next token of every beam; returns its hidden vector and the state after it."""
         x = self.token_embed(tokens)
         x, own, source = self.decoder.step(x, state.own, state.source, state.position)
         return x, DecodeState(state.position + 1, own, source)
 
 
 def init(network: Seq2Seq, key: Array) -> Params:
-    """Initial parameters, each boxed with the names of its axes."""
+    """Returns initial parameters, each boxed with the names of its axes."""
     tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return network.init(key, tokens, mask, tokens)["params"]
 
@@ -160,7 +162,7 @@ def init(network: Seq2Seq, key: Array) -> Params:
 def encode(
     network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
 ) -> Float[Array, "B S D"]:
-    """`Seq2Seq.encode` without dropout."""
+    """Applies `Seq2Seq.encode` without dropout."""
     found: Any = network.apply({"params": params}, source, mask, method="encode")
     return found
 
@@ -172,7 +174,9 @@ def decode(
     mask: Bool[Array, "B S"],
     targets_in: Int[Array, "B T"],
 ) -> Decoded:
-    """`Seq2Seq.decode` without dropout; `logits` of its vectors are those of the next tokens."""
+    """Applies `Seq2Seq.decode` without dropout; the `logits` of its vectors are those of the next
+    tokens.
+    """
     found: Any = network.apply({"params": params}, encoded, mask, targets_in, method="decode")
     return found
 
@@ -185,7 +189,7 @@ def prefill(
     beams: int,
     max_length: int,
 ) -> DecodeState:
-    """`Seq2Seq.prefill`."""
+    """Applies `Seq2Seq.prefill`."""
     variables, given = {"params": params}, (encoded, mask, beams, max_length)
     found: Any = network.apply(variables, *given, method="prefill")
     return found
@@ -194,14 +198,18 @@ def prefill(
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
-    """Reads the next token of every beam: float32 logits of the one after it, and the state."""
+    """Reads the next token of every beam; returns the float32 logits of the token after it, and the
+    state.
+    """
     found: Any = network.apply({"params": params}, tokens, state, method="step")
     hidden, state = found
     return logits(readout(network.model, params), hidden), state
 
 
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
-    """The state whose beam n goes on from beam `beams[:, n]`; what is of the source stays."""
+    """Returns the state in which beam n continues beam `beams[:, n]`; what belongs to the source
+    does not change.
+    """
 
     def taken(cache: Float[Array, "B L N T H K"]) -> Array:
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
@@ -210,7 +218,7 @@ def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
 
 
 def readout(model: config.Seq2Seq, params: Params) -> Readout:
-    """What turns hidden vectors into logits."""
+    """Returns the map from hidden vectors to logits."""
     where = "token_embed" if model.tied_logits else "lm_head"
     scaled = model.family == "t5" and model.scale_logits
     bias = jax.lax.stop_gradient(params["logits_bias"]) if model.family == "bart" else None
@@ -219,7 +227,7 @@ def readout(model: config.Seq2Seq, params: Params) -> Readout:
 
 
 def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Float32 logits."""
+    """Returns float32 logits."""
     product = out.scale * jnp.einsum(
         "...d,vd->...v", hidden, out.embedding.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
@@ -230,15 +238,16 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
 
 
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
-    """BART's parameters with positions for `length` tokens; set Seq2Seq.max_positions to it.
+    """Returns BART's parameters with positions for `length` tokens, to which Seq2Seq.max_positions
+    must be set.
 
     Args:
-      length: at least as many as there are.
-      method: "copy": the table again and again from its start (Longformer, Beltagy et al.
-        2020); "interpolate": the table stretched.
+      length: number of positions, not below the present one.
+      method: "copy" repeats the table from its start (Longformer, Beltagy et al. 2020);
+        "interpolate" stretches it.
 
     Raises:
-      ConfigError: an unknown method, fewer positions, or a model without any.
+      ConfigError: the method is unknown, there would be fewer positions, or the model has none.
     """
     if "pos_embed" not in params["encoder"]:
         raise ConfigError("there are no positions to extend: only BART learns a table of them")
@@ -254,9 +263,8 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """A table of positions, two unused rows first, with `length` rows behind these.
-
-    See `extend_positions`.
+    """Extends a table of positions, whose first two rows are unused, to `length` rows after these
+    (see `extend_positions`).
     """
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")

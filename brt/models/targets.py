@@ -1,4 +1,4 @@
-"""Tokens that are not text, and what a decoder reads so as to predict its labels."""
+"""Special tokens, and the decoder's input for given labels."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,16 @@ IGNORED = -100  # a label that counts for nothing, in data made for Hugging Face
 
 
 class SpecialTokens(NamedTuple):
-    """Ids with a meaning. T5: pad 0, start 0, eos 1. BART: bos 0, pad 1, start 2, eos 2.
+    """Token ids with a special meaning. T5: pad 0, start 0, eos 1. BART: bos 0, pad 1, start 2, eos
+    2.
 
     Attributes:
-      pad: fills rows up.
-      start: what the decoder reads first.
+      pad: fills rows.
+      start: the first input of the decoder.
       eos: ends sources and targets.
-      bos: begins sources and targets; None: nothing does.
-      forced_bos, forced_eos: what generation writes first, and last where it is cut; None: free.
+      bos: begins sources and targets, or None.
+      forced_bos, forced_eos: tokens that generation must write first, and last if it is cut, or
+        None.
     """
 
     pad: int
@@ -30,9 +32,9 @@ class SpecialTokens(NamedTuple):
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """What the decoder reads so as to predict `labels`: the start, then all but the last.
+    """Returns the decoder's input for `labels`: the start token, then all labels but the last.
 
-    T5's labels are `... </s>`, BART's `<s> ... </s>`; what is ignored is read as padding.
+    T5's labels are `... </s>`, BART's `<s> ... </s>`; ignored labels are read as padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)

@@ -1,10 +1,12 @@
-"""Arithmetic of a forward pass of encoders and encoder-decoders: products only, each as 2 m n k."""
+"""FLOPs of the forward pass of encoders and encoder-decoders: matrix products only, 2 m n k for
+each.
+"""
 
 from brt.config import Encoder, Seq2Seq
 
 
 def encoder_flops(model: Encoder, length: int) -> int:
-    """Of one sequence with exact attention; the head's are not counted."""
+    """Returns the FLOPs of one sequence with exact attention, without the head."""
     width = model.model_dim
     projections = (3 if model.shared_queries_keys else 4) * 2 * width * width
     attention, mlp = 4 * length * width, 4 * width * model.mlp_dim
@@ -13,7 +15,7 @@ def encoder_flops(model: Encoder, length: int) -> int:
 
 
 def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
-    """Of one pair with full self- and cross-attention, logits included."""
+    """Returns the FLOPs of one pair with full self- and cross-attention, including the logits."""
     d, width = model.model_dim, model.heads * model.head_dim
     projections = 4 * 2 * d * width
     mlp = (6 if model.activation == "gated_gelu" else 4) * d * model.mlp_dim

@@ -1,1 +1,1 @@
-"""Layers of encoders that read in both directions; RoBERTa's where norms come after."""
+"""Layers of bidirectional encoders; with norms after the sub-layers, they are RoBERTa's."""

@@ -1,4 +1,4 @@
-"""What reads an encoder's hidden vectors: for each task, a small module named `head`."""
+"""Heads of encoders: for each task, a small module named `head` that reads the hidden vectors."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from brt.layers.transformer.mlp import activated
 
 
 class Ctc(nn.Module):
-    """`out` [D, V + 1]: tokens of connectionist temporal classification; the last is the blank."""
+    """`out` [D, V + 1]: logits of connectionist temporal classification; the last one
+    is the blank.
+    """
 
     model: Encoder
     training: bool = False
@@ -23,12 +25,12 @@ class Ctc(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T C"]:
-        """Float32 logits of every vector; C = V + 1."""
+        """Returns the float32 logits of every vector, with C = V + 1 classes."""
         return self.out(hidden).astype(jnp.float32)
 
 
 class Classification(nn.Module):
-    """RoBERTa's of whole sequences, which it reads at their first token: `dense`, tanh, `out`."""
+    """RoBERTa's head for whole sequences, which reads the first token: `dense`, tanh, `out`."""
 
     model: Encoder
     training: bool = False
@@ -41,14 +43,14 @@ class Classification(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B C"]:
-        """Float32 logits of the classes."""
+        """Returns the float32 logits of the classes."""
         rate = self.model.dropout
         x = jnp.tanh(self.dense(dropout(self, hidden[:, 0], rate)))
         return self.out(dropout(self, x, rate)).astype(jnp.float32)
 
 
 class Spans(nn.Module):
-    """`out` [D, 2]: where a span of the sequence starts, and where it ends."""
+    """`out` [D, 2]: logits of the start and the end of a span in the sequence."""
 
     model: Encoder
     training: bool = False
@@ -59,15 +61,17 @@ class Spans(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T 2"]:
-        """Float32 logits of start and end, over T; the lowest number there is on padding."""
+        """Returns the float32 logits of start and end over T positions; padding has the lowest
+        number.
+        """
         logits = self.out(hidden).astype(jnp.float32)
         return jnp.where(valid[..., None], logits, jnp.finfo(jnp.float32).min)
 
 
 class MaskedLanguageModel(nn.Module):
-    """RoBERTa's: `dense`, the activation, `norm`, then the embedding and `logits_bias` [V].
+    """RoBERTa's head: `dense`, the activation, `norm`, then the embedding and `logits_bias` [V].
 
-    The logits are left to `brt.models.encoder.readout`, so that they need not all exist.
+    `brt.models.encoder.readout` computes the logits, so that they need not exist all at once.
     """
 
     model: Encoder
@@ -82,5 +86,5 @@ class MaskedLanguageModel(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Vectors whose products with the embedding are logits."""
+        """Returns vectors whose products with the embedding are the logits."""
         return self.norm(activated(self.model.activation, self.dense(hidden)))

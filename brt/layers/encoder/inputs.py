@@ -1,4 +1,6 @@
-"""What lies before the first layer: tokens or feature vectors, their kinds and positions."""
+"""The input of an encoder: embeddings of tokens or projections of feature vectors, their types and
+positions.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ CONVOLUTION_WIDTH = 15  # inputs that a convolutional position sees, centred on 
 
 
 class Inputs(nn.Module):
-    """`token_embed` or `feature_proj`, `type_embed`; `pos_embed` or `pos_conv`; `embed_norm`.
+    """`token_embed` or `feature_proj`, `type_embed`, `pos_embed` or `pos_conv`, and `embed_norm`.
 
-    Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; without an activation)
-    tell a token its neighbours, and so where it is among them, at whatever place.
+    Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; here without an
+    activation) mix each token with its neighbours, which shows the order of tokens independently of
+    their absolute position.
     """
 
     model: Encoder
@@ -54,10 +57,13 @@ class Inputs(nn.Module):
         valid: Bool[Array, "B T"],
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Args: types: the kind of each token; None: the first.
+        """Returns the input of the first layer.
+
+        Args:
+          types: the type of each token; None for the first type.
 
         Raises:
-          ConfigError: vectors of another width, or more of them than learned positions.
+          ConfigError: vectors have another width, or there are more of them than learned positions.
         """
         m = self.model
         check_inputs(m, inputs)
@@ -82,7 +88,9 @@ class Inputs(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
-    """Positions of Vaswani et al. (2017, section 3.5), sines first, with a mean square of 1."""
+    """Returns sinusoidal positions (Vaswani et al. 2017, section 3.5), sines first, with a mean
+    square of 1.
+    """
     speeds = 10_000.0 ** (-np.arange(width // 2) / (width // 2))
     angles = np.outer(np.arange(length), speeds)
     both = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
@@ -90,7 +98,7 @@ def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
 
 
 def check_inputs(model: Encoder, inputs: Array) -> None:
-    """Raises ConfigError where the model cannot read inputs of this shape."""
+    """Raises ConfigError if the model cannot read inputs of this shape."""
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(
             f"inputs are {inputs.dtype} {inputs.shape}, but Encoder.features = {model.features} "

@@ -1,1 +1,1 @@
-"""Layers of encoder-decoders: T5's with norms before, BART's with norms after."""
+"""Layers of encoder-decoders: T5 normalises before each sub-layer, BART after it."""

@@ -1,4 +1,4 @@
-"""Self-attention of the decoder."""
+"""Causal self-attention of the decoder."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,8 @@ from brt.layers.transformer.attention import Projections
 
 
 class SelfCache(NamedTuple):
-    """A layer's keys and values of the target tokens so far, of N beams that each have their own.
-
-    Those of a stack have the layers on axis 1.
+    """Keys and values of the target tokens so far in one layer, separately for each of N beams. The
+    caches of a stack have the layers on axis 1.
     """
 
     keys: Float[Array, "B *L N T H K"]
@@ -21,12 +20,12 @@ class SelfCache(NamedTuple):
 
 
 class DecoderAttention(Projections):
-    """Every target token sees itself and those before it."""
+    """Causal self-attention: every target token attends to itself and the tokens before it."""
 
     def __call__(
         self, x: Float[Array, "B T D"], bias: Float[Array, "H T T"] | None
     ) -> Float[Array, "B T D"]:
-        """Whole targets."""
+        """Reads whole targets."""
         seen = jnp.asarray(np.tri(x.shape[1], dtype=bool))[None]
         y = self.attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
         return self.o(y)
@@ -38,7 +37,9 @@ class DecoderAttention(Projections):
         position: Int[Array, ""],
         bias: Float[Array, "H 1 T"] | None,
     ) -> tuple[Float[Array, "B N D"], SelfCache]:
-        """One token of every beam, at `position`; writes it into the cache."""
+        """Reads one token of every beam, at `position`, and writes its key and value into the
+        cache.
+        """
 
         def written(past: Array, new: Float[Array, "B N H K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(

@@ -1,4 +1,4 @@
-"""The decoder's attention to the source; how it reads it is data (`CrossAttention.kind`)."""
+"""Cross-attention of the decoder to the source, of the kind that `CrossAttention.kind` names."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ def cross_config(config: CrossAttention) -> CrossConfig:
 
 
 class Learned(nn.Module):
-    """Arrays that a kind of cross-attention learns beside its projections, under one name."""
+    """Parameters of a kind of cross-attention in addition to its projections, under one name."""
 
     block: Block
     cross: CrossAttention
@@ -41,7 +41,9 @@ class Learned(nn.Module):
 
 
 class SourceAttention(Projections):
-    """Queries of the target, keys and values of the source; `raf` where neurons accumulate."""
+    """Projections of queries, keys, values and outputs; `raf` holds the parameters of
+    accumulate-and-fire neurons.
+    """
 
     cross: CrossAttention = CrossAttention()
 
@@ -66,7 +68,7 @@ class SourceAttention(Projections):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
-        """Whole targets, and what there is to log."""
+        """Reads whole targets; returns the output and metrics."""
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(),
             cross_config(self.cross),
@@ -77,7 +79,7 @@ class SourceAttention(Projections):
         return self.o(y), metrics
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """What steps read: once per source, whatever the beams."""
+        """Computes what decoding steps read, once for each source and for all of its beams."""
         keys, values = self.k(encoded), self.v(encoded)
         return cross_attention.prefill(
             keys, values, mask, self._learned(), cross_config(self.cross)
@@ -86,7 +88,7 @@ class SourceAttention(Projections):
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
-        """One token of every beam, at `position` of the targets."""
+        """Reads one token of every beam, at `position` of the targets."""
         config = cross_config(self.cross)
         cache = cross_attention.advance(cache, position, config)
         y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)

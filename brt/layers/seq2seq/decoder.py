@@ -1,4 +1,4 @@
-"""The decoder: target tokens, and the source, to hidden vectors; whole targets or steps."""
+"""The decoder of an encoder-decoder, over whole targets or token by token."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,9 @@ Metrics = dict[str, Float[Array, "*L"]]
 
 
 class Read(NamedTuple):
-    """What all layers read of the source, and of the distances between target tokens."""
+    """Inputs that all layers share: the source, and biases for the distances between
+    target tokens.
+    """
 
     encoded: Float[Array, "B S D"]
     mask: Bool[Array, "B S"]
@@ -28,7 +30,9 @@ class Read(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What all layers read in a step; the source's cache is that of all layers."""
+    """Inputs that all layers share in a decoding step. The cache of the source covers
+    all layers.
+    """
 
     source: CrossCache
     position: Int[Array, ""]
@@ -36,9 +40,9 @@ class Place(NamedTuple):
 
 
 class DecoderLayer(Residual):
-    """Self-attention, attention to the source and an MLP, each with its residual.
+    """Self-attention, cross-attention and an MLP, each with a residual connection.
 
-    Its methods have the form of `brt.layers.transformer.stacked`.
+    The methods have the form that `brt.layers.transformer.stacked` requires.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -54,7 +58,7 @@ class DecoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], _: None, read: Read
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Whole targets, and what there is to log."""
+        """Reads whole targets; returns the output and metrics."""
         y = self.self_attn(self.before(self.self_attn_norm, x), read.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
@@ -65,18 +69,18 @@ class DecoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
     def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
-        """What steps read of the source."""
+        """Computes what decoding steps read of the source."""
         return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
         self, carried: tuple[Float[Array, "B N D"], SelfCache], layer: Int[Array, ""], read: Place
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
-        """One token of each of the N beams.
+        """Reads one token of each of the N beams.
 
-        The caches are those of all layers: what a step does not change is never copied.
+        The caches cover all layers, so that arrays which a step does not change are never copied.
 
         Returns:
-          The token's vector, the written cache, and `carry` of this layer's cross-attention.
+          The token's vector, the updated cache, and the `carry` of this layer's cross-attention.
         """
         x, own = carried
         cache = _of_layer(own, layer)
@@ -92,7 +96,9 @@ class DecoderLayer(Residual):
 
 
 class Decoder(Ends):
-    """Embedded target tokens through all layers. Caches have the layers on axis 1."""
+    """All layers of the decoder, from embedded target tokens to hidden vectors. Caches have the
+    layers on axis 1.
+    """
 
     cross: CrossAttention = CrossAttention()
 
@@ -108,10 +114,10 @@ class Decoder(Ends):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Whole targets; what there is to log, as means over the layers.
+        """Reads whole targets; metrics are means over the layers.
 
         Raises:
-          ConfigError: targets longer than BART's positions.
+          ConfigError: the targets are longer than BART's positions.
         """
         m, tokens, bias = self.model, x.shape[1], None
         check_length(m, tokens, "target")
@@ -124,14 +130,14 @@ class Decoder(Ends):
         return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """What the steps of each layer read of the source."""
+        """Computes what the decoding steps of every layer read of the source."""
         return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
-        """An empty cache, for targets of up to `length` tokens.
+        """Returns an empty cache for targets of up to `length` tokens.
 
         Raises:
-          ConfigError: longer than BART's positions.
+          ConfigError: `length` exceeds BART's positions.
         """
         m = self.model
         check_length(m, length, "target")
@@ -146,7 +152,7 @@ class Decoder(Ends):
         source: CrossCache,
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
-        """One token of each of the N beams, at `position` of the targets."""
+        """Reads one token of each of the N beams, at `position` of the targets."""
         bias = None
         if self.model.family == "t5":
             length, distance = own.keys.shape[3], self.model.relative_max_distance
@@ -159,12 +165,12 @@ class Decoder(Ends):
 
 
 def _second(caches: PyTree[Array]) -> PyTree[Array]:
-    """With the layers on axis 1, not 0; of scalars of a layer there is only that."""
+    """Moves the axis of layers from 0 to 1; scalars of a layer are left alone."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
 
 
 def _of_layer(caches: PyTree[Array], layer: Int[Array, ""]) -> PyTree[Array]:
-    """One layer's of the caches of all."""
+    """Returns the caches of one layer from the caches of all layers."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, layer, min(x.ndim - 1, 1), keepdims=False), caches
     )

@@ -1,4 +1,4 @@
-"""The encoder: source tokens to what the decoder reads."""
+"""The encoder of an encoder-decoder."""
 
 import jax
 import numpy as np
@@ -15,10 +15,10 @@ from brt.ops.relative_bias import bias_tile, offset_bias
 
 
 class Encoder(Ends):
-    """Embedded source tokens through all layers.
+    """All layers of the encoder, from embedded source tokens to hidden vectors.
 
     Attributes:
-      attention: how a token sees all others.
+      attention: settings of the kind of self-attention.
     """
 
     attention: Attention = Attention()
@@ -37,14 +37,14 @@ class Encoder(Ends):
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], key: jax.Array
     ) -> Float[Array, "B T D"]:
-        """Hidden vectors of sources.
+        """Returns the hidden vectors of sources.
 
         Args:
           mask: False on padding, which is at the end of a row.
-          key: of what attention draws at random.
+          key: random key of kinds of attention that draw hash planes.
 
         Raises:
-          ConfigError: a source longer than BART's positions.
+          ConfigError: a source is longer than BART's positions.
         """
         check_length(self.model, x.shape[1], "source")
         keys = layer_keys(key, self.model.encoder_layers)
@@ -52,7 +52,7 @@ class Encoder(Ends):
         return self.leave(x)
 
     def _source(self, mask: Bool[Array, "B T"]) -> Source:
-        """Biases and blocks, the same in all layers."""
+        """Returns biases and blocks, which are the same in all layers."""
         m = self.model
         if m.family == "bart":
             return Source(mask)

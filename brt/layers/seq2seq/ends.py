@@ -1,4 +1,4 @@
-"""What lies before the first layer of a stack and after its last one."""
+"""Parameters before the first layer of a stack and after its last one."""
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,9 @@ from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
 
 
 class Ends(nn.Module):
-    """BART: `pos_embed` and `embed_norm` before; T5: `final_norm` after, and `rel_bias`."""
+    """`pos_embed` and `embed_norm` before the first layer (BART), `final_norm` after the last one,
+    and `rel_bias` (T5).
+    """
 
     model: Seq2Seq
     training: bool = False
@@ -34,7 +36,9 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Embedded tokens, the first of which is at position `first`, for the first layer."""
+        """Returns the input of the first layer for embedded tokens, the first of which is at
+        position `first`.
+        """
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(
                 self.pos_embed, first + POSITION_OFFSET, x.shape[1], axis=0
@@ -43,20 +47,20 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """What the last layer gives, for the readers of the stack."""
+        """Returns the output of the stack for the output of the last layer."""
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)
 
 
 def relative_bias(model: Seq2Seq) -> Embedding:
-    """T5's bias [R, H] of each bucket of distances."""
+    """Returns T5's bias [R, H] of each bucket of distances."""
     shape = (model.relative_buckets, model.heads)
     return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)
 
 
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
-    """Raises ConfigError where `what` ("source", "target") is longer than BART's positions."""
+    """Raises ConfigError if `what` ("source" or "target") is longer than BART's positions."""
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
             f"a {what} of {length} tokens is longer than Seq2Seq.max_positions = "

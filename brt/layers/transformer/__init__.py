@@ -1,1 +1,1 @@
-"""Layers that encoders and encoder-decoders share; small settings tell the families apart."""
+"""Layers that encoders and encoder-decoders share. Settings distinguish the model families."""

@@ -1,4 +1,4 @@
-"""Projections of attention, and how the tokens of an encoder see each other."""
+"""Self-attention of encoders, and the projections of attention."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from brt.ops.encoder_attention import GlobalBlocks, SideKeys, block_sums, local_
 
 
 class Projections(nn.Module):
-    """`q`, `k`, `v` into heads and `o` out of them; no `k` where queries and keys share one."""
+    """Kernels `q`, `k`, `v` into heads and `o` out of them; there is no `k` if queries are also the
+    keys.
+    """
 
     block: Block
     training: bool = False
@@ -33,29 +35,30 @@ class Projections(nn.Module):
         self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
 
     def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
-        """Queries, scaled."""
+        """Returns scaled queries."""
         return self.q(x) * self.block.scale
 
     def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
-        """`masked_attention.attend`."""
+        """Attends with a mask (`brt.ops.masked_attention`)."""
         name = self.block.kernels.masked_attention
         return masked_attention.attend(*inputs, implementation=name)
 
     def drop(self) -> Dropout | None:
-        """Dropout of attention weights, where there is any."""
+        """Returns the dropout of attention weights, or None."""
         rate = self.block.attention_dropout
         return Dropout(self.make_rng("dropout"), rate) if self.training and rate else None
 
 
 class Source(NamedTuple):
-    """What all layers of an encoder read beside their vectors.
+    """Inputs that all layers of an encoder share.
 
     Attributes:
       valid: False on padding.
-      bias: float32 [H, T, T], or of a block [H, W, 3 W] where attention is local; None: none.
-      distance_bias: float32, for the kinds of attention that take it instead; None: none.
-      blocks: of transient global tokens, or None.
-      side: float32, of transient global tokens, or None.
+      bias: float32 [H, T, T], or [H, W, 3 W] for a block of local attention; None for no bias.
+      distance_bias: float32 bias by distance, for kinds of attention that take it in this form, or
+        None.
+      blocks: blocks of transient global tokens, or None.
+      side: float32 bias of transient global tokens, or None.
     """
 
     valid: Bool[Array, "B T"]
@@ -66,14 +69,16 @@ class Source(NamedTuple):
 
 
 class SelfAttention(Projections):
-    """Every valid token sees all others, or its neighbours and sums of blocks.
+    """Self-attention: every valid token attends to all others, or to its neighbours and to sums of
+    blocks.
 
-    The parameters are the same for every kind, so that weights fit them all.
+    All kinds of attention have the same parameters, so that the same weights can be used with any
+    kind.
 
     Attributes:
-      attention: how a token sees all others.
-      radius: positions to each side that it sees; 0: all.
-      has_globals: whether it sees sums of blocks, which `global_norm` normalises.
+      attention: settings of the kind of attention.
+      radius: number of positions on each side that a token attends to; 0 for all.
+      has_globals: True if tokens attend to sums of blocks, which `global_norm` normalises.
     """
 
     attention: Attention = Attention()
@@ -88,7 +93,11 @@ class SelfAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> Float[Array, "B T D"]:
-        """Args: key: of what the kind draws at random."""
+        """Returns the output of attention.
+
+        Args:
+          key: random key of kinds of attention that draw hash planes.
+        """
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)

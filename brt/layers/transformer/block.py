@@ -1,4 +1,4 @@
-"""What tells the layers of one family from those of another, and the residuals around a part."""
+"""Settings that distinguish the layers of the model families, and residual connections."""
 
 from typing import Literal, NamedTuple
 
@@ -13,16 +13,16 @@ from brt.layers.transformer.linear import DEVIATION, Linear, Norm
 
 
 class Block(NamedTuple):
-    """A layer's sizes and kinds.
+    """Sizes and settings of a layer.
 
     Attributes:
       norm: "rms" has a scale, "layer" a scale and a bias.
-      norm_first: whether a part of a layer reads normalised vectors; else its sum is normalised.
-      bias: whether products with matrices have one.
-      deviation: of initial matrices; None: (numbers that are summed) ** -0.5.
-      scale: of the products of queries and keys.
-      dtype: of activations and caches.
-      kernels: which implementations of operations run.
+      norm_first: True normalises the input of each sub-layer, False the sum of input and output.
+      bias: True if matrix products have a bias.
+      deviation: standard deviation of initial matrices; None for fan_in ** -0.5.
+      scale: scale of the products of queries and keys.
+      dtype: dtype of activations and caches.
+      kernels: implementations of operations.
     """
 
     model_dim: int
@@ -49,16 +49,16 @@ class Block(NamedTuple):
         axes: tuple[str | None, ...],
         deviation: float | None = None,
     ) -> Linear:
-        """A product with a matrix; `deviation` where the block itself names none."""
+        """Returns a module for a matrix product; `deviation` is used if the block names none."""
         return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)
 
     def new_norm(self) -> Norm:
-        """The norm of vectors of the model's width."""
+        """Returns a norm for vectors of the model's width."""
         return Norm(self.norm, self.norm_epsilon)
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """RoBERTa's layers, and those whose norms come first."""
+    """Returns the settings of RoBERTa's layers, or of encoders that normalise before sub-layers."""
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
         m.norm_first, bias=True, deviation=None, scale=m.head_dim**-0.5, dropout=m.dropout,
@@ -68,7 +68,7 @@ def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
 
 
 def of_seq2seq(m: config.Seq2Seq, kernels: config.Kernels) -> Block:
-    """T5's or BART's layers; T5's queries are not scaled where they are used."""
+    """Returns the settings of T5's or BART's layers; T5 does not scale its queries."""
     t5 = m.family == "t5"
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "rms" if t5 else "layer",
@@ -85,19 +85,21 @@ def _own(rate: float, usual: float) -> float:
 
 
 class Residual(nn.Module):
-    """A layer: each part reads `before`, and what it gives is added by `after`."""
+    """A layer whose sub-layers have residual connections: each one reads `before(x)`, and `after`
+    adds its output.
+    """
 
     block: Block
     training: bool = False
 
     def before(self, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """What a part reads."""
+        """Returns the input of a sub-layer."""
         return norm(x) if self.block.norm_first else x
 
     def after(
         self, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
     ) -> Float[Array, "*B D"]:
-        """x and y, which a part made of it."""
+        """Returns the sum of x and the output y of a sub-layer."""
         total = x + dropout(self, y, self.block.dropout)
         total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)
         return total if self.block.norm_first else norm(total)

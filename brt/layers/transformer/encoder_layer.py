@@ -1,4 +1,4 @@
-"""A layer of an encoder, of whatever family."""
+"""A layer of an encoder of any family."""
 
 import jax
 from jaxtyping import Array, Float
@@ -10,7 +10,7 @@ from brt.layers.transformer.mlp import Mlp
 
 
 class EncoderLayer(Residual):
-    """Self-attention and an MLP, each with its residual and its norm, before or after.
+    """Self-attention and an MLP, each with a residual connection and a norm before or after it.
 
     Attributes: those of `SelfAttention`.
     """
@@ -32,7 +32,9 @@ class EncoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> tuple[Float[Array, "B T D"], None]:
-        """In the form of `brt.layers.transformer.stacked`; `key` is the layer's own."""
+        """Reads a sequence, in the form that `brt.layers.transformer.stacked` requires; `key` is
+        the layer's own.
+        """
         y = self.self_attn(self.before(self.self_attn_norm, x), key, source)
         x = self.after(self.self_attn_norm, x, y)
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x))), None

@@ -1,4 +1,4 @@
-"""What owns a matrix, an embedding or a norm."""
+"""Modules that own a matrix, an embedding or a norm."""
 
 import math
 from typing import Literal
@@ -18,11 +18,11 @@ DEVIATION = 0.02  # of their initial embeddings and positions
 
 
 class Linear(nn.Module):
-    """`kernel` [*inputs, *outputs] and `bias` [*outputs].
+    """A matrix product with `kernel` [*inputs, *outputs] and `bias` [*outputs].
 
     Attributes:
       axes: logical names of the kernel's axes.
-      deviation: of the initial kernel; None: (numbers that are summed) ** -0.5.
+      deviation: standard deviation of the initial kernel; None for fan_in ** -0.5.
     """
 
     inputs: tuple[int, ...]
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """[..., *inputs] -> [..., *outputs] in x's dtype."""
+        """Maps [..., *inputs] to [..., *outputs] in the dtype of x."""
         width = math.prod(self.inputs)  # spelt out: there may be no rows
         init = nn.initializers.normal(self.deviation or width**-0.5)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, init)
@@ -45,7 +45,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """`scale` by root mean square; of a layer norm `scale` and `bias`."""
+    """A root-mean-square norm with `scale`, or a layer norm with `scale` and `bias`."""
 
     kind: Literal["rms", "layer"]
     epsilon: float
@@ -60,12 +60,12 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`embedding`: a row for each token, kind of token, or bucket of distances.
+    """`embedding`: one row for each token, kind of token, or bucket of distances.
 
     Attributes:
       axes: logical names of its two axes.
-      deviation: of the initial rows.
-      dtype: of the rows that are looked up.
+      deviation: standard deviation of the initial rows.
+      dtype: dtype of the rows that are looked up.
     """
 
     shape: tuple[int, int]
@@ -78,7 +78,7 @@ class Embedding(nn.Module):
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """The rows of some ids."""
+        """Returns the rows of the given ids."""
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])

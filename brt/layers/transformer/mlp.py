@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer."""
+"""The MLP of a layer."""
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ from brt.ops.activations import relu
 
 
 class Mlp(nn.Module):
-    """`wi` (gated: `wi_0`, `wi_1`), an activation, `wo`."""
+    """An MLP with `wi` (gated: `wi_0`, `wi_1`), an activation, and `wo`."""
 
     block: Block
     training: bool = False
@@ -34,5 +34,5 @@ class Mlp(nn.Module):
 
 
 def activated(kind: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`relu`, or the exact `gelu`."""
+    """Applies `relu` or the exact `gelu`."""
     return relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=False)

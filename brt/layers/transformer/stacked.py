@@ -1,4 +1,4 @@
-"""Equal layers as a scan over stacked parameters: traced once, whatever the depth."""
+"""Equal layers as a scan over stacked parameters, which is traced once for any depth."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,12 @@ def stacked(
     remat: bool,
     methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
-    """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.
+    """Returns a module of `count` layers with the fields of one layer, whose parameters have the
+    layers on axis 0.
 
-    Its methods are of the form (x, of each layer, of all layers) -> (x, of each layer), where
-    what is of each layer has the layers on axis 0. It is a loop but on TPUs, where what a loop
-    stacks for its backward pass takes longer to move than to keep.
+    Its methods have the form (x, inputs of each layer, inputs of all layers) -> (x, outputs of each
+    layer), where arrays of each layer have the layers on axis 0. The layers are a loop except on
+    TPUs, where moving what a loop stacks for its backward pass takes too long.
 
     Args:
       remat: recomputes the activations of `__call__` in the backward pass.
@@ -41,5 +42,5 @@ def stacked(
 
 
 def layer_keys(key: jax.Array, count: int) -> jax.Array:
-    """A key for each layer."""
+    """Returns a random key for each layer."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))

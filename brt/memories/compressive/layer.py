@@ -1,4 +1,6 @@
-"""The compressive layer: a window, the whole block before, and compressed slots of older blocks."""
+"""The compressive layer: attention to a window, to the whole previous block, and to compressed
+slots of older blocks.
+"""
 
 from typing import Any, NamedTuple
 
@@ -34,13 +36,13 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class CompressedState(NamedTuple):
-    """The cache, and what blocks before it have become.
+    """The cache, the inputs of the cached block, and the compressed slots.
 
     Attributes:
-      window: as of a sliding-window layer.
-      inputs: [B, W, D], what the layer read in the block that the cache is of.
-      vectors: float32 [B, C, D], the slots, oldest first; zeros before the first.
-      length: int32 [B], how many of them are of the document: the last so many.
+      window: the state of a sliding-window layer.
+      inputs: [B, W, D], inputs of the layer in the cached block.
+      vectors: float32 [B, C, D], the slots, oldest first; unused slots are zeros.
+      length: int32 [B], number of slots of the present document.
     """
 
     window: WindowState
@@ -50,7 +52,9 @@ class CompressedState(NamedTuple):
 
 
 class CompressedBlock(NamedTuple):
-    """An open block: that of a sliding-window layer, its inputs [B, W, D], the slots' keys."""
+    """An open block: that of a sliding-window layer, its inputs [B, W, D], and the keys and values
+    of the slots.
+    """
 
     tokens: OpenBlock
     inputs: Float[Array, "B W D"]
@@ -62,7 +66,7 @@ COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes"
 
 
 def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
-    """The state of a compressive layer that has read nothing."""
+    """Returns the state of a compressive layer that has read nothing."""
     section = model.of(Compressive)
     return CompressedState(
         new_window_state(model, batch, dtype),
@@ -73,7 +77,9 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
 
 
 def compressive_flops(model: Model) -> int:
-    """Of a token: the slots and their keys, what left the window, and the compressor."""
+    """Returns the FLOPs per token of attention to slots and to keys that left the window, of the
+    slots' keys, and of the compressor.
+    """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
     left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
@@ -85,13 +91,14 @@ def compressive_flops(model: Model) -> int:
 class CompressiveLayer(nn.Module):
     """A layer of the Compressive Transformer: (x, state) -> (y, state).
 
-    As a sliding-window layer, but keys that leave the window stay readable: those of the block
-    before exactly, blocks before that as slots, `compression_rate` tokens in one, until newer ones
-    push them out. To the learned positions all of them are as far as the window's farthest key.
+    It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
+    those of the previous block, and to older blocks as slots (`Compressive.rate` tokens in one)
+    until newer slots push them out. For learned positions, all of these have the distance of the
+    window's farthest key.
 
-    Slots are constants to what reads them. A compressor that learns does so by its own loss: that
-    attention to the slots of a block reads what attention to the block does, or that a transposed
-    convolution makes the block of them again.
+    Slots are constants for the layer that attends to them. A learned compressor is trained by a
+    loss of its own: attention to the slots of a block should equal attention to the block, or a
+    transposed convolution should reconstruct the block from them.
     """
 
     model: Model
@@ -129,7 +136,7 @@ class CompressiveLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], CompressedState, LayerAux]:
-        """A segment; with feedback its one block."""
+        """Reads a segment; with feedback, a single block."""
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
         projections = self.tokens.project(x)
@@ -169,7 +176,7 @@ class CompressiveLayer(nn.Module):
         return compress(x, section.rate, self.compressor)
 
     def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
-        """Keys and values by today's weights."""
+        """Returns keys and values of the slots, by the present weights."""
         constant = jax.lax.stop_gradient(vectors)
         return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
 
@@ -195,11 +202,12 @@ class CompressiveLayer(nn.Module):
         cache_mask: Bool[Array, "B N"],
         left: Bool[Array, "Q W"],
     ) -> Mix:
-        """Adds to what tokens of N blocks read in their window what lies beyond it.
+        """Adds attention beyond the window to the attention of N blocks to their window.
 
         Args:
-          slots, before: [B, N, C, H, K] and [B, N, W, H, K], of the block before.
-          left: which keys of that have left a token's window.
+          slots, before: keys and values [B, N, C, H, K] of the slots and [B, N, W, H, K] of the
+            previous block.
+          left: which keys of the previous block have left a token's window.
         """
         section = self.model.of(Compressive)
         size = section.slots
@@ -224,7 +232,7 @@ class CompressiveLayer(nn.Module):
         made: Float[Array, "B N S D"],
         past: KVCache,
     ) -> LayerAux:
-        """The compressor's loss, of tokens that have a block before theirs."""
+        """Returns the compressor's loss over tokens that have a previous block."""
         section = self.model.of(Compressive)
         m = self.model
         if section.compressor != "conv" or section.loss_weight == 0:
@@ -244,7 +252,7 @@ class CompressiveLayer(nn.Module):
     def begin_block(
         self, x: None, state: CompressedState, *_: None
     ) -> tuple[None, CompressedBlock]:
-        """An empty block behind `state`, with what its tokens read of the slots."""
+        """Returns an empty open block, with the keys and values of the slots."""
         tokens = OpenBlock(state.window.keys, state.window.values, None)
         inputs = jnp.zeros_like(state.inputs)
         return x, CompressedBlock(tokens, inputs, self._slots(state.vectors))
@@ -256,7 +264,7 @@ class CompressiveLayer(nn.Module):
         position: Int[Array, ""],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], CompressedBlock]:
-        """One token of the open block; the slots stand still."""
+        """Reads one token of the open block; the slots do not change."""
         (state, block), window = carried, carried[0].window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))
@@ -273,7 +281,7 @@ class CompressiveLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[CompressedState, CompressedBlock], *_: None
     ) -> tuple[None, CompressedState]:
-        """The state after a full block: the one before it has become slots."""
+        """Returns the state after a full block; the block before it becomes slots."""
         section = self.model.of(Compressive)
         (state, block), m = carried, self.model
         made = self._compressed(state.inputs)

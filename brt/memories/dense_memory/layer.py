@@ -1,7 +1,8 @@
 """The dense-memory layer: one softmax over a block and all of the last tokens before it.
 
-What MELODI's authors compare with (arXiv 2410.03156) as a Memorizing Transformer: no token is
-searched for, all are read, and no gate stands between them and the tokens of the block.
+MELODI's authors compare with this layer (arXiv 2410.03156) under the name of a Memorizing
+Transformer: tokens are not searched, all of them are attended to, and there is no gate between
+memory and block.
 """
 
 import dataclasses
@@ -24,12 +25,12 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class DenseState(NamedTuple):
-    """Keys and values of the last M tokens; there is no cache beside them.
+    """Keys and values of the last M tokens; the layer has no other cache.
 
     Attributes:
-      keys: [B, M, H, K], oldest first; zeros before the first.
+      keys: [B, M, H, K], oldest first; unused places are zeros.
       values: [B, M, H, K].
-      length: int32 [B], how many are of the document: the last so many.
+      length: int32 [B], number of tokens of the present document.
     """
 
     keys: Float[Array, "B M H K"]
@@ -42,14 +43,16 @@ DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
 def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
-    """The state of a dense-memory layer that has read nothing."""
+    """Returns the state of a dense-memory layer that has read nothing."""
     section = model.of(DenseMemory)
     keys = jnp.zeros((batch, section.size, model.heads, model.head_dim), dtype)
     return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
 
 
 def dense_memory_flops(model: Model) -> int:
-    """Of a token: all of the memory, and half of its block instead of a window."""
+    """Returns the FLOPs per token of attention to the memory and to half of a block, minus
+    attention to a window.
+    """
     section = model.of(DenseMemory)
     m = model
     own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
@@ -57,7 +60,7 @@ def dense_memory_flops(model: Model) -> int:
 
 
 class DenseMemoryLayer(nn.Module):
-    """(x, state) -> (y, state). It has no positions."""
+    """A dense-memory layer without positions: (x, state) -> (y, state)."""
 
     model: Model
     training: bool = False
@@ -73,7 +76,7 @@ class DenseMemoryLayer(nn.Module):
         self, x: Float[Array, "B T D"], state: DenseState, document_start: Bool[Array, "B N"],
         _: None = None,
     ) -> tuple[Float[Array, "B T D"], DenseState]:  # fmt: skip
-        """A segment: every block by itself, behind what it remembers."""
+        """Reads a segment: every block attends to itself and to its memory."""
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
         projected = self.tokens.project(x)
@@ -116,7 +119,9 @@ class DenseMemoryLayer(nn.Module):
         places: Int[Array, " Q"],
         dropout: Dropout | None = None,
     ) -> Float[Array, "B Q H K"]:
-        """What tokens at `places` of a block read; `seen` is the memory, then the block."""
+        """Returns the attention of tokens at `places` of a block; `seen` holds the memory and then
+        the block.
+        """
         section = self.model.of(DenseMemory)
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
@@ -142,7 +147,7 @@ class DenseMemoryLayer(nn.Module):
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, state: DenseState, *_: None) -> tuple[None, StateKV]:
-        """An empty block behind `state`."""
+        """Returns an empty open block behind `state`."""
         m = self.model
         shape = (len(state.length), m.window, m.heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
@@ -155,7 +160,7 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         _: None = None,
     ) -> tuple[Float[Array, "B 1 D"], StateKV]:
-        """One token of the open block; the memory stands still."""
+        """Reads one token of the open block; the memory does not change."""
         state, block = carried
         projected = self.tokens.project(x)
         pairs = (block.keys, projected.keys), (block.values, projected.values)
@@ -171,7 +176,7 @@ class DenseMemoryLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[DenseState, StateKV], *_: None
     ) -> tuple[None, DenseState]:
-        """The state after a full block, which the memory takes in."""
+        """Returns the state after a full block, which enters the memory."""
         section = self.model.of(DenseMemory)
         (state, block), m = carried, self.model
         keys, values = (

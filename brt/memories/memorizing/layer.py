@@ -1,4 +1,4 @@
-"""The memorizing layer: sliding-window attention beside attention to a memory of past tokens."""
+"""The memorizing layer: sliding-window attention, and attention to a memory of past tokens."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,13 +21,14 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class MemoryState(NamedTuple):
-    """The cache and the memory: keys and values of the last M tokens, by head, oldest first.
+    """The cache, and a memory of keys and values of the last M tokens by head, oldest first.
 
     Attributes:
-      window: as of a sliding-window layer.
-      keys: [B, H, M, K], as in the cache. Heads come first, because each is searched by itself.
+      window: the state of a sliding-window layer.
+      keys: [B, H, M, K], as in the cache. Heads come first because each head is searched
+        separately.
       values: [B, H, M, K].
-      length: int32 [B], tokens of the document in the memory: the last so many.
+      length: int32 [B], number of tokens of the present document in the memory.
     """
 
     window: WindowState
@@ -42,7 +43,7 @@ MEMORY_AXES: Any = MemoryState(
 
 
 def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """The state of a memorizing layer that has read nothing."""
+    """Returns the state of a memorizing layer that has read nothing."""
     section = model.of(Memorizing)
     shape = (batch, model.heads, section.size, model.head_dim)
     keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -51,14 +52,14 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def memory_flops(model: Model) -> int:
-    """Of a token: its search, and its attention to what it finds."""
+    """Returns the FLOPs per token of the search and of attention to its results."""
     section = model.of(Memorizing)
     width = model.heads * model.head_dim
     return 2 * width * section.size + 4 * width * section.neighbors
 
 
 class Past(NamedTuple):
-    """Keys and values [B, H, Z, K] of what is remembered, and of tokens that come after it."""
+    """Keys and values [B, H, Z, K] of the memory and of the tokens of a segment after it."""
 
     keys: Float[Array, "B H Z K"]
     values: Float[Array, "B H Z K"]
@@ -67,7 +68,7 @@ class Past(NamedTuple):
 def extended(
     state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
 ) -> Past:
-    """The memory with a segment behind it."""
+    """Returns the memory followed by the tokens of a segment."""
     pairs = (state.keys, keys), (state.values, values)
     whole = ((old, constrain(new, "lanes", None, "heads", None)) for old, new in pairs)
     return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
@@ -76,7 +77,7 @@ def extended(
 def remembered(
     past: Past, length: Int[Array, " B"], window: WindowState, *, size: int
 ) -> MemoryState:
-    """The state that keeps the last `length` tokens of the past; zeros stand before them."""
+    """Returns the state that holds the last `length` tokens of the past, preceded by zeros."""
     kept = jnp.arange(size)[None] >= size - length[:, None]
     keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
     return MemoryState(window, keys, values, length)
@@ -85,9 +86,9 @@ def remembered(
 class MemorizingLayer(nn.Module):
     """A Memorizing Transformer layer: (x, state) -> (y, state).
 
-    A token attends to its window, and to what it finds in the memory of the tokens before its
-    block (Memorizing Transformers, section 3); a learned gate per head mixes the two. As in
-    the original's recipe the layer has no positions.
+    A token attends to its window, and to the results of a search in the memory of the tokens before
+    its block (Memorizing Transformers, section 3). A learned gate per head mixes the two. As in the
+    original's recipe, the layer has no positions.
     """
 
     model: Model
@@ -105,7 +106,9 @@ class MemorizingLayer(nn.Module):
         )
 
     def _mix(self, past: Past, counts: Int[Array, "B N"]) -> Mix:
-        """Adds to what the tokens of N blocks read in their window what they find here."""
+        """Mixes the attention of N blocks to their window with attention to the results of the
+        search.
+        """
         section = self.model.of(Memorizing)
         m = self.model
         null_keys = not m.mask_empty_cache
@@ -132,7 +135,7 @@ class MemorizingLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryState]:
-        """A segment; with feedback its one block."""
+        """Reads a segment; with feedback, a single block."""
         section = self.model.of(Memorizing)
         m = self.model
         projections = self.tokens.project(x)
@@ -144,7 +147,7 @@ class MemorizingLayer(nn.Module):
         return y, remembered(past, counts[:, -1], window, size=section.size)
 
     def begin_block(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
-        """An empty block behind `state`."""
+        """Returns an empty open block behind `state`."""
         return x, OpenBlock(state.window.keys, state.window.values, None)
 
     def decode_step(
@@ -154,7 +157,7 @@ class MemorizingLayer(nn.Module):
         position: Int[Array, ""],
         feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """One token of the open block; the memory stands still."""
+        """Reads one token of the open block; the memory does not change."""
         state, block = carried
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
         return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
@@ -162,7 +165,7 @@ class MemorizingLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[MemoryState, OpenBlock], *_: None
     ) -> tuple[None, MemoryState]:
-        """The state after a full block, which the memory takes in."""
+        """Returns the state after a full block, which enters the memory."""
         section = self.model.of(Memorizing)
         (state, block), m = carried, self.model
         past = extended(state, block.keys, block.values)

@@ -1,4 +1,6 @@
-"""The routing layer: some heads read a window, the others the last tokens of a token's cluster."""
+"""The routing layer: some heads attend to a window, the others to the last tokens of a token's
+cluster.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -33,13 +35,13 @@ from brt.ops.positions import relative_bias
 
 
 class RoutedState(NamedTuple):
-    """The cache of the other heads, and the last tokens of every cluster: see `Rings`.
+    """The cache of the windowed heads, and the last tokens of every cluster (see `Rings`).
 
     Attributes:
-      window: as of a sliding-window layer, of H - G heads.
-      keys: [B, G, C, R, K], unit vectors, oldest first; zeros before the first.
+      window: the state of a sliding-window layer with H - G heads.
+      keys: [B, G, C, R, K], unit vectors, oldest first; unused places are zeros.
       values: [B, G, C, R, K].
-      filled: int32 [B, G, C].
+      filled: int32 [B, G, C], number of tokens of a cluster.
     """
 
     window: WindowState
@@ -53,7 +55,9 @@ class RoutedState(NamedTuple):
 
 
 class RoutedBlock(NamedTuple):
-    """An open block: that of a sliding-window layer, and [B, W, G, K] of the routed heads."""
+    """An open block: that of a sliding-window layer, and the tokens [B, W, G, K] of the routed
+    heads.
+    """
 
     tokens: OpenBlock
     routed: RoutedTokens
@@ -64,13 +68,13 @@ ROUTED_AXES: Any = RoutedState(WINDOW_AXES, _RINGS, _RINGS, _RINGS[:3])
 
 
 def _of_windows(model: Model) -> Model:
-    """What the heads that read a window are built by."""
+    """Returns the settings of the windowed heads."""
     section = model.of(Routing)
     return dataclasses.replace(model.without(Routing), heads=model.heads - section.heads)
 
 
 def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
-    """The state of a routing layer that has read nothing."""
+    """Returns the state of a routing layer that has read nothing."""
     section = model.of(Routing)
     m = model
     shape = (batch, section.heads, section.clusters, section.keep, m.head_dim)
@@ -80,18 +84,20 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 
 
 def new_routing(model: Model) -> ClusterStatistics:
-    """Its model state: what the clusters are."""
+    """Returns the initial model state: the statistics of the clusters."""
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
 
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    """The next step's."""
+    """Returns the model state of the next step."""
     return update_averages(statistics, model.of(Routing).decay)
 
 
 def routing_flops(model: Model) -> int:
-    """Of a token: its clusters and their tokens, less windows and the keys that queries are."""
+    """Returns the FLOPs per token of assigning clusters and attending to their tokens, minus the
+    windows and key projections that routed heads do not need.
+    """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
     reading = 2 * width * section.clusters + 4 * width * section.keep
@@ -101,9 +107,9 @@ def routing_flops(model: Model) -> int:
 class RoutingLayer(nn.Module):
     """A layer with routed heads: (x, state, statistics) -> (y, state, aux).
 
-    A token of a routed head is of the cluster that its query fits best, and reads the last tokens
-    of this cluster, itself included (`brt.memories.routing.routed_attention`). T5 positions are
-    positions in the cluster there: the number of its tokens in between.
+    A token of a routed head belongs to the cluster whose centroid fits its query best, and attends
+    to the last tokens of this cluster including itself (`brt.memories.routing.routed_attention`).
+    T5 positions count the tokens of the cluster in between.
     """
 
     model: Model
@@ -144,7 +150,7 @@ class RoutingLayer(nn.Module):
     def _routed(
         self, x: Float[Array, "B T D"], statistics: ClusterStatistics
     ) -> tuple[Float[Array, "B T G K"], RoutedTokens]:
-        """Queries with their scale, and the tokens as others read them."""
+        """Returns scaled queries, and the tokens in the form in which others attend to them."""
         h = self.tokens.normed(x)
         products = dense(h, self.queries)
         keys, values = l2_normalize(products), dense(h, self.values)
@@ -159,7 +165,7 @@ class RoutingLayer(nn.Module):
         _: None,
         statistics: ClusterStatistics,
     ) -> tuple[Float[Array, "B T D"], RoutedState, LayerAux]:
-        """A segment."""
+        """Reads a segment."""
         m = self.model
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
@@ -193,7 +199,7 @@ class RoutingLayer(nn.Module):
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, state: RoutedState, *_: Any) -> tuple[None, RoutedBlock]:
-        """An empty block behind `state`."""
+        """Returns an empty open block behind `state`."""
         section = self.model.of(Routing)
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
@@ -209,7 +215,7 @@ class RoutingLayer(nn.Module):
         _: None,
         statistics: ClusterStatistics,
     ) -> tuple[Float[Array, "B 1 D"], RoutedBlock]:
-        """One token of the open block; the rings stand still."""
+        """Reads one token of the open block; the rings do not change."""
         state, block = carried
         queries, routed = self._routed(x, statistics)
         whole = RoutedTokens(
@@ -231,7 +237,7 @@ class RoutingLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[RoutedState, RoutedBlock], *_: Any
     ) -> tuple[None, RoutedState]:
-        """The state after a full block, which the rings take in."""
+        """Returns the state after a full block, whose tokens enter the rings."""
         state, (tokens, routed) = carried
         nowhere = jnp.zeros((len(state.keys), 1), bool)
         window = WindowState(tokens.keys, tokens.values, jnp.ones_like(state.window.valid))

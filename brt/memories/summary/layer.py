@@ -1,11 +1,12 @@
-"""Layers that sum up what they read (MELODI, arXiv 2410.03156): vectors in place of a cache.
+"""Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
 
-A block is read together with what the layer below made of it, U summaries. Tokens and summaries
-read the block up to themselves and the short-term memory, S vectors that the layer made of the
-block before; in a long-term layer also M vectors that it made of many blocks, the oldest of which
-leave as new ones come. All these are mixed from what the layer gives, and none from a later token.
+A block is read together with U summaries of it by the layer below. Tokens and summaries attend to
+the block up to themselves and to the short-term memory: S vectors that the layer computed from the
+previous block. A layer with a long-term memory also attends to M vectors that it computed from many
+blocks; the oldest leave as new ones enter. All of these vectors are mixtures of the layer's outputs
+and never depend on later tokens.
 
-Letters beside the glossary's: U summaries, S short-term and M long-term vectors, P = W + U.
+Letters in shapes: U summaries, S short-term and M long-term vectors, P = W + U.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -32,7 +33,7 @@ class SummaryState(NamedTuple):
     """The short-term memory.
 
     Attributes:
-      vectors: float32 [B, S, D], made of the last block; zeros before the first.
+      vectors: float32 [B, S, D], computed from the last block; zeros before the first block.
       valid: bool [B], False before the first block of a document.
     """
 
@@ -45,12 +46,12 @@ class SummaryState(NamedTuple):
 
 
 class LongSummaryState(NamedTuple):
-    """Both memories.
+    """The short-term and the long-term memory.
 
     Attributes:
-      short: as of a layer without the long-term one.
-      vectors: float32 [B, M, D], oldest first; zeros before the first.
-      length: int32 [B], how many of them are of the document: the last so many.
+      short: the state of a layer without a long-term memory.
+      vectors: float32 [B, M, D], oldest first; unused places are zeros.
+      length: int32 [B], number of vectors of the present document.
     """
 
     short: SummaryState
@@ -64,10 +65,10 @@ LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
 
 
 class Read(NamedTuple):
-    """What is known while a block is read.
+    """What a layer knows while it reads a block.
 
     Attributes:
-      state: before the block; of either kind.
+      state: the state before the block, of either kind.
       long: keys and values [B, M, H, K] of the long-term memory, or None.
     """
 
@@ -80,7 +81,7 @@ class SummaryBlock(NamedTuple):
 
     Attributes:
       keys, values: [B, W, H, K], of its tokens.
-      outputs: [B, W, D], what the layer made of them.
+      outputs: [B, W, D], outputs of the layer for its tokens.
       short, long: keys and values of the memories.
     """
 
@@ -92,7 +93,7 @@ class SummaryBlock(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens and summaries of N blocks, and what they attend with."""
+    """Tokens and summaries of N blocks, with their queries, keys and values."""
 
     inputs: Float[Array, "B N P D"]
     queries: Float[Array, "B N P H K"]
@@ -101,14 +102,14 @@ class Tokens(NamedTuple):
 
 
 def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
-    """The state of a short-term layer that has read nothing."""
+    """Returns the state of a short-term layer that has read nothing."""
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
     return SummaryState(vectors, jnp.zeros((batch,), bool))
 
 
 def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
-    """The state of a long-term layer that has read nothing."""
+    """Returns the state of a long-term layer that has read nothing."""
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
     short = new_summary_state(model, batch, dtype)
@@ -122,7 +123,9 @@ def number_of_summaries(model: Model) -> int:
 
 
 def summary_flops(model: Model) -> int:
-    """Of a token: its share of summaries and mixes, less what a window has more keys."""
+    """Returns the FLOPs per token of summaries and mixtures, minus the keys that a window has in
+    addition.
+    """
     section = model.of(Summaries)
     m, width, places = (
         model,
@@ -138,7 +141,9 @@ def summary_flops(model: Model) -> int:
 
 
 def long_summary_flops(model: Model) -> int:
-    """The same, with the long-term memory; its keys are made once a segment, which is left out."""
+    """Returns the same with the long-term memory, without its keys, which are computed once per
+    segment.
+    """
     section = model.of(Summaries)
     m, width, places = (
         model,
@@ -151,7 +156,7 @@ def long_summary_flops(model: Model) -> int:
 
 
 class TokenMix(nn.Module):
-    """Owns the weights of a mix of P places into `size` vectors."""
+    """Weights of a mixture of P places into `size` vectors."""
 
     model: Model
     size: int
@@ -161,7 +166,7 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        """See `mix_tokens`."""
+        """Mixes tokens (see `mix_tokens`)."""
         section = self.model.of(Summaries)
         places = self.model.window + section.summaries
         weights = MixWeights(
@@ -178,7 +183,7 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A short-term layer: (`Stream`, state) -> (`Stream`, state)."""
+    """A layer with a short-term memory: (`Stream`, state) -> (`Stream`, state)."""
 
     model: Model
     training: bool = False
@@ -205,7 +210,7 @@ class SummaryLayer(nn.Module):
     def __call__(
         self, stream: Stream, state: Any, document_start: Bool[Array, "B N"], _: None = None
     ) -> tuple[Stream, Any]:
-        """A segment: projections of all blocks, then block by block."""
+        """Reads a segment: projections of all blocks at once, then block by block."""
         m, blocks = self.model, document_start.shape[1]
         x = constrain(stream.tokens, "lanes", None, None)  # nobody has a block for himself
         x = x.reshape(len(x), blocks, m.window, m.model_dim)
@@ -251,7 +256,7 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
-        """What queries, of which the first is at place `first` of the block, read."""
+        """Returns the attention of queries, the first of which is at place `first` of the block."""
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
         nulls = not m.mask_empty_cache  # what is not there counts as zero vectors
@@ -277,7 +282,7 @@ class SummaryLayer(nn.Module):
     def _after(
         self, read: Read, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
     ) -> tuple[Read, Float[Array, "B U D"]]:
-        """What is known after a block, given what the layer made of it; summaries for above."""
+        """Returns what the layer knows after a block, and the summaries for the layer above."""
         section = self.model.of(Summaries)
         state, long, above = read.state, read.long, self.summary_mix(x, u).astype(u.dtype)
         short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
@@ -304,7 +309,9 @@ class SummaryLayer(nn.Module):
         return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
 
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
-        """How far every key lies behind the nearest one seen; the short-term ones come first."""
+        """Returns the distance of every key from the nearest key that is attended to; short-term
+        vectors come first.
+        """
         section = self.model.of(Summaries)
         m = self.model
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
@@ -317,7 +324,7 @@ class SummaryLayer(nn.Module):
         return self.tokens.bias(section.short_memory + m.window + section.summaries)
 
     def _bias(self) -> Float[Array, "H P Z"] | None:
-        """Of every place of a block and every key."""
+        """Returns the position bias of every place of a block and every key."""
         section = self.model.of(Summaries)
         m, row = self.model, self._row()
         if row is None:
@@ -326,7 +333,7 @@ class SummaryLayer(nn.Module):
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, stream: Stream, state: Any, *_: None) -> tuple[Stream, SummaryBlock]:
-        """An empty block behind `state`, with what its tokens read of the memories."""
+        """Returns an empty open block, with the keys and values of the memories."""
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
@@ -337,7 +344,7 @@ class SummaryLayer(nn.Module):
         self, stream: Stream, carried: tuple[Any, SummaryBlock], position: Int[Array, ""],
         _: None = None,
     ) -> tuple[Stream, SummaryBlock]:  # fmt: skip
-        """One token of the open block; the memories stand still."""
+        """Reads one token of the open block; the memories do not change."""
         section = self.model.of(Summaries)
         (state, block), x = carried, stream.tokens
         projected = self.tokens.project(x)
@@ -361,7 +368,7 @@ class SummaryLayer(nn.Module):
     def end_block(
         self, stream: Stream, carried: tuple[Any, SummaryBlock], *_: None
     ) -> tuple[Stream, Any]:
-        """The state after a full block, whose summaries climb the layers only now."""
+        """Returns the state after a full block. Summaries travel up the layers only now."""
         (state, block), window = carried, self.model.window
         u = stream.summaries[:, 0]
         projected = self.tokens.project(u)
@@ -378,7 +385,7 @@ class SummaryLayer(nn.Module):
 
 
 class LongSummaryLayer(SummaryLayer):
-    """A long-term layer."""
+    """A layer with a short-term and a long-term memory."""
 
     remembers: ClassVar[bool] = True
 
@@ -388,5 +395,5 @@ def _along(lanes: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 
 
 def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float[Array, "B M *X"]:
-    """The last M of both."""
+    """Returns the last M vectors of both arrays."""
     return jnp.concatenate([old, new.astype(old.dtype)], axis=1)[:, new.shape[1] :]
