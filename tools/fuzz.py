@@ -46,7 +46,7 @@ from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
 from brt.generation.session import Memory, Session, save
 from brt.interop.huggingface import files
-from brt.interop.huggingface.decoder.tokenizer import of_bytes
+from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import settings
 from brt.tasks.speech_recognition.data import arrays, filter_bank, kaldi, tables
 
@@ -108,7 +108,7 @@ def targets(place: Path) -> dict[str, Target]:
     found["state.npz"] = Target(
         place / "state.npz", lambda path: _session(memory).load(path, identity)
     )
-    level = of_bytes()
+    level = byte_tokenizer()
     level["model"]["vocab"]["\u0100"] = 256
     level["added_tokens"][0]["content"] = "<s>"
     level["model"]["vocab"] |= {"<s>": level["model"]["vocab"].pop("<|bos|>")}

@@ -15,7 +15,7 @@ from brt.data import losses, preparation, token_store, tokenizers
 from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
-from brt.interop.huggingface.decoder.tokenizer import of_bytes
+from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.tasks.language_modeling.evaluation import text, text_metrics, xz_bits_per_byte
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
@@ -122,7 +122,7 @@ def test_there_are_no_words_without_white_space() -> None:
 
 
 def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
-    level = of_bytes()
+    level = byte_tokenizer()
     level["model"]["vocab"]["\u0100"] = 256
     level["added_tokens"][0]["content"] = "<s>"
     level["model"]["vocab"] |= {"<s>": level["model"]["vocab"].pop("<|bos|>")}

@@ -83,7 +83,7 @@ def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
     assert "which a causal model must not" in message and "Clustered.layers" in message
     clustered = "Memorizing.layers = ()", "Clustered.layers = (0,)"
     message = refused(ConfigError, *clustered, "Model.positions = 'rotary'")
-    assert "take 't5', 'alibi' or 'none'" in message
+    assert "use 't5', 'alibi' or 'none'" in message
     assert "clusters = 0 must be above 0" in refused(ConfigError, "Attention.clusters = 0")
 
 

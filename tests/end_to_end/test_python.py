@@ -89,7 +89,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
         (lambda: model.bits_per_byte(""), "the text is empty"),
         (lambda: model.read(np.array([3, 256])), "token ids must be in 0 to 255"),
         (lambda: model.load_memory(tmp_path / "no.npz"), "there is no state file"),
-        (lambda: model.read("x", brt.load(trained, step=16).read("x")), "of another model"),
+        (lambda: model.read("x", brt.load(trained, step=16).read("x")), "belongs to another model"),
     ):
         with pytest.raises(DataError, match=message):
             call()

@@ -177,7 +177,7 @@ def test_every_setting_of_a_path_says_so() -> None:
         Training.task Logging.wandb_project Logging.mlflow_experiment
         Data.text_field Pairs.source_field Pairs.target_field Pairs.id_field Pairs.prefix
         Sentences.first_field Sentences.second_field Sentences.label_field Sentences.id_field
-        Sentences.header Sentences.labels
+        Sentences.header Sentences.labels Kernels.use
     """.split()
     silent = {name for name in filter(is_text, field_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
@@ -287,7 +287,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
     bound, resolve = command_line.variants(arguments, "Sweep")
     for point in points.expand(sweeps.from_bindings(bound), resolve):
         shutil.copytree(foreign, tmp_path / "sweep" / point.directory)
-        place = directory.Directory(tmp_path / "sweep" / point.directory)
+        place = directory.PointDirectory(tmp_path / "sweep" / point.directory)
         place.write(point, directory.Progress(status="finished"))
         place.output.write_text("ended")
     importlib.import_module("matplotlib.font_manager")  # which looks for fonts once

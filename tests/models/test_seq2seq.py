@@ -410,7 +410,7 @@ def test_settings_that_clash_are_refused() -> None:
         ({"attention": Attention(kind="reformer")}, "'reformer' is not for Seq2Seq.family = 't5'"),
         (
             {"attention": clustered, "seq2seq": dataclasses.replace(T5, encoder_attention="local")},
-            "Seq2Seq.encoder_attention = 'local'; leave one of them out",
+            "Seq2Seq.encoder_attention = 'local'; remove one of them",
         ),
     ):
         with pytest.raises(ConfigError, match=sentence):

@@ -78,7 +78,7 @@ def test_attention(clustered_file: Path) -> None:
     def results(constant: bool) -> tuple:
         config = clustered_config(Attention(
             kind="improved_clustered" if improved else "clustered", clusters=clusters,
-            top_k=int(golden["topk"]) if improved else 1, mass_stop_gradient=constant, tile=4,
+            top_k=int(golden["topk"]) if improved else 1, mass_stop_gradient=constant,
         ))  # fmt: skip
 
         def loss(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
