@@ -288,7 +288,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
     for point in points.expand(sweeps.from_bindings(bound), resolve):
         shutil.copytree(foreign, tmp_path / "sweep" / point.directory)
         place = directory.PointDirectory(tmp_path / "sweep" / point.directory)
-        place.write(point, directory.Progress(status="finished"))
+        place.write(point, directory.PointProgress(status="finished"))
         place.output.write_text("ended")
     importlib.import_module("matplotlib.font_manager")  # which looks for fonts once
     before = snapshot(trap)
