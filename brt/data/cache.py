@@ -226,7 +226,9 @@ def refuse_shared(hashes: Hashes, section: str) -> None:
 
 
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
-    """Returns a progress bar, which is visible only on a terminal."""
+    """Returns a progress bar for preparing a split, which is shown only if `progress` is True and
+    stderr is a terminal; `unit` is passed on to tqdm.
+    """
     hidden = not (progress and sys.stderr.isatty())
     return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
 

@@ -102,12 +102,12 @@ def gate_bias(mean: float) -> Initializer:
 
 
 def gate_bias_until(horizon: float, shift: float) -> Initializer:
-    """Returns an initialiser for which channels keep a state for 1 to `horizon` blocks (Tallec and
-    Ollivier 2018, eq. 16).
+    """Returns an initialiser of gate biases with which channels keep a state for 1 to `horizon`
+    blocks (Tallec and Ollivier 2018, eq. 16).
 
     Args:
       horizon: largest number of blocks.
-      shift: constant that the gate adds to its bias.
+      shift: constant that the gate adds to its bias, so the initialiser subtracts it.
     """
     return lambda key, shape, dtype: (
         jnp.log(jax.random.uniform(key, shape, dtype, 1.0, horizon)) - shift

@@ -190,8 +190,8 @@ class ClusteredLayer(nn.Module):
     def end_block(
         self, x: None, carried: tuple[ClusteredState, OpenBlock], *_: None
     ) -> tuple[None, ClusteredState]:
-        """Returns the state after a full block; the centroid memory takes in the
-        block before it.
+        """Returns the state after a full block: its keys and values become the window, and those of
+        the previous window enter the memory of the centroids.
         """
         state, block = carried
         keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))

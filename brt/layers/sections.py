@@ -11,7 +11,9 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recurrence(KindSection):
-    """Block-recurrent layers, which attend to state vectors and update them once per block."""
+    """Settings of block-recurrent layers, which attend to state vectors and update them once per
+    block.
+    """
 
     kind: ClassVar[str] = "recurrent"
 
@@ -46,7 +48,9 @@ class Recurrence(KindSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clustered(KindSection):
-    """Causal clustered layers, which attend to the whole past by clusters of queries."""
+    """Settings of causal clustered layers, which attend to the whole past by clusters
+    of queries.
+    """
 
     kind: ClassVar[str] = "clustered"
 

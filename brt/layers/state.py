@@ -51,7 +51,8 @@ class Stream(NamedTuple):
     summaries: Float[Array, "B N U D"] = None  # type: ignore[assignment]
 
 
-# A NamedTuple of arrays with the batch on axis 0, as the layer's kind makes it.
+# The state of a layer: a NamedTuple of arrays with the batch on axis 0, whose fields depend on the
+# kind of the layer.
 LayerState = Any
 
 

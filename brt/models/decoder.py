@@ -48,10 +48,11 @@ class DecoderOutput(NamedTuple):
 class Decoder(nn.Module):
     """A language model over segments or single tokens.
 
-    The model state (see `brt.layers.stack.new_model_state`) may be left out if no layer has one.
+    Calls return a `DecoderOutput`. The model state (statistics that layers learn without gradients,
+    see `brt.layers.stack.new_model_state`) may be left out if no layer has one.
 
     Attributes:
-      model: the settings, with the size of the vocabulary set.
+      model: the settings of the model, with the size of the vocabulary set.
       training: True enables dropout (needs the rngs of `basic.dropout_rngs`).
       kernels: implementations of operations.
     """

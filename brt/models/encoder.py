@@ -123,8 +123,8 @@ def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
 
 
 def readout(params: Params) -> Readout:
-    """Returns the matrix, scale and bias that map vectors of the masked language model's head to
-    logits.
+    """Returns the embedding, bias and scale with which the head of the masked language model
+    computes logits.
     """
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)

@@ -218,7 +218,7 @@ def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
 
 
 def readout(model: config.Seq2Seq, params: Params) -> Readout:
-    """Returns the map from hidden vectors to logits."""
+    """Returns the embedding, bias and scale that `logits` applies to hidden vectors."""
     where = "token_embed" if model.tied_logits else "lm_head"
     scaled = model.family == "t5" and model.scale_logits
     bias = jax.lax.stop_gradient(params["logits_bias"]) if model.family == "bart" else None

@@ -63,6 +63,7 @@ class Cost(NamedTuple):
     bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        """Returns the sum of this cost and `times` times the other."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 

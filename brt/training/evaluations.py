@@ -52,7 +52,9 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics of a report by tag; see `tag` for the arguments."""
+    """Returns the metrics that the task selects from a report, under keys of the form
+    `<tag>/<name>` (see `tag` for the arguments).
+    """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 

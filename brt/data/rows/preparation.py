@@ -186,7 +186,10 @@ class Preparation(abc.ABC):
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Creates the object that encodes rows, and returns its entry of the manifest."""
+        """Called before any row is written. A task creates the object that encodes rows here, saves
+        it in `directory`, and returns what the manifest says about it. By default there is nothing
+        to create.
+        """
         return {}
 
     @abc.abstractmethod

@@ -75,12 +75,13 @@ class DecoderLayer(Residual):
     def step(
         self, carried: tuple[Float[Array, "B N D"], SelfCache], layer: Int[Array, ""], read: Place
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
-        """Reads one token of each of the N beams.
+        """Reads one token of each of the N beams in one layer.
 
-        The caches cover all layers, so that arrays which a step does not change are never copied.
+        The caches in `carried` cover all layers. Only the entries of this layer are written, so
+        that arrays which a step does not change are never copied.
 
         Returns:
-          The token's vector, the updated cache, and the `carry` of this layer's cross-attention.
+          The token's vector, the updated caches, and the `carry` of this layer's cross-attention.
         """
         x, own = carried
         cache = _of_layer(own, layer)

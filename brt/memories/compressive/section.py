@@ -11,7 +11,9 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compressive(KindSection):
-    """Layers of the Compressive Transformer, which keep older blocks in compressed form."""
+    """Settings of layers of the Compressive Transformer, which keep older blocks in compressed
+    form.
+    """
 
     kind: ClassVar[str] = "compressive"
 

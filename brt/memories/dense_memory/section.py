@@ -11,7 +11,9 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseMemory(KindSection):
-    """Layers that attend to a whole memory and their block with one softmax."""
+    """Settings of layers that attend, with one softmax, to their own block and to every token of a
+    memory of past tokens.
+    """
 
     kind: ClassVar[str] = "dense_memory"
 

@@ -10,7 +10,9 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memorizing(KindSection):
-    """Layers that attend to the tokens of a long memory that their queries find."""
+    """Settings of layers that attend to those tokens of a long memory that a search for each query
+    finds.
+    """
 
     kind: ClassVar[str] = "memorizing"
 

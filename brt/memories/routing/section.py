@@ -11,7 +11,9 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing(KindSection):
-    """Layers of a causal Routing Transformer, some of whose heads attend to a token's cluster."""
+    """Settings of layers of a causal Routing Transformer, some of whose heads attend to a token's
+    cluster.
+    """
 
     kind: ClassVar[str] = "routing"
 

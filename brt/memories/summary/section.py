@@ -13,10 +13,11 @@ _SHORT, _LONG = "summary", "long_summary"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summaries(KindSection):
-    """Layers of MELODI, which summarise every block for the layer above and the next block.
+    """Settings of the layers of MELODI, which summarise every block for the layer above and for the
+    next block.
 
-    The section places two kinds of layers, with and without a long-term memory, because all of
-    them must have the same number of summaries.
+    The section places two kinds of layers, with and without a long-term memory, because all of them
+    must have the same number of summaries.
     """
 
     kind: ClassVar[str] = _SHORT

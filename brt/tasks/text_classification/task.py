@@ -99,7 +99,9 @@ class TextClassification(EncoderTask):
         batch: TextBatch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the summed cross-entropy of the labels, with Training.label_smoothing."""
+        """Returns the sum of the labels' cross-entropies, smoothed by Training.label_smoothing, and
+        an `Aux` with the sum without smoothing.
+        """
         logits = self.predict(
             config, params, batch,
             dropout=jax.random.fold_in(key, _DROPOUT),
