@@ -92,7 +92,8 @@ class Optimizer:
     learning_rate: float = free(1.0)  # for Adafactor relative to the scale of each parameter
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
     warmup_steps: int = free(1000)
-    final_learning_rate: float = free(0.0)  # of cosine and linear at Training.steps
+    # learning rate at step Training.steps of the schedules cosine and linear
+    final_learning_rate: float = free(0.0)
     # Adafactor stores full second moments of matrices with a smaller dimension
     min_dim_size_to_factor: int = fixed(128)
     b1: float = fixed(0.9)  # AdamW, and the parameters that Muon leaves to Adam

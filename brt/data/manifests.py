@@ -18,7 +18,7 @@ from brt.errors import DataError
 
 FORMAT = 1  # format of stores and prepared data; another format is another entry of the cache
 CORPUS = "corpus.json"  # the manifest of a directory with several stores
-_HELD = ".held"  # a file in a temporary directory that is locked while a process writes there
+_HELD = ".held"  # lock file in a temporary directory, held while a process writes there
 
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:

@@ -112,7 +112,8 @@ class ClusteredLayer(nn.Module):
         self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
         )
-        # As queries begin: unit vectors, or of unit variance; their scale is shared.
+        # Centroids are initialised like queries: about unit vectors if queries are normalised,
+        # otherwise with entries of unit variance. They share the learned scale of the queries.
         spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),

@@ -14,7 +14,8 @@ def flops(module: Module, computation: str, one: Instruction) -> float:
         return sum(flops(module, called, inner) for inner in fused)
     if _is_product(one):
         return _product(module, computation, one)
-    # Kernels state their FLOPs; a fusion may contain a kernel that writes a part of an array.
+    # A custom call of a kernel states its FLOPs. It may also stand inside a fusion, which writes
+    # the kernel's result into a part of an array.
     return schedules.flops(one.attributes) if one.operation == "custom-call" else 0.0
 
 

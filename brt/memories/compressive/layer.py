@@ -84,7 +84,8 @@ def compressive_flops(model: Model) -> int:
     m, width = model, model.heads * model.head_dim
     left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
     keys = 4 * m.model_dim * width * section.slots // m.window
-    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0  # without its loss
+    # The FLOPs of the compressor's auxiliary loss are not included.
+    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
     return 4 * width * (section.slots + left) + keys + learned
 
 

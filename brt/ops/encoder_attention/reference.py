@@ -25,8 +25,8 @@ def local_attention(
     near = np.abs(offset) <= radius
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
-        # The last row of a tile sees `radius` keys before the block; the first row sees `radius`
-        # keys after it.
+        # The last row of a block contains the bias of the `radius` keys before it, the first row
+        # that of the `radius` keys after it; together they contain the bias of every offset.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 TILE = 64  # Rows of a tile, as many as one matrix product of a warpgroup has.
-_MAX_PART = 128  # Largest part of a vector whose product fits into registers.
+_MAX_PART = 128  # Most elements of a vector that one matrix product takes without spilling.
 _ABOVE_ANY_TILE = 1 << 20  # A number greater than the number of tiles of any array.
 
 

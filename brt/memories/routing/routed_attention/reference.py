@@ -28,8 +28,8 @@ def routed_attention(
     own = place[-count:]
     same = visible.groups[:, :, -count:, None] == visible.groups[:, :, None]
     same &= (place[None] <= own[:, None])[None, None]
-    # The distance of a position is the number of the cluster's tokens after it, up to the token
-    # itself.
+    # The distance from a key to a query is the number of tokens of their cluster after the key, up
+    # to and including the query.
     back = jnp.sum(same, axis=-1, keepdims=True) - jnp.cumsum(same, axis=-1)
     back -= 0 if attend_to_self else 1
     seen = same & (back >= 0) & (back < bias_length)

@@ -54,7 +54,8 @@ class PairTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the int32 ids of each text without special ids; texts are encoded in parallel."""
         encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
-        # Some tokenizer.json files turn `</s>` in a text into the special id nevertheless.
+        # Although special tokens are encoded as text, some tokenizer.json files turn `</s>` in a
+        # text into the special id.
         return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
 
     def decode(self, ids: Ids) -> str:
