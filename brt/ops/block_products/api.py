@@ -1,4 +1,4 @@
-"""Which implementation multiplies."""
+"""Choice of the implementation of block products."""
 
 from collections.abc import Sequence
 
@@ -42,20 +42,22 @@ def spread(
     where: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The product of x with each kernel, in x's dtype.
+    """Returns the products of x with several kernels, in the dtype of x.
 
     Args:
       x: [*rows, C].
-      kernels: [C, *outputs] each; `transposed`: [*outputs, C]. An array has them on axis 0.
-      relu: max(product, 0), `dispatch.output_residual`; for forward rules alone.
-      where: [*rows, *outputs]; the result is 0 where it is not positive.
-      implementation: a named one runs or raises; None takes the best that can.
+      kernels: [C, *outputs] each, or [*outputs, C] if `transposed`. An array holds several kernels
+        on axis 0.
+      relu: True returns max(product, 0) as a `dispatch.output_residual`; only for forward rules.
+      where: [*rows, *outputs]; results are 0 where this is not positive.
+      implementation: the name of an implementation; None takes the best one that supports the
+        inputs.
 
     Returns:
-      [*rows, *outputs] of each kernel.
+      [*rows, *outputs] for each kernel.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     return dispatch.run(
         SPREAD, implementation, x, kernels, transposed=transposed, relu=relu, where=where
@@ -70,21 +72,24 @@ def gathered(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R C"]:
-    """The sum of the products of each x with its kernel, in their dtype.
+    """Returns the sum of the products of each x with its kernel, in their dtype.
 
-    It is `dispatch.output_residual`, but `transposed` ones, which are of backward rules.
+    The result is a `dispatch.output_residual`, except for `transposed` kernels, which only backward
+    rules use.
 
     Args:
       xs: [*rows, *inputs] each.
-      kernels: [*inputs, C] each; `transposed`: [C, *inputs]. An array has them on axis 0.
-      as_bits: xs are read as bits, which they were `dispatch.output_residual` as.
-      implementation: a named one runs or raises; None takes the best that can.
+      kernels: [*inputs, C] each, or [C, *inputs] if `transposed`. An array holds several kernels on
+        axis 0.
+      as_bits: True if xs are bits of a `dispatch.output_residual`.
+      implementation: the name of an implementation; None takes the best one that supports the
+        inputs.
 
     Returns:
       [*rows, C].
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     return dispatch.run(
         GATHERED, implementation, xs, kernels, transposed=transposed, as_bits=as_bits
@@ -99,9 +104,9 @@ def summed(
     transposed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """`gathered` of sums, and those.
+    """Returns `gathered` of xs to some of which other arrays are added first, and the sums.
 
     Args:
-      added: of some xs, by their place, what is added to them.
+      added: arrays to add, by the index of their x.
     """
     return dispatch.run(GATHERED, implementation, xs, kernels, transposed=transposed, added=added)

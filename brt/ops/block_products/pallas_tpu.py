@@ -1,9 +1,9 @@
-"""Products of a block's rows on TPUs, several kernels at once, heads first.
+"""Products of a block's rows on TPUs, with several kernels at once and heads first.
 
-Of a few hundred rows a compiler's product takes up to three times as long as its multiplications:
-there is a product for each kernel, and each waits for its operands. Here a step of the grid has a
-tile of all kernels, while that of the next is fetched; rows of a head lie together, as attention
-reads and writes them.
+For a few hundred rows, compiled products take up to three times as long as their multiplications,
+because there is one product for each kernel and each waits for its operands. Here, a step of the
+grid computes a tile of all kernels while the tile for the next step is fetched. The rows of a head
+lie together, as attention reads and writes them.
 """
 
 import functools
@@ -28,7 +28,7 @@ _SUMS = 8  # of a tile, that there are at once where compilers keep most
 
 
 def refuses_spread(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why `spread` does not support these inputs, or None."""
     first, *others = (Wide.of(kernel, narrow_first=not transposed) for kernel in kernels)
     if any(wide != first for wide in others):
         return "takes kernels of one shape"
@@ -53,7 +53,7 @@ def spread(
     where: Array | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, ...]:
-    """See `api.spread`; `interpret` runs on any device, with any sizes."""
+    """Implements `api.spread`; with `interpret`, it runs on any device and with any sizes."""
     count, (lanes, rows, narrow) = len(kernels), x.shape
     wide = _cut(Wide.of(kernels[0], narrow_first=not transposed), kernels)
     heads, columns = wide.tile
@@ -92,7 +92,7 @@ def _spread(
     x: Any, kernels: list[Any], masks: list[Any] | None, found: list[Any], *, axes: tuple,
     relu: bool,
 ) -> None:  # fmt: skip
-    """Masks and what is kept of relu are bits."""
+    """Computes the products; masks and relu's residuals are bits."""
     for kernel, y in zip(kernels, found, strict=True):
         for head in range(kernel.shape[0]):
             own = dot_float32(x[...], kernel[head], axes)
@@ -107,7 +107,7 @@ def _spread(
 def refuses_gathered(
     xs: Sequence[Array], kernels: Kernels, *, transposed: bool, added: Added = NOTHING, **_: Any
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why `gathered` does not support these inputs, or None."""
     wides = [Wide.of(kernel, narrow_first=transposed) for kernel in kernels]
     rows = xs[0].shape[: xs[0].ndim - kernels[0].ndim + 1]
     narrow = kernels[0].shape[0 if transposed else -1]
@@ -123,7 +123,9 @@ def refuses_gathered(
 
 
 def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int, added: Added) -> int:
-    """Of VMEM: all rows of the wide side, a tile of its weights, what it writes."""
+    """Returns the bytes of VMEM for all rows of the wide side, a tile of its weights, and the
+    output.
+    """
     sizes = [wide.held for wide in wides]
     several = [sizes[i] for i in added]
     there = 2 * rows[1] * (_buffers(rows[0]) * (sum(sizes) + sum(several)) + sum(several) // 2)
@@ -131,14 +133,14 @@ def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int, added: Ad
 
 
 def _columns(rows: tuple[int, ...], wides: Sequence[Wide], narrow: int, added: Added) -> int:
-    """Of a tile: as many as there is room for."""
+    """Returns the largest number of columns of a tile that fits into VMEM."""
     tiles = [math.gcd(narrow, columns) for columns in _TILES]
     fit = (columns for columns in tiles if _bytes(rows, wides, columns, added) <= vmem_budget())
     return next(fit, tiles[-1])
 
 
 def _buffers(lanes: int) -> int:
-    """Of what is the same in all steps of a lane."""
+    """Returns the number of buffers of operands that are the same in all steps of a lane."""
     return 1 if lanes == 1 else 2
 
 
@@ -151,7 +153,7 @@ def gathered(
     added: Added = NOTHING,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B R C"], dict[int, Array]]:
-    """See `api`; `interpret` runs on any device, with any sizes."""
+    """Implements `api.gathered`; with `interpret`, it runs on any device and with any sizes."""
     wides = [Wide.of(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype
     narrow, size = kernels[0].shape[0 if transposed else -1], sum(wide.size for wide in wides)
@@ -165,7 +167,7 @@ def gathered(
         )
 
     def some(wide: Wide) -> pl.BlockSpec:
-        """A step writes sums of some heads."""
+        """Adds up the products of some heads in one step."""
         shape = wide.groups, None, wide.heads // steps, rows[1], wide.width
         return pl.BlockSpec(shape, lambda i, lane: (0, lane, i, 0, 0))
 

@@ -1,4 +1,4 @@
-"""The meaning of the products."""
+"""Reference implementation of block products."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,7 +20,7 @@ def spread(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """See `api.spread`."""
+    """Implements `api.spread`."""
     wide = x.astype(jnp.float32)
     found = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
     if relu:
@@ -38,7 +38,7 @@ def gathered(
     as_bits: bool = False,
     added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """See `api`."""
+    """Implements `api.gathered`."""
     sums = {i: (xs[i].astype(jnp.float32) + x).astype(x.dtype) for i, x in added.items()}
     total = jnp.zeros(())
     for i, (x, kernel) in enumerate(zip(xs, kernels, strict=True)):

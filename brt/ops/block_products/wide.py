@@ -1,4 +1,4 @@
-"""How kernels see products: what the side of several vectors a row is, heads first."""
+"""Layouts of block products in kernels: the side with several vectors per row, with heads first."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ _ROWS = 512  # at most, of all lanes: of more, compilers fill both cores better
 
 
 class Wide(NamedTuple):
-    """[A, B, H, R, K], groups and heads around lanes, of which a tile has some heads or columns.
+    """An array [A, B, H, R, K] with groups and heads around lanes, divided into tiles of some heads
+    or columns.
 
     Attributes:
       groups, heads, width: A, H, K.
-      tile: heads and columns of one.
+      tile: heads and columns of a tile.
     """
 
     groups: int
@@ -31,13 +32,15 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
-        """Of a kernel [C, *axes] (`narrow_first`) or [*axes, C], all of it one tile."""
+        """Returns the layout for a kernel [C, *axes] (`narrow_first`) or [*axes, C] as a single
+        tile.
+        """
         *others, width = kernel.shape[1:] if narrow_first else kernel.shape[:-1]
         *first, heads = others or (1,)
         return cls(math.prod(first), heads, width, (heads, width))
 
     def cut(self, columns: int) -> "Wide":
-        """With tiles of so many columns at most."""
+        """Returns the layout with tiles of at most the given number of columns."""
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
         return self._replace(tile=(math.gcd(self.heads, columns // self.width), self.width))
@@ -52,7 +55,7 @@ class Wide(NamedTuple):
 
     @property
     def held(self) -> int:
-        """As many numbers as registers have for them."""
+        """Returns the layout with tiles that fit into registers."""
         return self.groups * self.heads * max(self.width, LANES)
 
     @property
@@ -60,26 +63,27 @@ class Wide(NamedTuple):
         return self.size // math.prod(self.tile)
 
     def place(self, i: Any) -> tuple[Any, Any, Any]:
-        """Of the i-th tile, among A, H and K."""
+        """Returns the position of the i-th tile along A, H and K."""
         there, column = _divided(i, self.width // self.tile[1])
         return *_divided(there, self.heads // self.tile[0]), column
 
     def by_head(self, x: Shaped[Array, "B R ..."]) -> Shaped[Array, "A B H R K"]:
-        """Of [B, R, *axes]; one group is no axis that is turned."""
+        """Reshapes [B, R, *axes] to [A, B, H, R, K]; a single group needs no transpose."""
         x = x.reshape(*x.shape[:2], *self.axes)
         return x[:, :, 0].swapaxes(1, 2)[None] if self.groups == 1 else x.transpose(2, 0, 3, 1, 4)
 
     def by_row(self, x: Shaped[Array, "A B H R K"], axes: Sequence[int]) -> Array:
-        """[B, R, *axes]."""
+        """Reshapes [A, B, H, R, K] to [B, R, *axes]."""
         y = x[0].swapaxes(1, 2) if self.groups == 1 else x.transpose(1, 3, 0, 2, 4)
         return y.reshape(*y.shape[:2], *axes)
 
 
 class Weights(NamedTuple):
-    """Kernels by head: of each an array [1, A, H, *tile], or the same [P, A, H, *tile] of all.
+    """Kernels with heads first: an array [1, A, H, *tile] for each kernel, or one array [P, A, H,
+    *tile] for all.
 
     Attributes:
-      narrow_first: whether the axis of one vector is the first of a tile's two.
+      narrow_first: True if the axis with one vector is the first of a tile's two axes.
     """
 
     arrays: list[Shaped[Array, "P A H ..."]]
@@ -94,7 +98,9 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Of kernels [C, *axes] (`narrow_first`) or [*axes, C], or of one array of them."""
+        """Returns the layout for kernels [C, *axes] (`narrow_first`) or [*axes, C], or for one
+        array of them.
+        """
 
         def by_head(kernel: Array, wide: Wide) -> Array:
             kernel = kernel.astype(dtype)
@@ -108,7 +114,9 @@ class Weights(NamedTuple):
         return cls([by_head(kernel[None], wide) for kernel, wide in pairs], narrow_first)
 
     def spread(self, wide: Wide, narrow: int) -> list[pl.BlockSpec]:
-        """Of a tile of the wide side all that the narrow one has."""
+        """Returns the block specs for `spread`: a step reads a tile of the wide side and the whole
+        narrow side.
+        """
         heads, columns = wide.tile
 
         def place(p: int) -> pl.BlockSpec:
@@ -122,7 +130,9 @@ class Weights(NamedTuple):
         return [place(p) for p in self._parts()]
 
     def gathered(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
-        """Of a tile of the narrow side all that the wide one has."""
+        """Returns the block specs for `gathered`: a step reads a tile of the narrow side and the
+        whole wide side.
+        """
 
         def place(p: int, wide: Wide) -> pl.BlockSpec:
             def there(i: Any, _: Any) -> tuple:
@@ -134,7 +144,7 @@ class Weights(NamedTuple):
         return [place(*pair) for pair in zip(self._parts(), wides, strict=True)]
 
     def _parts(self) -> list[int]:
-        """Where each kernel is in its array."""
+        """Returns the index of each kernel in its array."""
         return [p if len(array) > 1 else 0 for p, array in enumerate(self.arrays)]
 
 
@@ -145,7 +155,7 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
 def refuses(
     rows: tuple[int, ...], dtype: jnp.dtype, narrow: int, wides: Sequence[Wide]
 ) -> str | None:
-    """Why no kernel takes rows of lanes, of one vector and of several; None: they may."""
+    """Returns why no kernel supports these rows of lanes, or None."""
     if rules.partitioned():
         return "multiplies what one device has"
     if cores_per_chip() == 1:
@@ -161,7 +171,7 @@ def refuses(
 
 
 def options(multiplications: int, *read: Array) -> dict[str, Any]:
-    """What both kernels are compiled with, and what they are counted by."""
+    """Returns the compiler options and the cost estimate of both kernels."""
     return {
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES

@@ -1,4 +1,4 @@
-"""A product each, as compilers make them."""
+"""Block products in plain XLA, with one product for each kernel."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +21,7 @@ def spread(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """See `api.spread`."""
+    """Implements `api.spread`."""
     if transposed:
         found = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
     else:
@@ -42,7 +42,7 @@ def gathered(
     as_bits: bool = False,
     added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """See `api`; products read numbers and bits as they are."""
+    """Implements `api.gathered`; products read numbers and bits without conversion."""
     sums = {i: xs[i] + x for i, x in added.items()}
     pairs = [(sums.get(i, x), k) for i, (x, k) in enumerate(zip(xs, kernels, strict=True))]
     if transposed:

@@ -1,13 +1,13 @@
-"""Products inside a scan whose weight gradients are computed once, after it.
+"""Matrix products inside a scan whose weight gradients are computed once, after the scan.
 
-The transpose of a scan adds x_t^T dy_t to a weight's gradient at every step: half of the
-serial work, in products too small to run well. Nothing in the scan needs that sum. So the
-scan's backward pass only hands out the pairs (x_t, dy_t), and one product of all steps
-makes the gradient of them.
+The backward pass of a scan adds x_t^T dy_t to a weight's gradient at every step t. This is half of
+the serial work, in products too small to run efficiently, and nothing in the scan depends on the
+sum. Here, the backward scan only returns the pairs (x_t, dy_t), and one product over all steps
+computes the gradient from them.
 
-A `Tap` carries the pairs: zeros on the way forward, of which nothing is read; on the way
-back its "gradient" is the pair. One tap is for one use of its kernels in a step: of two, the
-pairs would be added up. Uses without a tap have gradients of their own, as ever.
+A `Tap` carries the pairs. In the forward pass it is an array of zeros that nothing reads; in the
+backward pass its "gradient" is the pair. A tap belongs to one use of its kernels in a step, because
+the pairs of two uses would be added up. Uses of a kernel without a tap have ordinary gradients.
 """
 
 from brt.ops.deferred.products import dot as dot

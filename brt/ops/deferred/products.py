@@ -1,4 +1,4 @@
-"""Products of a scan's step, whose weight gradients go into its taps."""
+"""Matrix products in a step of a scan whose weight gradients go into the taps of the step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,11 +19,13 @@ def dots(
     x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1,
     *, again: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:  # fmt: skip
-    """`dense(x, kernel, inputs)` of each kernel, whose gradients go into `tap`, of this step.
+    """Computes `dense(x, kernel, inputs)` for each kernel; the weight gradients go into `tap`, the
+    tap of this step.
 
     Args:
-      again: of which kernels the product comes once more, behind all: of what two read, that is
-        where both gradients are added up.
+      again: indices of kernels whose product is returned once more, after all others. If two
+        readers use one product each, their gradients are added up before the product's backward
+        pass.
     """
     if tap is None:
         found = tuple(dense(x, kernel, inputs) for kernel in kernels)
@@ -32,7 +34,7 @@ def dots(
 
 
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
-    """`dots` with one kernel."""
+    """Computes `dots` for one kernel."""
     return dots(x, (kernel,), tap, inputs)[0]
 
 
@@ -75,13 +77,15 @@ def _dots_backward(
 
 
 def _turns() -> bool:
-    """Whether kernels are kept turned for the backward pass: of few rows, a product with the
-    transpose takes XLA's CPU backend twice as long. Out of the loop, it is turned once."""
+    """Returns True if kernels are stored transposed for the backward pass. For few rows, XLA's CPU
+    backend takes twice as long for a product with a transposed kernel; outside the loop the kernel
+    is transposed once.
+    """
     return dispatch.policy().stores_transposes and not partitioned()
 
 
 def _turned(kernel: Array, inputs: int) -> Array:
-    """[*inputs, *outputs] -> [*outputs, *inputs]."""
+    """Transposes [*inputs, *outputs] to [*outputs, *inputs]."""
     axes = range(kernel.ndim)
     return transpose_copy(kernel, *axes[inputs:], *axes[:inputs])
 
@@ -104,8 +108,10 @@ _dots.defvjp(_dots_forward, _dots_backward)
 def joined(
     parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
-    """`dot` of parts that are the kernel's first axis, which are not copied into one array where
-    that takes longer than a product of each."""
+    """Computes `dot` of parts that lie one after another along the kernel's first axis.
+
+    The parts are not concatenated if a product for each part is faster.
+    """
     if not apart(len(parts)):
         return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
     if tap is not None:
@@ -117,7 +123,7 @@ def joined(
 def _joined(
     parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
-    """Added up in float32."""
+    """Adds up the products of the parts in float32."""
     return gathered(parts, kernel, as_bits=True)
 
 
@@ -146,7 +152,9 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """relu(x A) B, of kernels A [D, F] and B [F, D]; its gradients go into taps of this step."""
+    """Computes relu(x A) B for kernels A [D, F] and B [F, D]; the weight gradients go into the taps
+    of this step.
+    """
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 
 

@@ -1,4 +1,6 @@
-"""Where the pairs of a scan's steps come out, and the sums that are made of them."""
+"""Taps, from which the pairs of a scan's steps come out, and the weight gradients computed from
+them.
+"""
 
 import math
 from functools import partial
@@ -16,11 +18,12 @@ Kernels = tuple[Float[Array, "..."], ...]
 
 
 class Tap(NamedTuple):
-    """Per step of the scan, where the pairs of products of one x come out: the scan's `xs`.
+    """Accumulators for the products of one x with several kernels, one for each step of a scan (the
+    scan's `xs`).
 
     Attributes:
-      inputs: [N, *rows, *inputs]; of `joined` products each part.
-      outputs: of each kernel, [N, *rows, *outputs].
+      inputs: [N, *rows, *inputs]; for `joined` products, one array for each part.
+      outputs: [N, *rows, *outputs] for each kernel.
     """
 
     inputs: Float[Array, "N ..."] | tuple[Float[Array, "N ..."], ...]
@@ -28,13 +31,17 @@ class Tap(NamedTuple):
 
 
 class LayerTaps(NamedTuple):
-    """Those of layers, each its own: what is stacked by layer, and then by step, is moved twice."""
+    """The taps of several layers, one for each layer. Stacking them by layer and then by step would
+    copy everything twice.
+    """
 
     layers: tuple[Tap, ...]
 
 
 class _Like(NamedTuple):
-    """What products are like: how many axes they sum over, and how many parts are `joined`."""
+    """The form of the products: the number of axes that they sum over, and the number of parts that
+    are `joined`.
+    """
 
     inputs: int
     layers: bool = False  # whether the first axis of kernels is theirs
@@ -43,7 +50,11 @@ class _Like(NamedTuple):
 
 
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
-    """The taps of `dots` with kernels [*inputs, *outputs], for scan steps and rows."""
+    """Returns a tap for `dots` with kernels [*inputs, *outputs].
+
+    Args:
+      rows: scan steps, lanes, and rows of a lane.
+    """
     return _taps(kernels, jnp.zeros((*rows, 0), dtype), _Like(inputs)).layers[0]
 
 
@@ -51,15 +62,15 @@ def layer_taps(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
     joins: bool = False, as_bits: bool = False,
 ) -> LayerTaps | None:  # fmt: skip
-    """Those of layers, whose kernels have them on axis 0.
+    """Returns the taps of layers whose kernels have the layers on axis 0.
 
-    None where that moves more than adding up: a step writes and reads its pairs, or else its
-    float32 gradient, and the sum besides.
+    Returns None if this would move more memory than adding gradients up: a step writes and reads
+    its pairs, or otherwise its float32 gradient and the sum.
 
     Args:
-      rows: scan steps, lanes, and what there is of each lane.
-      joins: of the kernel of a `joined` product.
-      as_bits: x is `dispatch.output_residual`, as bits.
+      rows: scan steps, lanes, and rows of a lane.
+      joins: number of parts of a `joined` product.
+      as_bits: True if x is a `dispatch.output_residual` in the form of bits.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -73,7 +84,7 @@ def layer_taps(
 
 
 def of_step(taps: PyTree[Array]) -> PyTree[Array]:
-    """Taps of one step, layers on axis 0 as a scan over them takes them."""
+    """Returns the taps of one step, with the layers on axis 0 as a scan over layers takes them."""
 
     def stacked(x: Any) -> Any:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *x.layers) if _is_layers(x) else x
@@ -87,7 +98,7 @@ def _is_layers(x: Any) -> bool:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _taps(kernels: Kernels, none: Float[Array, "..."], like: _Like) -> LayerTaps:
-    """`none`: [*rows, 0], of the pairs' dtype."""
+    """Returns arrays of zeros; `none` has the shape [*rows, 0] and the dtype of the pairs."""
     rows = none.shape[:-1]
     shapes = [kernel.shape[like.layers :] for kernel in kernels]
     inputs = shapes[0][: like.inputs]
@@ -133,5 +144,5 @@ _taps.defvjp(_taps_forward, _taps_backward)
 
 
 def apart(parts: int) -> bool:
-    """Whether products of so many parts read each where it is."""
+    """Returns True if the parts are multiplied separately instead of being concatenated."""
     return parts > 1 and dispatch.policy().multiplies_separately

@@ -1,4 +1,4 @@
-"""Which implementation adds up the steps' products."""
+"""Choice of the implementation of weight gradients."""
 
 from jaxtyping import Array, Float
 
@@ -28,20 +28,21 @@ def weight_gradient(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
-    """The sum over steps and rows of x^T dy, float32.
+    """Returns the sum of x^T dy over steps and rows, in float32.
 
     Args:
-      x: [N, *rows, *inputs], of N steps of a loop.
+      x: [N, *rows, *inputs] for N steps of a loop.
       dy: [N, *rows, *outputs].
-      inputs, outputs: how many axes.
-      as_bits: x is read as bits, which it was `dispatch.output_residual` as: no copy makes numbers
-        of them.
-      implementation: a named one runs or raises; None takes the best that can.
+      inputs, outputs: number of axes.
+      as_bits: True if x is the bits of a `dispatch.output_residual`, which are then read without
+        conversion.
+      implementation: the name of an implementation; None takes the best one that supports the
+        inputs.
 
     Returns:
       [*inputs, *outputs].
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     return dispatch.run(OP, implementation, x, dy, inputs, outputs, as_bits=as_bits)

@@ -1,8 +1,9 @@
-"""Steps' products added up on the chip, of pairs that lie where each step has left them.
+"""Weight gradients on TPUs: products of several steps are added up on the chip, and each pair is
+read in place.
 
-Of a loop that is written out nothing is one array but what copies make one: a product over all of
-it would begin with copies of as many bytes as the loop has written. Here each step's arrays are
-operands of their own, and a step of the grid makes one tile of the sum.
+The pairs of an unrolled loop are separate arrays. A single product over all of them would begin
+with copies of everything that the loop has written. Here, the arrays of each step are operands of
+their own, and a step of the grid computes one tile of the sum.
 """
 
 import functools
@@ -27,12 +28,13 @@ _STEPS = 8  # of a loop that is written out
 
 
 class _Side(NamedTuple):
-    """What either side of the products is of a step: [A, B, H, R, K], rows of a head together.
+    """The layout [A, B, H, R, K] of one side of the products in a step, with the rows of a head
+    together.
 
     Attributes:
       groups: A, H.
       lanes, rows, width: B, R, K.
-      heads, columns: of a tile.
+      heads, columns: those of a tile.
     """
 
     groups: tuple[int, int]
@@ -44,7 +46,9 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, axes: int, most: int) -> "_Side":
-        """Of [N, *rows, *axes], with so many columns a tile at most."""
+        """Returns the layout for [N, *rows, *axes] with tiles of at most the given number of
+        columns.
+        """
         *others, width = x.shape[x.ndim - axes :]
         first, heads = (1,) * (2 - len(others)) + tuple(others)
         *lanes, rows = x.shape[1 : x.ndim - axes]
@@ -62,16 +66,18 @@ class _Side(NamedTuple):
 
     @property
     def cuts_well(self) -> bool:
-        """Whether registers hold a tile's columns: all that there are, or whole ones."""
+        """Returns True if a tile has all columns or whole registers of them."""
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
-        """Of the i-th tile, among A, H and K."""
+        """Returns the position of the i-th tile along A, H and K."""
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
     def by_step(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
-        """The arrays as most of what makes them has them."""
+        """Returns the arrays of each step in the layout in which most of their producers write
+        them.
+        """
         shape = self.lanes, self.rows, *self.groups, self.width
         return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
 
@@ -83,7 +89,7 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
 def refuses(
     x: Array, dy: Array, inputs: int = 1, outputs: int = 1, *, as_bits: bool = False
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why the kernel does not support these inputs, or None."""
     if rules.partitioned():
         return "adds up what one device has"
     if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
@@ -102,7 +108,9 @@ def refuses(
 
 
 def _sides(x: Array, dy: Array, inputs: int, outputs: int) -> tuple[_Side, _Side]:
-    """With the largest tiles that there is room for, or the smallest."""
+    """Returns the layouts of both sides with the largest tiles that fit into VMEM, or
+    the smallest.
+    """
     right = _Side.of(dy, outputs, _RIGHT)
     lefts = [_Side.of(x, inputs, most) for most in _LEFT]
     fit = (left for left in lefts if _bytes(len(x), left, right) <= _ROOM)
@@ -110,7 +118,7 @@ def _sides(x: Array, dy: Array, inputs: int, outputs: int) -> tuple[_Side, _Side
 
 
 def _bytes(steps: int, left: _Side, right: _Side) -> int:
-    """Of VMEM: the left block, two of the right one, and sums."""
+    """Returns the bytes of VMEM for the left block, two right blocks, and the sums."""
     rows = steps * left.lanes * left.rows
     return rows * 2 * (left.tile + 2 * right.tile) + 4 * left.tile * right.tile * 4
 
@@ -124,7 +132,9 @@ def weight_gradient(
     as_bits: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "..."]:
-    """See `api.weight_gradient`; `interpret` runs on any device, with any sizes."""
+    """Implements `api.weight_gradient`; with `interpret`, it runs on any device and
+    with any sizes.
+    """
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
     own = [dispatch.to_bits(part) if as_bits else part for part in jnp.unstack(x)]

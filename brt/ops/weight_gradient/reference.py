@@ -1,4 +1,4 @@
-"""The meaning of the sum: a product of each step."""
+"""Reference implementation of weight gradients: one product for each step."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,7 +12,7 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """See `api.weight_gradient`."""
+    """Implements `api.weight_gradient`."""
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)
     products = [jnp.tensordot(*pair, axes=(rows, rows)) for pair in pairs]

@@ -1,4 +1,6 @@
-"""One product of all steps, which their pairs are copied into one array for."""
+"""Weight gradients in plain XLA: one product over all steps, whose pairs are copied into
+one array.
+"""
 
 from jaxtyping import Array, Float
 
@@ -13,5 +15,5 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """See `api.weight_gradient`; products read numbers and bits as they are."""
+    """Implements `api.weight_gradient`; products read numbers and bits without conversion."""
     return dense.weight_gradient(x, dy, inputs, outputs)
