@@ -98,9 +98,7 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Returns the layout for kernels [C, *axes] (`narrow_first`) or [*axes, C], or for one
-        array of them.
-        """
+        """Rearranges kernels [C, *axes] (`narrow_first`) or [*axes, C], or one array of them."""
 
         def by_head(kernel: Array, wide: Wide) -> Array:
             kernel = kernel.astype(dtype)
