@@ -101,7 +101,8 @@ def resolve(
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
-    """Returns the bindings of a section that is not a part of configs, by field, unchecked.
+    """Returns the bindings of a section that does not belong to `Config`, such as Sweep, by field.
+    Field names and types of values are not checked.
 
     Raises:
       ConfigError: an undefined macro or a duplicate. The sentence begins with file and line.

@@ -82,7 +82,9 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
 
 
 def current_names(name: str) -> tuple[str, ...]:
-    """Returns what a setting of an earlier version is called now; any other name as it is."""
+    """Returns the present names of a setting: several if an earlier setting was split, and the name
+    itself if it was never renamed.
+    """
     return RENAMED.get(name, (name,))
 
 

@@ -42,7 +42,8 @@ REMOVED = {
 
 
 def refusal(name: str, value: Any) -> str:
-    """Returns why a removed setting cannot have this value; "" if it still holds.
+    """Returns why a removed setting cannot have this value, or "" if brt still behaves as the value
+    says.
 
     Args:
       name: a key of `REMOVED`.

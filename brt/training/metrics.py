@@ -190,7 +190,9 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the block from the time of training: compiling, evaluating, saving, sampling."""
+        """Excludes the time of the block (compiling, evaluating, saving or sampling) from the time
+        of training.
+        """
         begin = self._clock()
         try:
             yield

@@ -50,7 +50,9 @@ class Classification(nn.Module):
 
 
 class Spans(nn.Module):
-    """`out` [D, 2]: logits of the start and the end of a span in the sequence."""
+    """The head for extractive question answering: a linear layer `out` [D, 2] gives each position a
+    logit for the start and one for the end of the answer.
+    """
 
     model: Encoder
     training: bool = False

@@ -38,7 +38,10 @@ def gathered(
     as_bits: bool = False,
     added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Implements `api.gathered`."""
+    """Returns the sum of the products of each array with its kernel, and, for each index in
+    `added`, the array after the addition. The arguments are those of `api.gathered`; `as_bits` is
+    ignored.
+    """
     sums = {i: (xs[i].astype(jnp.float32) + x).astype(x.dtype) for i, x in added.items()}
     total = jnp.zeros(())
     for i, (x, kernel) in enumerate(zip(xs, kernels, strict=True)):

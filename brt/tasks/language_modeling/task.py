@@ -120,7 +120,9 @@ class LanguageModeling(Task):
         return state_axes(config.model)
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Adds the number of blocks in a segment to the sizes of the base class."""
+        """Returns the sizes that the mesh must divide: those of the base class, and the number of
+        blocks in a segment.
+        """
         blocks = config.training.segment_length // config.model.window
         entry = ("Training.segment_length / Model.window", blocks)
         return {**super().sharded_sizes(config), "blocks": entry}

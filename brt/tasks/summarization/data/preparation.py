@@ -20,7 +20,7 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """Prepared pairs that have been opened."""
+    """The prepared splits of pairs of document and summary, opened for reading."""
 
     section, rows = "Pairs", "pairs"
 
