@@ -266,7 +266,7 @@ class Model:
         scorer, tokens = self._scorer, self._tokens(text)
         if not len(tokens):
             raise DataError("the text is empty, so it has no bits; give some text")
-        return scorer(self.params, tokens, self._saved.model_state) / math.log(2)
+        return scorer(self._saved.variables, tokens) / math.log(2)
 
     def bits_per_byte(self, text: str) -> float:
         """Returns the sum of `token_bits` divided by the number of UTF-8 bytes of the text.
@@ -294,7 +294,7 @@ class Model:
 
     @functools.cached_property
     def _writer(self) -> Writer:
-        return self._task.writer(self.config, self.params, self.tokenizer, self._saved.model_state)
+        return self._task.writer(self.config, self._saved.variables, self.tokenizer)
 
     @functools.cached_property
     def _scorer(self) -> Scorer:

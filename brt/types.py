@@ -24,10 +24,22 @@ The same letters are used in jaxtyping annotations, einsums and docstrings.
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 Tokens = Int[Array, "B T"]
 DocumentStart = Bool[Array, "B N"]
+
+
+class Variables(NamedTuple):
+    """The learned values of a model.
+
+    Attributes:
+      params: parameters, which are learned by gradients.
+      model_state: state that layers learn without gradients; empty if no layer has one.
+    """
+
+    params: PyTree[Array]
+    model_state: PyTree[Array] = {}
 
 
 class Batch(NamedTuple):

@@ -12,6 +12,7 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
+from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
@@ -62,16 +63,17 @@ class SplitEvaluator:
         _check_writable(model.workdir)
         if self.evaluator is None:
             dataset = saved_model.open_split(model, self._split)
-            self.evaluator = self._task.evaluator(
-                self._config, dataset, self._split, ablate=self._ablate,
-                trained=config_from_json(model.meta["config"]),
+            request = EvaluationRequest(
+                self._config, dataset, self._split, config_from_json(model.meta["config"]),
+                self._ablate,
             )  # fmt: skip
+            self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
         with tqdm(
             total=evaluator.total, desc=f"reading {self._split}", unit=evaluator.unit,
             unit_scale=evaluator.unit == "tok", disable=None,
         ) as bar, model.on_devices():  # fmt: skip
-            result = evaluator(model.params, model_state=model.model_state, progress=bar.update)
+            result = evaluator(model.variables, Control(progress=bar.update))
         self._check_finite(result, model)
         return evaluations.write(model.workdir, model.step, self._split, result, self._on_result)
 
@@ -116,9 +118,8 @@ def inspect(
     with contextlib.suppress(DataError):
         dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():
-        result = task.inspect(
-            model.config, dataset, model.params, split, tokens, where, model.model_state
-        )
+        request = InspectionRequest(model.config, dataset, split, tokens, where)
+        result = task.inspect(model.variables, request)
     on_text(result.text)
     workdirs.check_writable(directory, below=model.workdir.path)
     report = directory / f"{split}_probe.json"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from brt import durable, untrusted
 from brt.config import Config, Decoding, Sampling
@@ -23,9 +23,10 @@ from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
 from brt.generation.sampling import choose
 from brt.generation.search import search
-from brt.layers.stack import ModelState, StackBlock, StackState
+from brt.layers.stack import StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
+from brt.types import Variables
 
 CHUNK = 16  # Number of tokens per call of the program that reads or writes token by token.
 _NEVER = -1  # An id that no token has.
@@ -48,13 +49,6 @@ class Memory(NamedTuple):
     position: Int[Array, ""]
     logits: Float[Array, "B V"]
     count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
-
-
-class Variables(NamedTuple):
-    """Trained parameters, and the state that layers learn without gradients."""
-
-    params: PyTree[Array]
-    model_state: ModelState
 
 
 def _advance(
@@ -183,7 +177,7 @@ class Session:
 
     Args:
       config: config with the vocabulary size set.
-      params, model_state: trained parameters and model state.
+      variables: the learned values of the model.
       bos_id: id that is read before anything else.
       lanes: number of texts that are generated in parallel after the same prompt.
     """
@@ -191,8 +185,7 @@ class Session:
     def __init__(
         self,
         config: Config,
-        params: PyTree[Array],
-        model_state: ModelState | None = None,
+        variables: Variables,
         *,
         bos_id: int,
         lanes: int = 1,
@@ -205,11 +198,11 @@ class Session:
         )
         self._search = rules.jit(partial(_search, decoder), static_argnames="decoding")
         self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
-        self.restart(params, model_state)
+        self.restart(variables)
 
-    def restart(self, params: PyTree[Array], model_state: ModelState | None = None) -> None:
-        """Clears the memory and continues with these parameters."""
-        self._variables = Variables(params, model_state or {})
+    def restart(self, variables: Variables) -> None:
+        """Clears the memory and continues with these variables."""
+        self._variables = variables
         self.forget()
 
     def forget(self) -> None:

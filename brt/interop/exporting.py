@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Array, PyTree
 
+from brt.config import Config
 from brt.errors import CheckpointError
 
 # Names under which transformers looks for tokenizer files.
@@ -31,6 +33,22 @@ class ExportFormat(NamedTuple):
     verify: Callable[[Path], Iterator[str]]
     code: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class ExportSource(NamedTuple):
+    """A trained run whose model is to be exported.
+
+    Attributes:
+      path: directory of the run, for messages.
+      config: config of the run.
+      params: trained parameters.
+      tokenizer: function that opens the tokenizer of the run, for formats that include one.
+    """
+
+    path: Path
+    config: Config
+    params: PyTree[Array]
+    tokenizer: Callable[[], Any]
 
 
 class Exported(NamedTuple):

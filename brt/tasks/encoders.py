@@ -14,7 +14,7 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import Exported
+from brt.interop.exporting import Exported, ExportSource
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
@@ -131,17 +131,12 @@ class EncoderTask(Task):
         ids = self.required_vocab_size(dataset.tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
-    def export(
-        self,
-        source: Path,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Callable[[], Tokenizer],
-    ) -> Exported:
+    def export(self, source: ExportSource) -> Exported:
         """Converts the encoder to the RoBERTa format of transformers, which defines its own
         attention."""
+        config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
-        encoder_with_task = PretrainedEncoder(params, Described(model, self.head, {}))
+        encoder_with_task = PretrainedEncoder(source.params, Described(model, self.head, {}))
         kind, notes = config.attention.kind, []
         if kind != "full":
             notes.append(
@@ -153,13 +148,13 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            name, content = tokenizer().file
+            name, content = source.tokenizer().file
             if name not in pretrained.TOKENIZER_FILES:
                 return []
             (target / name).write_bytes(content)
             return [name]
 
-        return Exported(source, encoder_with_task, roberta.to_format, copy, tuple(notes))
+        return Exported(source.path, encoder_with_task, roberta.to_format, copy, tuple(notes))
 
     # # Warm starts
 

@@ -8,10 +8,11 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from brt.config import Config
-from brt.tasks.encoders import TimedFunction, with_exact_attention
-from brt.tasks.evaluators import Progress, Stop
-from brt.tasks.interface import Dataset
+from brt.distributed import rules
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.encoders import EncoderTask, TimedFunction, with_exact_attention
 from brt.tasks.report import EvaluationResult, example_indices
+from brt.types import Variables
 
 
 class HeadResult(NamedTuple):
@@ -36,32 +37,35 @@ class HeadEvaluator(abc.ABC):
     """Evaluates a store row by row; compiles one program for each padded length.
 
     Args:
-      trained: config that the model was trained with.
-      compare_exact: also evaluate the whole split with the exact attention.
+      task: the task of the model, whose forward pass is evaluated.
+      request: the split, and whether it is also evaluated with the exact attention.
 
     Attributes:
       summary: name and format of the metric that the summary shows for the exact attention.
       sampled: number of rows that a sample reads.
+      task: the task of the model.
+      dataset: the opened data.
+      store: rows of the split.
     """
 
     summary: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8
     unit, partial = "row", False
 
-    def __init__(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        trained: Config | None,
-        compare_exact: bool,
-    ):
-        self.dataset, self.store = dataset, dataset.split(split)
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
+        config, self.dataset = request.config, request.dataset
+        self.task, self.store = task, request.dataset.split(request.split)
+        self._batch_size = config.evaluation.batch_size
         self.total = len(self.store)
-        self._trained = (trained or config).attention.kind
-        other = with_exact_attention(config) if compare_exact else None
+        self._trained = (request.trained or config).attention.kind
+        other = with_exact_attention(config) if request.compare_exact else None
         configs = filter(None, (config, other))
         self._functions = [(c, TimedFunction(self.forward(c))) for c in configs]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows in a batch, a multiple of the number of devices."""
+        return rules.round_up("lanes", self._batch_size)
 
     @abc.abstractmethod
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
@@ -87,33 +91,23 @@ class HeadEvaluator(abc.ABC):
         """Returns the lines of the report for people, without examples."""
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        *,
-        model_state: PyTree[Array] | None = None,
-        whole: bool = True,
-        stop: Stop = lambda: None,
-        progress: Progress = lambda count: None,
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
         """Evaluates the split; see `brt.tasks.evaluators.Evaluator`."""
         results = []
         for config, timed in self._functions if whole else self._functions[:1]:
-            result = self._evaluate(params, config, timed, 0, stop, progress)
+            result = self._evaluate(variables.params, config, timed, 0, control)
             if result is None:
                 return None
             results.append(result)
         return self._report(results)
 
     def sample(
-        self,
-        params: PyTree[Array],
-        step: int,
-        stop: Stop = lambda: None,
-        *,
-        model_state: PyTree[Array] | None = None,
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
         """Returns a few rows with the model's predictions."""
-        result = self._evaluate(params, *self._functions[0], self.sampled, stop, lambda count: None)
+        stop_only = Control(control.stop)
+        result = self._evaluate(variables.params, *self._functions[0], self.sampled, stop_only)
         return result and "\n".join(
             [*(result.shown[i] for i in example_indices(len(result.shown))), ""]
         )
@@ -124,19 +118,18 @@ class HeadEvaluator(abc.ABC):
         config: Config,
         timed: TimedFunction,
         limit: int,
-        stop: Stop,
-        progress: Progress,
+        control: Control,
     ) -> HeadResult | None:
         timed.restart()
         outputs: dict[int, tuple] = {}
         for batch in self.batches(limit):
-            if stop():
+            if control.stop():
                 return None
             arrays = timed(params, batch, *self.extra_inputs(batch))
             rows = np.flatnonzero(batch.row >= 0)
             for i in rows:
                 outputs[int(batch.row[i])] = tuple(x[i] for x in arrays)
-            progress(len(rows))
+            control.progress(len(rows))
         return self.summarize(config, dict(sorted(outputs.items())), timed)
 
     def _report(self, results: list[HeadResult]) -> EvaluationResult:

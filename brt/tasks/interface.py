@@ -1,13 +1,14 @@
 """The interface of a task: everything that training, evaluation, generation and sweeping call.
 
 A task is a folder `brt/tasks/<name>/` and an entry in `brt.tasks.TASKS`. The packages above
-`brt.tasks` use only the classes of this module and never compare the name of a task.
+`brt.tasks` use only the classes of this module and never compare the name of a task. Arguments
+of the methods that are objects are in `brt.tasks.arguments`.
 """
 
 import abc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -18,45 +19,22 @@ from brt.data.readers import Reader
 from brt.distributed.mesh import Needs
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.exporting import Exported, no_export_format
-from brt.tasks.evaluators import Evaluator, Inspection, Scorer
+from brt.interop.exporting import Exported, ExportSource, no_export_format
+from brt.tasks.arguments import (
+    Aux,
+    Dataset,
+    EvaluationRequest,
+    Inspection,
+    InspectionRequest,
+    LossInputs,
+)
+from brt.tasks.evaluators import Evaluator, Scorer
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
 from brt.tasks.writers import Writer
+from brt.types import Variables
 
-
-class Aux(NamedTuple):
-    """Results of a loss function in addition to the loss.
-
-    Attributes:
-      nats: float32, sum of the negative log-likelihoods of everything that is scored, without
-          auxiliary losses.
-      count: float32, number of tokens, labels or values that `nats` is summed over.
-      carry: caches and recurrent states that the next step starts from.
-      model_state: values that are learned without gradients, updated with this batch.
-      metrics: float32 scalars to log, by name; auxiliary losses are among them.
-    """
-
-    nats: Float[Array, ""]
-    count: Float[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
-    carry: PyTree[Array]
-    model_state: PyTree[Array]
-    metrics: dict[str, Float[Array, ""]]
-
-
-@runtime_checkable
-class Dataset(Protocol):
-    """Prepared data that have been opened: a tokenizer, and a store for each split."""
-
-    directory: Path
-    tokenizer: Any
-    splits: dict[str, Any]
-
-    def split(self, name: str) -> Any:
-        """Returns the store of a split; raises DataError if there is no such split."""
-
-    def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split; see `brt.data.cache.described`."""
+ProbeFunction = Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]
 
 
 class Task(abc.ABC):
@@ -97,20 +75,14 @@ class Task(abc.ABC):
         """Opens the data and prepares them first if necessary; raises DataError if that fails."""
 
     def open_split(
-        self,
-        config: Config,
-        split: str,
-        tokenizer: Any,
-        *,
-        known: Path | None = None,
-        progress: bool = True,
+        self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
         """Opens one split, encoded with the tokenizer of a run, without reading other data.
 
         Args:
           known: path of the data that the run was trained on, if the config names the same data.
         """
-        return self.open(config, progress=progress)
+        return self.open(config)
 
     def load_tokenizer(self, file: Path) -> Any:
         """Returns the tokenizer saved in a run directory; raises DataError if `file` is damaged."""
@@ -169,13 +141,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: Any,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the loss of a batch, summed over what is scored, and its other results."""
 
@@ -195,27 +161,11 @@ class Task(abc.ABC):
     # # Evaluation
 
     @abc.abstractmethod
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> Evaluator:
+    def evaluator(self, request: EvaluationRequest) -> Evaluator:
         """Returns the evaluator of a split.
 
-        Args:
-          trained: config that the model was trained with, if `config` evaluates it with other
-              settings.
-          ablate: part of the memory that a second evaluation removes.
-          compare_exact: also evaluate the whole split with the exact attention that the model's
-              attention approximates.
-
         Raises:
-          ConfigError: `ablate` names a part that the model does not have.
+          ConfigError: `request.ablate` names a part that the model does not have.
           DataError: there is no such split, or it does not fit the model.
         """
 
@@ -225,28 +175,13 @@ class Task(abc.ABC):
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
-    def probe(
-        self, config: Config
-    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None:
+    def probe(self, config: Config) -> ProbeFunction | None:
         """Returns a cheap function from parameters and carry to metrics by tag, or None if there
         are none."""
         return None
 
-    def inspect(
-        self,
-        config: Config,
-        dataset: Dataset,
-        params: PyTree[Array],
-        split: str,
-        tokens: int | None,
-        where: Mapping[str, Any],
-        model_state: PyTree[Array] | None = None,
-    ) -> Inspection:
+    def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         """Measures how a model uses its memory, for `brt.inspect --probe`.
-
-        Args:
-          tokens: approximate number of tokens to read; None selects the default, 0 reads all.
-          where: entries that identify the run and the step, copied to the beginning of the metrics.
 
         Raises:
           ConfigError: the model has no memory.
@@ -267,13 +202,7 @@ class Task(abc.ABC):
 
     # # Generation and export
 
-    def writer(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Tokenizer,
-        model_state: PyTree[Array] | None = None,
-    ) -> Writer:
+    def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> Writer:
         """Returns a text generator; only for tasks that generate text."""
         raise self.cannot_generate()
 
@@ -296,17 +225,9 @@ class Task(abc.ABC):
         """Returns commands that are useful after training, one per line."""
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
-    def export(
-        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Callable[[], Any]
-    ) -> Exported:
-        """Converts a trained model to another library's format; only for tasks with `exports`.
-
-        Args:
-          source: path of the run, for messages.
-          tokenizer: function that opens the tokenizer of the run, for formats that include a
-              tokenizer.
-        """
-        raise no_export_format(source)
+    def export(self, source: ExportSource) -> Exported:
+        """Converts a trained model to another library's format; only for tasks with `exports`."""
+        raise no_export_format(source.path)
 
     # # Warm starts
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.interop.exporting import Exported, no_export_format
+from brt.interop.exporting import Exported, ExportSource, no_export_format
 from brt.interop.huggingface import convert
 from brt.training.start import saved_model
 from brt.training.workdir import Workdir
@@ -23,4 +23,6 @@ def export(directory: Path) -> Exported:
     if not task.exports:
         raise no_export_format(directory)
     model = saved_model.load(workdir, checkpoint, config)
-    return task.export(directory, config, model.params, lambda: saved_model.tokenizer(model))
+    return task.export(
+        ExportSource(directory, config, model.params, lambda: saved_model.tokenizer(model))
+    )

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from brt.distributed import processes
 from brt.errors import Preempted
+from brt.tasks.arguments import Control
 from brt.training import evaluations
 from brt.training import workdir as workdirs
 from brt.training.evaluations import SPLIT
@@ -96,10 +97,8 @@ def evaluate(session: Session) -> None:
     metrics, summaries = {}, []
     with session.pause("evaluating"):
         for whole in (False, True) if last and evaluator.partial else (last,):
-            result = evaluator(
-                session.state.params, model_state=session.state.model_state, whole=whole,
-                stop=session.requests.stop,
-            )  # fmt: skip
+            control = Control(session.requests.stop)
+            result = evaluator(session.state.variables, control, whole=whole)
             if result is None:
                 session.cut_short = True
                 return
@@ -122,11 +121,9 @@ def sample(session: Session) -> None:
     if session.resumed and processes.from_first(path.exists()):
         return
     session.accumulator.flush()
-    state, stop = session.state, session.requests.stop
     with session.pause("sampling"):
-        text = session.evaluator.sample(
-            state.params, session.completed, stop, model_state=state.model_state
-        )
+        control = Control(session.requests.stop)
+        text = session.evaluator.sample(session.state.variables, session.completed, control)
     if text is None:
         session.cut_short = True
     else:

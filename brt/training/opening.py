@@ -23,6 +23,7 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.distributed import processes
 from brt.errors import closing
 from brt.redaction import redacted
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.evaluators import Evaluator
 from brt.training import run as runs
 from brt.training import startup, trackers
@@ -251,4 +252,4 @@ def _write_description(
 def _evaluator(run: Run) -> Evaluator:
     """Returns the evaluator of held-out data; without any, of training data, to draw samples."""
     split = SPLIT if SPLIT in run.dataset.splits else "train"
-    return run.task.evaluator(run.config, run.dataset, split, compare_exact=True)
+    return run.task.evaluator(EvaluationRequest(run.config, run.dataset, split, compare_exact=True))

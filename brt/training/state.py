@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from brt import tasks
 from brt.config import Config
+from brt.types import Variables
 
 EMBEDDINGS = (  # paths at which models keep their token embedding
     "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
@@ -34,6 +35,11 @@ class TrainState(NamedTuple):
     optimizer: PyTree[Array]
     carry: PyTree[Array]
     model_state: PyTree[Array]
+
+    @property
+    def variables(self) -> Variables:
+        """The learned values of the model."""
+        return Variables(self.params, self.model_state)
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt import tasks
 from brt.config import Config
-from brt.tasks.interface import Aux
+from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas
 from brt.training.state import TrainState, parameter_axes
 
@@ -46,7 +46,7 @@ def _loss_and_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
         def loss_of(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-            return loss(config, params, carry, model_state, batch, key)
+            return loss(config, params, LossInputs(batch, key, carry, model_state))
 
         (_, aux), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return aux, gradients

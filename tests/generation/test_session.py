@@ -19,6 +19,7 @@ from brt.layers.sections import Recurrence
 from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
+from brt.types import Variables
 
 pytestmark = pytest.mark.slow_cases(
     "alibi", "no cache, no positions", "memorizing", "compressive", "feedback, rotary", "summary"
@@ -116,7 +117,12 @@ def build(random_params: Callable) -> Callable[[str], Case]:
             ids[0, : len(text) + 1] = [BOS, *text]
             return np.asarray(read(ids))[0, : len(text) + 1]
 
-        return Case(Session(config, params, learnt, bos_id=BOS, lanes=LANES), params, learnt, whole)
+        return Case(
+            Session(config, Variables(params, learnt), bos_id=BOS, lanes=LANES),
+            params,
+            learnt,
+            whole,
+        )
 
     return case
 
@@ -124,14 +130,14 @@ def build(random_params: Callable) -> Callable[[str], Case]:
 @pytest.fixture(params=[name for name in MODELS if name != "bfloat16"])
 def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     found = build(request.param)
-    found.session.restart(found.params, found.learnt)
+    found.session.restart(Variables(found.params, found.learnt))
     return found
 
 
 @pytest.fixture
 def recurrent(build: Callable[[str], Case]) -> Case:
     found = build("recurrent")
-    found.session.restart(found.params, found.learnt)
+    found.session.restart(Variables(found.params, found.learnt))
     return found
 
 
@@ -167,7 +173,7 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     assert_close(together.logits[0], expected[-1])
     assert together.count == len(TEXT) + 1 and together.position == (len(TEXT) + 1) % WINDOW
     for cuts in ([3, 7], [1, 2, 8, 12, 20], [11, 27]):
-        session.restart(case.params, case.learnt)
+        session.restart(Variables(case.params, case.learnt))
         for begin, end in zip([0, *cuts], [*cuts, len(TEXT)], strict=True):
             session.read(TEXT[begin:end])
             assert_close(session.memory.logits[0], expected[end])
@@ -185,7 +191,7 @@ def test_greedy_writing_takes_the_whole_texts_best_tokens(case: Case) -> None:
 def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -> None:
     texts = []
     for counts in ([CHUNK + 9], [9, CHUNK], [3, 5, 17]):
-        recurrent.session.restart(recurrent.params)
+        recurrent.session.restart(Variables(recurrent.params))
         texts.append(written(recurrent.session, *counts, sampling=RANDOM))
     assert texts[0].shape == (LANES, CHUNK + 9) and texts[0].dtype == np.int32
     np.testing.assert_array_equal(texts[0], texts[1])
@@ -199,7 +205,7 @@ def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -
 )
 def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, tokens: int) -> None:
     session, params, learnt, _ = build(name)
-    session.restart(params, learnt)
+    session.restart(Variables(params, learnt))
 
     def shapes() -> Any:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.memory)
@@ -218,14 +224,14 @@ def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
     build: Callable[[str], Case], name: str, tmp_path: Path
 ) -> None:
     session, params, learnt, _ = build(name)
-    session.restart(params, learnt)
+    session.restart(Variables(params, learnt))
     session.read(TEXT[:2])
     written(session, CHUNK, sampling=RANDOM)
     before = copy(session)
     session.save(tmp_path / "state.npz", IDENTITY)
     expected = written(session, CHUNK, sampling=RANDOM)
 
-    session.restart(params, learnt)
+    session.restart(Variables(params, learnt))
     session.load(tmp_path / "state.npz", IDENTITY)
     jax.tree.map(np.testing.assert_array_equal, copy(session), before)
     np.testing.assert_array_equal(written(session, CHUNK, sampling=RANDOM), expected)
@@ -253,7 +259,7 @@ def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     """A session of one lane."""
     found = build(request.param)
     config = found.session._config
-    return found._replace(session=Session(config, found.params, bos_id=BOS))
+    return found._replace(session=Session(config, Variables(found.params), bos_id=BOS))
 
 
 def log_probability(case: Case, text: list[int], read: int) -> float:
@@ -269,14 +275,14 @@ def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone
     session, begun, length = alone.session, TEXT[:10], 12
     found = {}
     for beams in (1, 4):
-        session.restart(alone.params)
+        session.restart(Variables(alone.params))
         session.read(begun)
         decoding = Decoding(beams=beams, max_length=length + 1, length_penalty=0.0)
         found[beams] = session.search(decoding).tolist()
         after, text = copy(session), [*begun, *found[beams]]
         assert len(found[beams]) == length and after.count == 1 + len(text)
         assert_close(after.logits[0], alone.whole(text)[-1])
-    session.restart(alone.params)
+    session.restart(Variables(alone.params))
     session.read(begun)
     assert found[1] == written(session, length, sampling=GREEDY)[0].tolist()
     greedy, searched = (log_probability(alone, [*begun, *found[n]], 10) for n in (1, 4))
@@ -284,7 +290,7 @@ def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone
 
 
 def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
-    session = Session(recurrent.session._config, recurrent.params, bos_id=BOS)
+    session = Session(recurrent.session._config, Variables(recurrent.params), bos_id=BOS)
     decoding = Decoding(beams=3, max_length=6)
     text = [*session.search(decoding), *session.search(decoding)]
     assert len(text) == 10 and int(session.memory.count) == 11

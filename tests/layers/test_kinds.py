@@ -27,6 +27,7 @@ from brt.layers.stack import new_model_state, parts, runs
 from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.ops.cross_entropy import cross_entropy
+from brt.types import Variables
 
 TOLERANCE = 1e-4  # of hidden vectors and logits of magnitude 1, float32
 LANES, WINDOW, BLOCKS, VOCABULARY = 2, 4, 4, 16
@@ -253,7 +254,7 @@ def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
 def test_written_token_by_token_it_is_the_whole_segment(model: Model, params: Any) -> None:
     config = Config(model=model, training=Training(segment_length=TOKENS))
     learnt = {"toy_0": jnp.array([50.0, 80.0])}
-    session = Session(config, params, learnt, bos_id=0, lanes=LANES)
+    session = Session(config, Variables(params, learnt), bos_id=0, lanes=LANES)
     session.read([3, 1, 4])
     greedy = Sampling(temperature=0.0)
     found = np.concatenate(list(session.write(11, greedy, jax.random.key(0))), axis=1)

@@ -30,12 +30,14 @@ from brt.config import (
     Training,
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
+from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.speech_recognition.data.batches import SpeechReader
 from brt.tasks.summarization.bits import scored_bytes
 from brt.tasks.summarization.data.batches import gather
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.training.state import initial_params
+from brt.types import Variables
 
 ENCODER = Encoder(
     layers=1, model_dim=16, heads=2, mlp_dim=16, dropout=0.0, positions="sinusoidal",
@@ -64,7 +66,7 @@ def case(config: Config) -> Case:
     config = task.resolve(config, dataset)
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
     params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, params)
-    result = task.evaluator(config, dataset, "train")(params)
+    result = task.evaluator(EvaluationRequest(config, dataset, "train"))(Variables(params))
     return Case(config, dataset, params, result.metrics, next(iter(result.rows.values())))
 
 
@@ -78,7 +80,8 @@ def summed_loss(found: Case, batches: list[Any]) -> tuple[float, float]:
     config, task = found.config, tasks.from_config(found.config)
     loss = jax.jit(partial(task.loss, config))
     carry, model_state = task.initial_carry(config, 1), task.initial_model_state(config)
-    aux = [loss(found.params, carry, model_state, batch, jax.random.key(1))[1] for batch in batches]
+    inputs = (LossInputs(batch, jax.random.key(1), carry, model_state) for batch in batches)
+    aux = [loss(found.params, each)[1] for each in inputs]
     return float(sum(a.nats for a in aux)), float(sum(a.count for a in aux))
 
 
@@ -113,8 +116,10 @@ def test_bits_of_documents(tmp_path: Path) -> None:
     )
     words = sum(len(t.split()) for t in texts)
     assert found.report["word_perplexity"] == approx(math.exp(nats / words))
-    part = tasks.from_config(config).evaluator(found.config, found.dataset, "train")
-    metrics = part(found.params, whole=False).metrics
+    part = tasks.from_config(config).evaluator(
+        EvaluationRequest(found.config, found.dataset, "train")
+    )
+    metrics = part(Variables(found.params), whole=False).metrics
     kept = [t.encode()[:21] for t in texts]
     assert part.partial and metrics["tokens"] == metrics["bytes"] == sum(map(len, kept))
     assert metrics["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
@@ -140,10 +145,13 @@ def test_bits_of_masked_tokens(tmp_path: Path) -> None:
     bits = sum(r["bits"] for r in rows)
     assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
     again = tasks.from_config(config).evaluator(
-        Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}), found.dataset,
-        "train",
-    )  # fmt: skip
-    assert again(found.params).metrics["bits"] == approx(bits)
+        EvaluationRequest(
+            Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}),
+            found.dataset,
+            "train",
+        )
+    )
+    assert again(Variables(found.params)).metrics["bits"] == approx(bits)
 
 
 @pytest.fixture(scope="module")

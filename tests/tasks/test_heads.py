@@ -12,6 +12,7 @@ import pytest
 from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.errors import NonFiniteError
+from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa import evaluation, squad
 from brt.tasks.extractive_qa.data import preparation as question_preparation
 from brt.tasks.extractive_qa.evaluation import WindowPrediction
@@ -19,6 +20,7 @@ from brt.tasks.text_classification.data import preparation as sentence_preparati
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.tasks.text_classification.evaluation import Classifier
 from brt.training.state import initial_params
+from brt.types import Variables
 
 ENCODER = Encoder(
     layers=1, model_dim=16, heads=2, mlp_dim=16, vocab_size=259, classes=3, dropout=0.0,
@@ -45,11 +47,16 @@ def forward(config, params):
 def loss(config):
     """(params, batch, key) -> the loss and what comes with it; compiled."""
     compiled = jax.jit(partial(tasks.from_config(config).loss, config))
-    return lambda params, batch, key: compiled(params, (), (), batch, key)
+    return lambda params, batch, key: compiled(params, LossInputs(batch, key))
 
 
-def read(config, params, dataset, **given):
-    return tasks.from_config(config).evaluator(config, dataset, "train")(params, **given)
+def evaluator(config, dataset, **options):
+    request = EvaluationRequest(config, dataset, "train", **options)
+    return tasks.from_config(config).evaluator(request)
+
+
+def read(config, params, dataset, *control):
+    return evaluator(config, dataset)(Variables(params), *control)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +220,7 @@ def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     config, params, dataset = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
     other = dataclasses.replace(config, attention=kind)
-    task = tasks.from_config(other)
-    both = task.evaluator(other, dataset, "train", compare_exact=True)(params)
+    both = evaluator(other, dataset, compare_exact=True)(Variables(params))
     exact = read(config, params, dataset)
     for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
         # Every key is among the top_k.
@@ -222,10 +228,10 @@ def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     assert both.metrics["attention"] == both.metrics["trained_with"] == "improved_clustered"
     assert both.metrics["accuracy_full"] == exact.metrics["accuracy"]
     assert f"(full: {exact.metrics['accuracy']:.2f} % right)" in both.summary and not both.name
-    swapped = task.evaluator(other, dataset, "train", trained=config)(params, whole=False)
+    swapped = evaluator(other, dataset, trained=config)(Variables(params), whole=False)
     assert swapped.metrics["trained_with"] == "full" and swapped.name == "_improved_clustered"
     assert "accuracy_full" not in swapped.metrics
-    assert read(config, params, dataset, stop=lambda: True) is None
+    assert read(config, params, dataset, Control(lambda: True)) is None
     bad = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        tasks.from_config(config).evaluator(config, dataset, "train").sample(bad, 0)
+        evaluator(config, dataset).sample(Variables(bad), 0)

@@ -21,7 +21,8 @@ from brt.training import inspection, loop, run_summary
 from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+TASK = ROOT / "tests/data/user_files/my_task.py"
 TRAINING = Training(
     task="parity", steps=300, batch_size=64, segment_length=4, log_every=50,
     evaluate_every=150, sample_every=300, plots=False,
@@ -59,11 +60,11 @@ run.put = killing
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy, registered for one test."""
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
-    exec((HERE / "toy.py").read_text(), {"__name__": "toy"})
+    exec(TASK.read_text(), {"__name__": "toy"})
 
 
 def test_the_toy_is_short() -> None:
-    assert len((HERE / "toy.py").read_text().splitlines()) <= 81
+    assert len(TASK.read_text().splitlines()) <= 85
 
 
 @pytest.mark.usefixtures("toy")
@@ -114,22 +115,18 @@ def test_weights_are_hashed_once_and_not_needed_again(
 
 
 class Commands:
-    """The real commands, which find the toy where their Python starts."""
+    """The real commands, which read the toy task from a file of the user."""
 
     def __init__(self, directory: Path):
-        self.directory, self.toy, self.killed = directory, directory / "toy", directory / "killed"
-        start = (HERE / "toy.py").read_text()
-        for place, code in ((self.toy, start), (self.killed, start + KILLED)):
-            place.mkdir()
-            (place / "sitecustomize.py").write_text(code)
+        self.directory, self.killed = directory, directory / "killed.py"
+        self.killed.write_text(TASK.read_text() + KILLED)
         (directory / "parity.gin").write_text(BINDINGS)
         (directory / "sweep.gin").write_text(SWEEP)
 
-    def __call__(self, name: str, *flags: str, where: Path | None = None, code: int = 0) -> str:
-        path = os.pathsep.join([str(where or self.toy), str(HERE.parents[1])])
+    def __call__(self, name: str, *flags: str, task: Path = TASK, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", f"brt.{name}", *flags], cwd=self.directory, text=True,
-            capture_output=True, env=os.environ | {"PYTHONPATH": path}, timeout=300,
+            [sys.executable, "-m", f"brt.{name}", f"--import={task}", *flags], cwd=self.directory,
+            text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr * (code > 0)
@@ -144,7 +141,7 @@ def commands(tmp_path: Path) -> Callable[..., str]:
 def test_all_commands_know_a_toy_task(commands: Commands, tmp_path: Path) -> None:
     train = "train", "--gin_file=parity.gin"
     assert "bits per row" in commands(*train, "--workdir=whole")
-    commands(*train, "--workdir=cut", where=commands.killed, code=-signal.SIGKILL)
+    commands(*train, "--workdir=cut", task=commands.killed, code=-signal.SIGKILL)
     assert 100 in (left := reader.steps(tmp_path / "cut/checkpoints")) and 300 not in left
     commands(*train, "--workdir=cut")
     hashes = [commands("inspect", f"--workdir={name}", "--state_hash") for name in ("whole", "cut")]

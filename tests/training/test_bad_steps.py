@@ -22,7 +22,7 @@ from brt.training import run as runs
 from brt.training.bad_steps import FEWEST, RECENT, BadSteps, RecentLosses
 from brt.training.workdir import Workdir
 
-TOY = Path(__file__).parents[1] / "tasks/toy.py"
+TOY = Path(__file__).parents[1] / "data/user_files/my_task.py"
 STEPS = 24  # an epoch has 32
 CONFIG = Config(
     training=Training(
@@ -47,11 +47,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         class Poisoned(toy["Parity"]):
             name = "poisoned"
 
-            def loss(self, config, params, carry, model_state, batch, key):
-                nats, aux = super().loss(config, params, carry, model_state, batch, key)
+            def loss(self, config, params, inputs):
+                nats, aux = super().loss(config, params, inputs)
                 rows = self.reader(config, self.open(config))
                 there = jnp.array([rows[step - 1].row[0] for step in steps])
-                bad = jnp.isin(batch.row, there).any()
+                bad = jnp.isin(inputs.batch.row, there).any()
                 nats = nats * jnp.where(bad, POISONS[poison], 1.0)
                 if poison == "gradient":  # the derivative of the square root at 0
                     weight = params["out"][0, 0]
@@ -254,7 +254,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         for _ in range(2):  # the second time, the run is started again
             with pytest.raises(
                 NonFiniteError,
-                match=r"step 19: .*; Training.max_bad_steps = 2 allows no more Tr",
+                match=r"step 19: .*; Training.max_bad_steps = 2 allows no more bad steps",
             ):
                 loop.train(config, path)
         assert [record["step"] for record in records(path)] == [10, 14]

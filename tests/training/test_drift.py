@@ -13,7 +13,7 @@ from brt.errors import ConfigError
 from brt.training import loop, run_summary
 from brt.training.workdir import Workdir
 
-TOY = Path(__file__).parents[1] / "tasks/toy.py"
+TOY = Path(__file__).parents[1] / "data/user_files/my_task.py"
 CONFIG = Config(
     training=Training(
         task="parity", steps=4, batch_size=8, segment_length=4, log_every=2,

@@ -25,6 +25,7 @@ from brt.config import (
 )  # fmt: skip
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.evaluation import job
+from brt.tasks.arguments import EvaluationRequest
 from brt.training import loop, run, run_summary
 from brt.training.metrics import read_metrics
 from brt.training.start import data_manifest, saved_model
@@ -285,8 +286,10 @@ def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None
     assert whole[0]["eval/validation_whole/bits_per_byte"] == report["bits_per_byte"]
     model = open_model(run.workdir)
     dataset = saved_model.open_split(model, "validation")
-    evaluator = tasks.from_config(model.config).evaluator(model.config, dataset, "validation")
-    part = evaluator(model.params, whole=False).metrics
+    evaluator = tasks.from_config(model.config).evaluator(
+        EvaluationRequest(model.config, dataset, "validation")
+    )
+    part = evaluator(model.variables, whole=False).metrics
     assert part["tokens"] == 24 < report["tokens"]
     assert parts[-1]["eval/validation/bits_per_byte"] == pytest.approx(part["bits_per_byte"])
     assert f"validation: {report['bits_per_byte']:.3f}" in run_summary.finish(

@@ -31,6 +31,7 @@ from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
+from brt.tasks.arguments import LossInputs
 from brt.types import PairBatch
 
 KINDS = get_args(costs.Kind)
@@ -169,7 +170,7 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
     )  # fmt: skip
 
     def loss(params: Any, batch: PairBatch) -> Any:
-        return tasks.from_config(config).loss(config, params, (), {}, batch, key)
+        return tasks.from_config(config).loss(config, params, LossInputs(batch, key))
 
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
     return partial(compiled, params, batch), compiled.memory_analysis().temp_size_in_bytes / 2**20

@@ -26,6 +26,7 @@ from brt import allocator, tasks
 from brt.config import Config, Model, Training
 from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
+from brt.tasks.arguments import LossInputs
 from brt.training import compilation
 from brt.training.state import initial_params, parameter_counts
 from brt.types import Batch
@@ -109,7 +110,9 @@ class Contestant(Timed):
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
-            return tasks.from_config(config).loss(config, params, carried, {}, batch, key)
+            return tasks.from_config(config).loss(
+                config, params, LossInputs(batch, key, carried, {})
+            )
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)

@@ -23,6 +23,7 @@ from timing import interleaved, ratio, show
 
 from brt import allocator, tasks
 from brt.config import Attention, Config, Pairs, Seq2Seq, Training
+from brt.tasks.arguments import LossInputs
 from brt.types import PairBatch
 
 KINDS = ("full", "clustered", "improved_clustered")
@@ -79,7 +80,7 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 def loss(config: Config, params: Any, batch: PairBatch, key: jax.Array) -> jax.Array:
     """That of a training step."""
-    return tasks.from_config(config).loss(config, params, (), {}, batch, key)[0]
+    return tasks.from_config(config).loss(config, params, LossInputs(batch, key))[0]
 
 
 def configured(args: argparse.Namespace, length: int, kind: str) -> Config:

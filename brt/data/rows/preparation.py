@@ -75,7 +75,7 @@ class Preparation(abc.ABC):
     tokenizer: Any = None
     endings: tuple[str, ...] = ()
 
-    def __init__(self, section: Any, progress: bool):
+    def __init__(self, section: Any, progress: bool = True):
         self.section, self.progress = section, progress
         self.name = type(section).__name__
         shares = {split: share_of(section, split) for split in SPLITS[1:]}

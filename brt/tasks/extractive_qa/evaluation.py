@@ -8,14 +8,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
-from brt.distributed import rules
 from brt.ops.spans import best_spans, span_nats
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.extractive_qa.data.store import QuestionStore
 from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
-from brt.tasks.interface import Dataset
 from brt.types import TextBatch
 
 
@@ -47,13 +46,9 @@ class AnswerEvaluator(HeadEvaluator):
 
     summary = "exact_match", "exact match {:.2f} %"
 
-    def __init__(
-        self, task: EncoderTask, config: Config, dataset: Dataset, split: str,
-        trained: Config | None = None, compare_exact: bool = False,
-    ):  # fmt: skip
-        self._task, self._section = task, config.questions
-        self._size = config.evaluation.batch_size
-        super().__init__(config, dataset, split, trained, compare_exact)
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
+        super().__init__(task, request)
+        self._section = request.config.questions
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns a function that computes the best span, the no-answer score and the training
@@ -63,7 +58,7 @@ class AnswerEvaluator(HeadEvaluator):
         def read(
             params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
         ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
-            logits = self._task.predict(config, params, batch)
+            logits = self.task.predict(config, params, batch)
             nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
             no_answer = logits[:, 0].sum(axis=-1)
             return (*best_spans(logits, mask, longest), no_answer, nats)
@@ -77,7 +72,7 @@ class AnswerEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """Yields the windows in batches; see the base class."""
         return QuestionReader.evaluation(
-            self.store, batch_size=rules.round_up("lanes", self._size), limit=limit,
+            self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 

@@ -16,9 +16,8 @@ from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionDataset
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
-from brt.tasks.interface import Aux, Dataset, count_scored
+from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
-from brt.types import TextBatch
 
 _DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
 
@@ -51,11 +50,10 @@ class ExtractiveQa(EncoderTask):
         return preparation.prepare(config.questions, progress)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: TextTokenizer, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> QuestionDataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
+    ) -> QuestionDataset:
         """Opens one split; see the base class."""
-        return Preparation(config.questions, progress).open_split(split, tokenizer, known)
+        return Preparation(config.questions).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
         """Returns the tokenizer saved in a run directory."""
@@ -70,36 +68,22 @@ class ExtractiveQa(EncoderTask):
         )  # fmt: skip
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: TextBatch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed cross-entropy of starts and ends."""
+        batch, key = inputs.batch, inputs.key
         logits = self.predict(
             config, params, batch,
             dropout=jax.random.fold_in(key, _DROPOUT),
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
-        return nats, Aux(nats, count_scored(batch.scored), carry, model_state, {})
+        return nats, Aux(nats, count_scored(batch.scored))
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> AnswerEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
         """Returns an evaluator of answers by exact match and F1."""
-        refuse_ablation(ablate)
-        return AnswerEvaluator(self, config, dataset, split, trained, compare_exact)
+        refuse_ablation(request.ablate)
+        return AnswerEvaluator(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
         """Returns commands that evaluate, and that train on the user's own questions."""

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
-from brt.config import Config
 from brt.data import losses
 from brt.data.lanes import evaluation_batches
-from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import mesh as meshes
@@ -28,12 +26,12 @@ from brt.distributed import rules
 from brt.formatting import counted
 from brt.layers.stack import StackState, parts
 from brt.models.decoder import forget, new_state
-from brt.tasks.evaluators import Progress, Stop
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 # Compressing more bytes takes longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
@@ -125,14 +123,15 @@ class DocumentEvaluator:
     """Evaluates whole documents; see `brt.tasks.evaluators.Evaluator`.
 
     Args:
-      ablate: part of the memory that a second pass resets before every segment: recurrent states,
-          cached keys and values, the external memory, or "both" for all (as at the start of a
-          document).
+      request: the split. Its `ablate` is the part of the memory that a second pass resets before
+          every segment: recurrent states, cached keys and values, the external memory, or "both"
+          for all (as at the start of a document).
     """
 
     unit = "tok"
 
-    def __init__(self, config: Config, dataset: Dataset, split: str, ablate: str | None = None):
+    def __init__(self, request: EvaluationRequest):
+        config, dataset, split, _, ablate, _ = request
         self._config, self._split, self._ablate = config, split, ablate
         self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
@@ -142,50 +141,34 @@ class DocumentEvaluator:
         self._step = jax.jit(self._segment, static_argnames="part", donate_argnums=1)
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        *,
-        model_state: PyTree[Array] | None = None,
-        whole: bool = True,
-        stop: Stop = lambda: None,
-        progress: Progress = lambda count: None,
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
         """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
         document."""
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
-            result = self.read(
-                params, model_state, ablate=ablate, tokens_per_document=limit, stop=stop,
-                progress=progress,
-            )  # fmt: skip
+            result = self.read(variables, control, ablate=ablate, tokens_per_document=limit)
             if result is None:
                 return None
             results.append(result)
         return _evaluation_result(results, self._config.training.plots)
 
     def sample(
-        self,
-        params: PyTree[Array],
-        step: int,
-        stop: Stop = lambda: None,
-        *,
-        model_state: PyTree[Array] | None = None,
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
         """Returns the beginning of the first document with a continuation by the model."""
-        return self._sampler(params, step, model_state, stop=stop)
+        return self._sampler(variables, step, control)
 
     def read(
         self,
-        params: PyTree[Array],
-        model_state: PyTree[Array] | None = None,
+        variables: Variables,
+        control: Control = UNCONTROLLED,
         *,
         ablate: str | None = None,
         tokens_per_document: int = 0,
-        stop: Stop = lambda: None,
-        progress: Progress = lambda count: None,
     ) -> SplitScores | None:
-        """Reads every document once and returns its scores; None if `stop` returned a true value.
+        """Reads every document once and returns its scores; None if `control` stopped it.
 
         Args:
           tokens_per_document: number of tokens to read of each document; 0 reads all.
@@ -194,7 +177,7 @@ class DocumentEvaluator:
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
-        carry = meshes.place_like(new_state(config.model, batch_size), params)
+        carry = meshes.place_like(new_state(config.model, batch_size), variables.params)
         scores, forgets = answers.AnswerScores(self._answers), np.bool_(ablate is not None)
         part = ablate or self._ablate
         begin, timed = None, 0
@@ -202,11 +185,9 @@ class DocumentEvaluator:
             store, batch_size=batch_size, segment_length=length, window=config.model.window,
             tokens_per_document=tokens_per_document,
         ):  # fmt: skip
-            if stop():
+            if control.stop():
                 return None
-            block_nats, guesses, carry = self._step(
-                params, carry, batch, model_state, forgets, part=part
-            )
+            block_nats, guesses, carry = self._step(variables, carry, batch, forgets, part=part)
             real = document >= 0
             np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
             if guesses:
@@ -214,7 +195,7 @@ class DocumentEvaluator:
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
             begin = begin or time.perf_counter()  # The first segment includes compilation.
-            progress(tokens)
+            control.progress(tokens)
         limit = tokens_per_document
         documents = [self._score(store, d, nats[d], limit) for d in range(len(store))]
         protocol = {
@@ -235,10 +216,9 @@ class DocumentEvaluator:
 
     def _segment(
         self,
-        params: PyTree[Array],
+        variables: Variables,
         carry: StackState,
         batch: Batch,
-        model_state: PyTree[Array],
         forgets: Bool[Array, ""],
         *,
         part: str | None,
@@ -255,7 +235,7 @@ class DocumentEvaluator:
             model = self._config.model
             without = forget(model, carry, parts(model) if part == "both" else (part,))
             carry = jax.tree.map(lambda new, old: jnp.where(forgets, new, old), without, carry)
-        arguments = self._config, params, carry, batch, model_state or None
+        arguments = self._config, variables, carry, batch
         if not self._answers:
             nats, carry = block_nats(*arguments)
             return rules.replicated(nats), (), carry

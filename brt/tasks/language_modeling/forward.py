@@ -3,61 +3,52 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from brt.config import Config
 from brt.layers.basic import dropout_rngs
-from brt.layers.stack import ModelState, StackState
+from brt.layers.stack import StackState
 from brt.models.decoder import Decoder, DecoderOutput, logit_scale
 from brt.ops.cross_entropy import token_scores
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 
 def predict(
     config: Config,
-    params: PyTree[Array],
+    variables: Variables,
     carry: StackState,
     batch: Batch,
-    model_state: ModelState | None = None,
     dropout: Array | None = None,
 ) -> DecoderOutput:
     """Returns the hidden vectors of every token of a segment, and the state after the segment.
 
     Args:
-      model_state: may be omitted if no layer has one.
       dropout: random key for dropout in a training step; None disables dropout.
     """
     output: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
-        {"params": params}, batch.inputs, carry, batch.document_start, model_state,
+        {"params": variables.params}, batch.inputs, carry, batch.document_start,
+        variables.model_state,
         rngs=None if dropout is None else dropout_rngs(dropout),
     )  # fmt: skip
     return output
 
 
 def segment_nats(
-    config: Config,
-    params: PyTree[Array],
-    carry: StackState,
-    batch: Batch,
-    model_state: ModelState | None = None,
+    config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], StackState]:
     """Returns the nats of every token of a segment, 0 where unscored, and the state after it."""
-    nats, _, carry = segment_guesses(config, params, carry, batch, model_state)
+    nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
 
 
 def segment_guesses(
-    config: Config,
-    params: PyTree[Array],
-    carry: StackState,
-    batch: Batch,
-    model_state: ModelState | None = None,
+    config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
     """Returns the values of `segment_nats` and True for tokens that are the most likely ones."""
     model = config.model
-    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
+    hidden, carry, *_ = predict(config, variables, carry, batch)
     nats, right = token_scores(
-        hidden, params["embedding"], batch.targets,
+        hidden, variables.params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
         implementation=config.kernels.token_scores,
     )  # fmt: skip
@@ -65,14 +56,10 @@ def segment_guesses(
 
 
 def block_nats(
-    config: Config,
-    params: PyTree[Array],
-    carry: StackState,
-    batch: Batch,
-    model_state: ModelState | None = None,
+    config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Returns the nats of every block of a segment, and the state after the segment."""
-    nats, carry = segment_nats(config, params, carry, batch, model_state)
+    nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry
 
 

@@ -4,25 +4,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.layers.stack import StackState
 from brt.models.decoder import logit_scale
 from brt.ops.cross_entropy import cross_entropy
-from brt.tasks.interface import Aux, count_scored
+from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.language_modeling.forward import predict
-from brt.types import Batch
+from brt.types import Variables
 
 
-def loss(
-    config: Config,
-    params: PyTree[Array],
-    carry: StackState,
-    model_state: PyTree[Array],
-    batch: Batch,
-    key: Array,
-) -> tuple[Float[Array, ""], Aux]:
+def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
     """Returns the summed loss of a batch including auxiliary losses, and other results."""
-    training = config.training
-    output = predict(config, params, carry, batch, model_state, key)
+    training, batch = config.training, inputs.batch
+    variables = Variables(params, inputs.model_state)
+    output = predict(config, variables, inputs.carry, batch, inputs.key)
     total, nats = cross_entropy(
         output.hidden, params["embedding"], batch.targets, batch.scored,
         scale=logit_scale(config.model), chunk=training.loss_chunk,

@@ -1,14 +1,13 @@
 """Text that a model generates during training, for people to look at."""
 
-from collections.abc import Callable
-
 import jax
-from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.generation.session import Session
+from brt.tasks.arguments import UNCONTROLLED, Control
+from brt.types import Variables
 
 # A prompt shorter than a window needs no separate program that reads a whole window.
 PROMPT_TOKENS = 32
@@ -23,26 +22,21 @@ class Sampler:
         self._session: Session | None = None
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        step: int,
-        model_state: PyTree[Array] | None = None,
-        stop: Callable[[], object] = lambda: None,
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the prompt and the generated text; None if `stop` returned a true value on the
-        way."""
+        """Returns the prompt and the generated text, or None if `control` stopped it."""
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
         if self._session is None:
-            self._session = Session(self._config, params, model_state, bos_id=self._store.bos_id)
-        self._session.restart(params, model_state)
+            self._session = Session(self._config, variables, bos_id=self._store.bos_id)
+        self._session.restart(variables)
         self._session.read(prompt)
         generated: list[int] = []
         for tokens in self._session.write(
             sampling.max_tokens, sampling, jax.random.fold_in(key, step)
         ):
-            if stop():
+            if control.stop():
                 return None
             generated += tokens[0].tolist()
         return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"

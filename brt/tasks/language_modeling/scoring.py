@@ -4,13 +4,13 @@ from functools import partial
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Float, Int
 
 from brt.config import Config
 from brt.distributed.mesh import place_like
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import segment_nats
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 
 class TextScorer:
@@ -25,14 +25,11 @@ class TextScorer:
         self._step = jax.jit(partial(segment_nats, config), donate_argnums=1)
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        tokens: Int[np.ndarray, " T"],
-        model_state: PyTree[Array] | None = None,
+        self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
         """Reads the text in segments of Evaluation.segment_length with carried state."""
         length, window = self._config.evaluation_segment_length, self._config.model.window
-        carry, nats = place_like(new_state(self._config.model, 1), params), []
+        carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])
         for start in range(0, len(tokens), length):
             part = slice(start, start + length)
@@ -42,7 +39,7 @@ class TextScorer:
                 _padded(inputs[part], length), _padded(tokens[part], length),
                 np.arange(length)[None] < size, document_start,
             )  # fmt: skip
-            segment, carry = self._step(params, carry, batch, model_state or None)
+            segment, carry = self._step(variables, carry, batch)
             nats.append(np.asarray(segment[0, :size]))
         return np.concatenate(nats)
 

@@ -1,6 +1,6 @@
 """The language modeling task: predict each token of a document from the tokens before it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,22 @@ from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
 from brt.generation.session import Session
-from brt.interop.exporting import Exported
+from brt.interop.exporting import Exported, ExportSource
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.stack import ModelState, StackState, new_model_state, runs, settled, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
-from brt.tasks.evaluators import Inspection
-from brt.tasks.interface import Aux, Task
+from brt.tasks.interface import (
+    Aux,
+    EvaluationRequest,
+    Inspection,
+    InspectionRequest,
+    LossInputs,
+    ProbeFunction,
+    Task,
+)
 from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
@@ -37,7 +44,7 @@ from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 
 class LanguageModeling(Task):
@@ -77,11 +84,10 @@ class LanguageModeling(Task):
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> Dataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
+    ) -> Dataset:
         """Opens one split; see the base class."""
-        return preparation.prepare_split(config.data, split, tokenizer, known, progress)
+        return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Fills in the vocabulary size and the dtype."""
@@ -142,33 +148,18 @@ class LanguageModeling(Task):
         return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: StackState,
-        model_state: PyTree[Array],
-        batch: Batch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the loss of a segment; see `loss.loss`."""
-        return loss(config, params, carry, model_state, batch, key)
+        return loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:
         """Returns the FLOPs of a training step, which are the same for every token."""
         return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> DocumentEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> DocumentEvaluator:
         """Returns an evaluator of bits of whole documents."""
-        return DocumentEvaluator(config, dataset, split, ablate)
+        return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Includes the differences that an ablation makes, if there was one."""
@@ -177,24 +168,13 @@ class LanguageModeling(Task):
         }
         return super().select_metrics(report) | costs
 
-    def probe(
-        self, config: Config
-    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
+    def probe(self, config: Config) -> ProbeFunction:
         """Returns the probe of recurrent states and gates."""
         return StateProbe(config)
 
-    def inspect(
-        self,
-        config: Config,
-        dataset: Dataset,
-        params: PyTree[Array],
-        split: str,
-        tokens: int | None,
-        where: Mapping[str, Any],
-        model_state: PyTree[Array] | None = None,
-    ) -> Inspection:
+    def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         """Measures how the model uses its memory."""
-        return job.inspect(config, params, dataset, split, tokens, where, model_state)
+        return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """Returns the bits per byte of `xz -9e` on the validation data."""
@@ -216,15 +196,9 @@ class LanguageModeling(Task):
         manifest = dataset.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 
-    def writer(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Tokenizer,
-        model_state: PyTree[Array] | None = None,
-    ) -> TextWriter:
+    def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         """Returns a function that continues prompts."""
-        session = Session(config, params, model_state, bos_id=tokenizer.bos_id)
+        session = Session(config, variables, bos_id=tokenizer.bos_id)
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
@@ -239,18 +213,12 @@ class LanguageModeling(Task):
             "--max_tokens=500",
         ]
 
-    def export(
-        self,
-        source: Path,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Callable[[], Tokenizer],
-    ) -> Exported:
+    def export(self, source: ExportSource) -> Exported:
         """Converts the decoder to a Hugging Face model, together with the PyTorch code that runs
         it."""
-        opened = tokenizer()
-        model = TrainedDecoder(params, config.model, opened.bos_id)
-        return Exported(source, model, to_format, partial(exported_tokenizer.write, opened))
+        opened = source.tokenizer()
+        model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
+        return Exported(source.path, model, to_format, partial(exported_tokenizer.write, opened))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
         """Takes weights layer by layer; a layer of another kind takes the parameters that both

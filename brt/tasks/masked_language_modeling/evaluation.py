@@ -16,19 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
-from brt.config import Config
 from brt.data.lanes import evaluation_batches
-from brt.data.preparation import Dataset
 from brt.data.rows.on_disk import OnDisk
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
 from brt.formatting import counted
 from brt.models import seq2seq
 from brt.models.encoder import EncoderWithHead
-from brt.tasks.evaluators import Progress, Stop
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import EvaluationResult
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 _MASKS, _ATTENTION = range(2)  # Folded into the key of all evaluations, one for each purpose.
 _ENTROPY_TOKENS = 10_000_000  # Maximum number of tokens that `token_entropy` counts.
@@ -58,13 +56,11 @@ class MaskedEvaluator:
 
     unit = "tok"
 
-    def __init__(
-        self, config: Config, network: EncoderWithHead, dataset: Dataset, split: str,
-        trained: Config | None = None,
-    ):  # fmt: skip
-        self._network, self._config, self._split = network, config, split
-        self._trained = (trained or config).attention.kind
-        self._tokenizer, self._store = dataset.tokenizer, dataset.split(split)
+    def __init__(self, network: EncoderWithHead, request: EvaluationRequest):
+        config, dataset = request.config, request.dataset
+        self._network, self._config, self._split = network, config, request.split
+        self._trained = (request.trained or config).attention.kind
+        self._tokenizer, self._store = dataset.tokenizer, dataset.split(request.split)
         self.total = int(self._store.lengths.sum())
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._predict = rules.jit(self.predictions)
@@ -99,13 +95,7 @@ class MaskedEvaluator:
         return Predictions(nats, guesses, tokens.positions, tokens.targets, tokens.scored)
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        *,
-        model_state: PyTree[Array] | None = None,
-        whole: bool = True,
-        stop: Stop = lambda: None,
-        progress: Progress = lambda count: None,
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
         """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
         document."""
@@ -114,9 +104,9 @@ class MaskedEvaluator:
         begin, timed = None, 0
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         for batch, segments in self._batches(limit):
-            if stop():
+            if control.stop():
                 return None
-            predictions = jax.device_get(self._predict(params, batch, segments))
+            predictions = jax.device_get(self._predict(variables.params, batch, segments))
             real = segments[:, 0] >= 0
             document = segments[real, 0]
             np.add.at(nats, document, predictions.nats.astype(np.float64).sum(axis=1)[real])
@@ -125,20 +115,17 @@ class MaskedEvaluator:
             right += int(np.sum(predictions.scored & correct))
             timed += int(batch.scored.sum()) if begin else 0
             begin = begin or time.perf_counter()  # The first batch includes compilation.
-            progress(int(batch.scored.sum()))
+            control.progress(int(batch.scored.sum()))
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return self._result(nats / math.log(2), count, right, speed)
 
     def sample(
-        self,
-        params: PyTree[Array],
-        step: int,
-        stop: Stop = lambda: None,
-        *,
-        model_state: PyTree[Array] | None = None,
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
         """Returns the beginning of the first document with the model's guesses."""
-        return None if stop() else fill_masks(self._tokenizer, *self._first(params))
+        if control.stop():
+            return None
+        return fill_masks(self._tokenizer, *self._first(variables.params))
 
     def _result(
         self,

@@ -12,12 +12,11 @@ from brt.data.preparation import Dataset
 from brt.distributed.rules import lane_keys
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
-from brt.tasks.interface import Aux, count_scored
+from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
 from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
-from brt.types import Batch
 
 # Purposes of random numbers in a step; each is folded into the step's key.
 _MASKS, _ATTENTION, _DROPOUT = range(3)
@@ -54,11 +53,10 @@ class MaskedLanguageModeling(EncoderTask):
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> Dataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
+    ) -> Dataset:
         """Opens one split; see the base class."""
-        return preparation.prepare_split(config.data, split, tokenizer, known, progress)
+        return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """Returns segments of a single document each, because an encoder sees a whole segment."""
@@ -69,15 +67,10 @@ class MaskedLanguageModeling(EncoderTask):
         )  # fmt: skip
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: Batch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed loss of the masked tokens."""
+        batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
@@ -87,21 +80,12 @@ class MaskedLanguageModeling(EncoderTask):
             scale=out.scale, chunk=config.training.loss_chunk,
             smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
-        return total, Aux(nats, count_scored(tokens.scored), carry, model_state, {})
+        return total, Aux(nats, count_scored(tokens.scored))
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> MaskedEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> MaskedEvaluator:
         """Returns an evaluator of bits of masked tokens."""
-        refuse_ablation(ablate)
-        return MaskedEvaluator(config, self.network(config), dataset, split, trained)
+        refuse_ablation(request.ablate)
+        return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """Returns the entropy of the token frequencies."""

@@ -9,13 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.distributed import rules
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult
 from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechDataset
 from brt.tasks.speech_recognition.data.vocabulary import units
 from brt.tasks.speech_recognition.error_rate import Errors, errors, total
 from brt.types import SpeechBatch
@@ -42,13 +41,9 @@ class TranscriptEvaluator(HeadEvaluator):
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
-    def __init__(
-        self, task: EncoderTask, config: Config, dataset: SpeechDataset, split: str,
-        trained: Config | None = None, compare_exact: bool = False,
-    ):  # fmt: skip
-        self._task, self._speech = task, config.speech
-        self._size = config.evaluation.batch_size
-        super().__init__(config, dataset, split, trained, compare_exact)
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
+        super().__init__(task, request)
+        self._speech = request.config.speech
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns a function to log probabilities of frames and -log p of transcripts."""
@@ -56,7 +51,7 @@ class TranscriptEvaluator(HeadEvaluator):
         def read(
             params: PyTree[Array], batch: SpeechBatch
         ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
-            logits = self._task.predict(config, params, batch)
+            logits = self.task.predict(config, params, batch)
             nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
             return jax.nn.log_softmax(logits), nats
 
@@ -66,7 +61,7 @@ class TranscriptEvaluator(HeadEvaluator):
         """Yields the utterances in batches; see the base class."""
         return SpeechReader.evaluation(
             self.store,
-            batch_size=rules.round_up("lanes", self._size),
+            batch_size=self.batch_size,
             buckets=self._speech.buckets,
             limit=limit,
         )

@@ -13,7 +13,7 @@ from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.interface import Aux, Dataset, count_scored
+from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.data.batches import SpeechReader
@@ -54,11 +54,10 @@ class SpeechRecognition(EncoderTask):
         return preparation.prepare(config.speech, progress)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: Vocabulary, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> SpeechDataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
+    ) -> SpeechDataset:
         """Opens one split; see the base class."""
-        return SpeechPreparation(config.speech, progress).open_split(split, tokenizer, known)
+        return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
         """Returns the vocabulary saved in a run directory."""
@@ -116,16 +115,11 @@ class SpeechRecognition(EncoderTask):
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: SpeechBatch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed CTC loss of the transcripts."""
-        speech, features = config.speech, batch.features
+        batch, key, speech = inputs.batch, inputs.key, config.speech
+        features = batch.features
         if speech.time_masks or speech.feature_masks:
             features = spec_augment(
                 features, batch.valid, jax.random.fold_in(key, _MASKS),
@@ -138,23 +132,14 @@ class SpeechRecognition(EncoderTask):
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
         nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
-        return nats, Aux(nats, count_scored(batch.scored), carry, model_state, {})
+        return nats, Aux(nats, count_scored(batch.scored))
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: SpeechDataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> TranscriptEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
         """Returns an evaluator of transcripts by their error rates."""
-        refuse_ablation(ablate)
-        check_width(config, dataset, split)
-        check_attention(config, dataset)
-        return TranscriptEvaluator(self, config, dataset, split, trained, compare_exact)
+        refuse_ablation(request.ablate)
+        check_width(request.config, request.dataset, request.split)
+        check_attention(request.config, request.dataset)
+        return TranscriptEvaluator(self, request)
 
     def units_per_token(self, dataset: Dataset) -> float:
         """Returns the mean number of transcript bytes per token."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.distributed import rules
 from brt.ops.cross_entropy import token_scores
-from brt.tasks.evaluators import Stop
+from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.tasks.summarization.data.batches import evaluation_batches
 from brt.tasks.summarization.data.store import PairStore
 from brt.tasks.summarization.data.tokenization import PairTokenizer
@@ -66,9 +66,9 @@ class TeacherForcing:
         self._nats = rules.jit(self.nats)
 
     def __call__(
-        self, params: PyTree[Array], store: PairStore, stop: Stop = lambda: None
+        self, params: PyTree[Array], store: PairStore, control: Control = UNCONTROLLED
     ) -> Bits | None:
-        """Returns the bits of a store's summaries; None if `stop` returned a true value."""
+        """Returns the bits of a store's summaries; None if `control` stopped it."""
         total, tokens = 0.0, 0
         config = self._config
         for batch in evaluation_batches(
@@ -76,7 +76,7 @@ class TeacherForcing:
             batch_size=rules.round_up("lanes", config.evaluation.batch_size),
             buckets=config.pairs.buckets,
         ):
-            if stop():
+            if control.stop():
                 return None
             total += float(jnp.sum(self._nats(params, batch)))
             tokens += int(batch.scored.sum())

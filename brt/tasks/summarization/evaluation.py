@@ -2,16 +2,13 @@
 
 import dataclasses
 
-from jaxtyping import Array, PyTree
-
-from brt.config import Config
-from brt.tasks.evaluators import Progress, Stop
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.report import EvaluationResult
 from brt.tasks.summarization import scores
 from brt.tasks.summarization.bits import Bits, TeacherForcing
-from brt.tasks.summarization.data.preparation import PairDataset
 from brt.tasks.summarization.rouge import get_protocol
 from brt.tasks.summarization.summaries import Summarizer
+from brt.types import Variables
 
 
 class SummaryEvaluator:
@@ -19,31 +16,26 @@ class SummaryEvaluator:
 
     unit, partial = "row", False
 
-    def __init__(self, config: Config, dataset: PairDataset, split: str):
-        self._decoding, self._store = config.decoding, dataset.split(split)
+    def __init__(self, request: EvaluationRequest):
+        config, dataset = request.config, request.dataset
+        self._decoding, self._store = config.decoding, dataset.split(request.split)
         self.total = len(self._store)
         self._protocol = get_protocol(config.evaluation.rouge)
         self._bits = TeacherForcing(config, dataset.tokenizer)
         self._summarizer = Summarizer(config, dataset.tokenizer)
 
     def __call__(
-        self,
-        params: PyTree[Array],
-        *,
-        model_state: PyTree[Array] | None = None,
-        whole: bool = True,
-        stop: Stop = lambda: None,
-        progress: Progress = lambda count: None,
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
         """Computes bits; with `whole`, also generates and scores summaries."""
-        bits = self._bits(params, self._store, stop)
+        bits = self._bits(variables.params, self._store, control)
         if bits is None:
             return None
         metrics = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
         summary, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
         if not whole:
             return EvaluationResult(metrics, summary, {}, heading)
-        summaries = self._summarizer(params, self._store, stop=stop, progress=progress)
+        summaries = self._summarizer(variables.params, self._store, control)
         if summaries is None:
             return None
         scored = scores.score(summaries, self._protocol)
@@ -56,15 +48,10 @@ class SummaryEvaluator:
         )
 
     def sample(
-        self,
-        params: PyTree[Array],
-        step: int,
-        stop: Stop = lambda: None,
-        *,
-        model_state: PyTree[Array] | None = None,
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
         """Returns the reference summary and the generated summary of a document."""
-        summaries = self._summarizer(params, self._store, limit=1, stop=stop)
+        summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:
             return None
         (s,) = summaries

@@ -1,6 +1,6 @@
 """Generation of summaries for the documents of a store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -16,6 +16,7 @@ from brt.generation.sampling import sample
 from brt.generation.search import search
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens
+from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.tasks.summarization.data.batches import evaluation_batches, gather
 from brt.tasks.summarization.data.store import PairStore
 from brt.tasks.summarization.data.tokenization import PairTokenizer
@@ -60,28 +61,26 @@ class Summarizer:
         self,
         params: PyTree[Array],
         store: PairStore,
+        control: Control = UNCONTROLLED,
         *,
         limit: int = 0,
-        stop: Callable[[], object] = lambda: None,
-        progress: Callable[[int], object] = lambda count: None,
     ) -> list[Summary] | None:
-        """Returns the summary of each document in order; None if `stop` returned a true value.
+        """Returns the summary of each document in order; None if `control` stopped it.
 
         Args:
           limit: number of evenly spaced documents to summarise in one batch; 0 selects all
               documents.
-          progress: called with the number of documents that were finished since the last call.
         """
         summaries: dict[int, Summary] = {}
         for batch in self._batches(store, limit):
-            if stop():
+            if control.stop():
                 return None
             best = self._best(params, batch.source, batch.source_mask)
             for i in np.flatnonzero(batch.row >= 0):
                 row = int(batch.row[i])
                 length = int(best.lengths[i, 0])
                 summaries[row] = self._summary(store, row, best.sequences[i, 0, 1:length])
-            progress(int((batch.row >= 0).sum()))
+            control.progress(int((batch.row >= 0).sum()))
         return [summaries[row] for row in sorted(summaries)]
 
     def summary(

@@ -1,6 +1,6 @@
 """The summarization task: predict the tokens of a summary from its document."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.errors import ConfigError
 from brt.interop import pretrained
-from brt.interop.exporting import NAMES, Exported
+from brt.interop.exporting import NAMES, Exported, ExportSource
 from brt.interop.huggingface import convert
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
@@ -19,7 +19,15 @@ from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks import resolving
-from brt.tasks.interface import Aux, Dataset, Task, count_scored
+from brt.tasks.interface import (
+    Aux,
+    Dataset,
+    EvaluationRequest,
+    LossInputs,
+    ProbeFunction,
+    Task,
+    count_scored,
+)
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.summarization.bits import is_lossless, scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
@@ -31,7 +39,7 @@ from brt.tasks.summarization.forward import Prediction, network, predict
 from brt.tasks.summarization.summaries import special_tokens
 from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
-from brt.types import PairBatch
+from brt.types import PairBatch, Variables
 
 _LEARNED = ("leak", "threshold", "mix")  # Learned scalars of cross-attention that are logged.
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
@@ -81,11 +89,10 @@ class Summarization(Task):
         return preparation.prepare(config.pairs, progress)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: PairTokenizer, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> PairDataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
+    ) -> PairDataset:
         """Opens one split; see the base class."""
-        return Preparation(config.pairs, progress).open_split(split, tokenizer, known)
+        return Preparation(config.pairs).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
         """Returns the tokenizer saved in a run directory."""
@@ -116,22 +123,17 @@ class Summarization(Task):
         return predict(config, params, batch, **options)
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: PairBatch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed loss of the summaries."""
-        hidden, out, metrics = predict(config, params, batch, key)
+        batch = inputs.batch
+        hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
             hidden, out.embedding, batch.target_out, batch.scored, out.bias,
             scale=out.scale, chunk=config.training.loss_chunk,
             smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
-        return total, Aux(nats, count_scored(batch.scored), carry, model_state, metrics)
+        return total, Aux(nats, count_scored(batch.scored), metrics=metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
         """Returns the FLOPs of a training step; None unless cross-attention is full."""
@@ -140,32 +142,21 @@ class Summarization(Task):
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> SummaryEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
         """Returns an evaluator of reference bits and of ROUGE."""
-        if ablate:
+        if request.ablate:
             raise ConfigError(
-                f"--ablate={ablate} is for language models; a summariser has no memory, because it "
-                "attends to the whole document for every token"
+                f"--ablate={request.ablate} is for language models; a summariser has no "
+                "memory, because it attends to the whole document for every token"
             )
-        return SummaryEvaluator(config, dataset, split)
+        return SummaryEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Includes the F1 of each ROUGE score, if summaries were generated."""
         rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
         return super().select_metrics(report) | rouge
 
-    def probe(
-        self, config: Config
-    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
+    def probe(self, config: Config) -> ProbeFunction:
         """Returns a function to the leak and threshold of accumulating neurons, layer by layer."""
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
@@ -193,14 +184,10 @@ class Summarization(Task):
         return scored_bytes(train, dataset.tokenizer) / len(train.target.values)
 
     def writer(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: PairTokenizer,
-        model_state: PyTree[Array] | None = None,
+        self, config: Config, variables: Variables, tokenizer: PairTokenizer
     ) -> SummaryWriter:
         """Returns a generator of summaries of prompts."""
-        return SummaryWriter(config, params, tokenizer)
+        return SummaryWriter(config, variables.params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
         """Returns commands that evaluate with beams, and that train on the user's own pairs."""
@@ -213,15 +200,10 @@ class Summarization(Task):
             "--workdir=runs/mine --gin_bindings=\"Pairs.train = 'mine.jsonl'\"",
         ]
 
-    def export(
-        self,
-        source: Path,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Callable[[], PairTokenizer],
-    ) -> Exported:
+    def export(self, source: ExportSource) -> Exported:
         """Converts the model to the T5 or BART format of transformers."""
-        decoding, opened = config.decoding, tokenizer()
+        config, opened = source.config, source.tokenizer()
+        decoding = config.decoding
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -244,8 +226,8 @@ class Summarization(Task):
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        pretrained_model = Pretrained(params, described)
-        return Exported(source, pretrained_model, convert.to_format, copy, tuple(notes))
+        pretrained_model = Pretrained(source.params, described)
+        return Exported(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Loads a T5 or BART model that brt.convert wrote."""

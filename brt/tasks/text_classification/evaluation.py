@@ -13,10 +13,9 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.distributed import rules
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
-from brt.tasks.interface import Dataset
 from brt.tasks.text_classification import confusion
 from brt.tasks.text_classification.correlation import pearson, spearman
 from brt.tasks.text_classification.data.batches import SentenceReader
@@ -54,13 +53,9 @@ class SentenceEvaluator(HeadEvaluator):
     score_name: ClassVar[str]
     forms: ClassVar[dict[str, str]]
 
-    def __init__(
-        self, task: EncoderTask, config: Config, dataset: Dataset, split: str,
-        trained: Config | None = None, compare_exact: bool = False,
-    ):  # fmt: skip
-        self._task, self._section = task, config.sentences
-        self._size = config.evaluation.batch_size
-        super().__init__(config, dataset, split, trained, compare_exact)
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
+        super().__init__(task, request)
+        self._section = request.config.sentences
 
     @staticmethod
     @abc.abstractmethod
@@ -82,7 +77,7 @@ class SentenceEvaluator(HeadEvaluator):
         def read(
             params: PyTree[Array], batch: TextBatch
         ) -> tuple[Float[Array, "B C"], Float[Array, " B"]]:
-            logits = self._task.predict(config, params, batch)
+            logits = self.task.predict(config, params, batch)
             return self.outputs(logits), self.nats(logits, batch)
 
         return read
@@ -90,7 +85,7 @@ class SentenceEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """Yields the sentences in batches; see the base class."""
         return SentenceReader.evaluation(
-            self.store, batch_size=rules.round_up("lanes", self._size), limit=limit,
+            self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 

@@ -13,13 +13,12 @@ from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.interface import Aux, Dataset, count_scored
+from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
 from brt.tasks.text_classification.data import preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.tasks.text_classification.data.preparation import Preparation, SentenceDataset
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
-from brt.types import TextBatch
 
 _DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
 
@@ -50,11 +49,10 @@ class TextClassification(EncoderTask):
         return preparation.prepare(config.sentences, progress, numbers=self.numbers)
 
     def open_split(
-        self, config: Config, split: str, tokenizer: TextTokenizer, *,
-        known: Path | None = None, progress: bool = True,
-    ) -> SentenceDataset:  # fmt: skip
+        self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
+    ) -> SentenceDataset:
         """Opens one split; see the base class."""
-        return Preparation(config.sentences, progress, self.numbers).open_split(
+        return Preparation(config.sentences, numbers=self.numbers).open_split(
             split, tokenizer, known
         )
 
@@ -91,24 +89,19 @@ class TextClassification(EncoderTask):
         )  # fmt: skip
 
     def loss(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        carry: PyTree[Array],
-        model_state: PyTree[Array],
-        batch: TextBatch,
-        key: Array,
+        self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the sum of the labels' cross-entropies, smoothed by Training.label_smoothing, and
         an `Aux` with the sum without smoothing.
         """
+        batch, key = inputs.batch, inputs.key
         logits = self.predict(
             config, params, batch,
             dropout=jax.random.fold_in(key, _DROPOUT),
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
-        aux = Aux(nats, count_scored(batch.scored), carry, model_state, {})
+        aux = Aux(nats, count_scored(batch.scored))
         share = config.training.label_smoothing
         if not share:
             return nats, aux
@@ -116,19 +109,10 @@ class TextClassification(EncoderTask):
         smoothed = jnp.sum(jnp.where(batch.scored[:, 0], uniform_nats, 0.0))
         return (1 - share) * nats + share * smoothed, aux
 
-    def evaluator(
-        self,
-        config: Config,
-        dataset: Dataset,
-        split: str,
-        *,
-        trained: Config | None = None,
-        ablate: str | None = None,
-        compare_exact: bool = False,
-    ) -> SentenceEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
         """Returns an evaluator of the predicted labels and their probabilities."""
-        refuse_ablation(ablate)
-        return self.evaluator_class(self, config, dataset, split, trained, compare_exact)
+        refuse_ablation(request.ablate)
+        return self.evaluator_class(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
         """Returns commands that evaluate, and that train on the user's own sentences."""

@@ -24,6 +24,7 @@ from brt.training.start.config_changes import check_resumable
 from brt.training.start.data_manifest import DataManifest
 from brt.training.state import initial_params, parameter_axes
 from brt.training.workdir import Workdir
+from brt.types import Variables
 
 
 class SavedModel(NamedTuple):
@@ -44,8 +45,13 @@ class SavedModel(NamedTuple):
     config: Config
     meta: dict[str, Any]
     params: PyTree[Array]
-    model_state: PyTree[Array] | None = None
+    model_state: PyTree[Array] = {}
     mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def variables(self) -> Variables:
+        """The learned values of the model."""
+        return Variables(self.params, self.model_state)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context in which computations use the model's mesh."""

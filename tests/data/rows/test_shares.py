@@ -111,10 +111,10 @@ def test_one_split_is_read_by_the_tokenizer_of_the_run(
         labels = dataset.split("train").labels
         section = Sentences(**{**vars(config.sentences), "labels": labels})
         config = Config(sentences=section, training=config.training)
-    alone = task.open_split(config, "test", tokenizer, progress=False)
+    alone = task.open_split(config, "test", tokenizer)
     assert list(alone.splits) == ["test"] and alone.directory != dataset.directory
     assert alone.split("test").fingerprint == dataset.split("test").fingerprint
-    known = task.open_split(config, "test", tokenizer, known=dataset.directory)
+    known = task.open_split(config, "test", tokenizer, dataset.directory)
     assert known.directory == dataset.directory
 
 

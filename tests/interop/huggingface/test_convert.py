@@ -18,6 +18,7 @@ from brt import tasks
 from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
+from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert, files, verify
 from brt.interop.huggingface.convert import load_converted
 from brt.tasks.summarization.data.tokenization import PairTokenizer
@@ -114,7 +115,7 @@ def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: 
             attention=Attention(kind=kind, clusters=4),
         )
         exported = tasks.from_config(config).export(
-            tmp_path, config, read("bart")[0].params, lambda: tokenizer
+            ExportSource(tmp_path, config, read("bart")[0].params, lambda: tokenizer)
         )
         assert [note[:36] for note in exported.notes] == said
 

@@ -17,10 +17,12 @@ from brt.data import tokenizers
 from brt.data.byte_level import ByteLevelTokenizer
 from brt.errors import CheckpointError
 from brt.generation.session import Session
+from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.decoder import export_format, tokenizer, verify
 from brt.layers.sections import Recurrence
 from brt.tasks.language_modeling.task import LanguageModeling
+from brt.types import Variables
 
 WINDOW = 4
 MODEL = Model(
@@ -69,7 +71,7 @@ def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNames
         model, flags = with_settings(MODEL, changes), {"verified": False, **flags}
         params, target = random_params(model), tmp_path / "theirs"
         own = LanguageModeling().export(
-            tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer
+            ExportSource(tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer)
         )
         lines = list(convert.to_hf(own, target, **flags))
         return SimpleNamespace(params=params, model=model, directory=target, lines=lines)
@@ -233,7 +235,7 @@ def test_greedy_text_is_ours(kind: str, export: Callable) -> None:
     done = export(MODELS[kind], verified=True)
     assert any(line.startswith("logits against 3 segments read by brt") for line in done.lines)
     assert "greedy text against brt: the same 32 tokens" in done.lines
-    session = Session(config_of(done.model), done.params, bos_id=0)
+    session = Session(config_of(done.model), Variables(done.params), bos_id=0)
     session.read([5, 6, 7, 8, 9])
     sampling = Sampling(temperature=0.0)
     ours = [*session.write(20, sampling, jax.random.key(0))]

@@ -17,10 +17,13 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.layers.sections import Recurrence
 from brt.ops.cross_entropy import token_scores
 from brt.tasks import TASKS
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling import answers, evaluation
 from brt.tasks.language_modeling.answers import AnswerSpan, ScoredAnswer
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.scoring import TextScorer
+from brt.tasks.report import EvaluationResult
+from brt.types import Variables
 
 WINDOW = 4
 MODEL = Model(
@@ -85,6 +88,13 @@ def test_answers_take_whole_tokens(tmp_path: Path) -> None:
     assert answers.answer_spans(store, Pairs()) == {0: [AnswerSpan(4, 6, 2, 3)]}
 
 
+def evaluate(config: Config, dataset: Dataset, params: Any, **options: Any) -> EvaluationResult:
+    request = EvaluationRequest(config, dataset, "test", **options)
+    result = DocumentEvaluator(request)(Variables(params))
+    assert result is not None
+    return result
+
+
 @pytest.mark.slow_cases("*1-4*", "*3-16*")
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
 def test_answers_cost_what_their_tokens_cost(
@@ -92,10 +102,10 @@ def test_answers_cost_what_their_tokens_cost(
 ) -> None:
     """However the documents lie in lanes: side by side or behind each other, cut and padded."""
     c = config(segment_length, batch_size)
-    found = DocumentEvaluator(c, dataset, "test")(params).metrics
+    found = evaluate(c, dataset, params).metrics
     score = TextScorer(c, bos_id=0)
     store = dataset.split("test")
-    nats = {d: score(params, np.asarray(store.document(d), np.int32)) for d in range(3)}
+    nats = {d: score(Variables(params), np.asarray(store.document(d), np.int32)) for d in range(3)}
     own = {d: [float(nats[d][s.start : s.stop].sum()) for s in SPANS[d]] for d in SPANS}
     close = {"rel": 1e-5}
     near, far = own[0][0] + own[2][0], own[2][1]
@@ -160,7 +170,9 @@ def test_guesses_are_the_likeliest_tokens() -> None:
 def test_a_report_has_a_table_a_picture_and_figures_to_log(
     dataset: Dataset, params: Any, tmp_path: Path
 ) -> None:
-    result = DocumentEvaluator(config(), dataset, "test", ablate="state")(params)
+    result = DocumentEvaluator(EvaluationRequest(config(), dataset, "test", ablate="state"))(
+        Variables(params)
+    )
     lines = evaluation.text(result.metrics).splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("answers, by distance")]
     assert (
@@ -175,8 +187,7 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
     logged = TASK.select_metrics(result.metrics)
     assert {"answers_exact", "answer_bits_per_byte", "bits_per_byte"} <= logged.keys()
     assert result.draw and result.draw().startswith(b"\x89PNG")
-    plain = DocumentEvaluator(config(plots=False), dataset, "test")
-    assert plain(params).draw is None
+    assert evaluate(config(plots=False), dataset, params).draw is None
 
 
 def test_documents_that_ask_for_nothing_are_read_as_ever(
@@ -184,8 +195,10 @@ def test_documents_that_ask_for_nothing_are_read_as_ever(
 ) -> None:
     novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
     store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
-    alone = DocumentEvaluator(config(), dataset._replace(splits={"test": store}), "test")(params)
-    beside = DocumentEvaluator(config(), dataset, "test")(params)
+    alone = DocumentEvaluator(
+        EvaluationRequest(config(), dataset._replace(splits={"test": store}), "test")
+    )(Variables(params))
+    beside = evaluate(config(), dataset, params)
     assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]
     assert alone.metrics["bits"] == pytest.approx(bits, rel=1e-6)

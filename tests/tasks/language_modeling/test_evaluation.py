@@ -18,6 +18,7 @@ from brt.layers.sections import Recurrence
 from brt.memories import Memorizing
 from brt.models import decoder
 from brt.models.decoder import Decoder
+from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.evaluation import (
     DocumentEvaluator,
@@ -27,6 +28,7 @@ from brt.tasks.language_modeling.evaluation import (
     xz_bits_per_byte,
 )
 from brt.tasks.language_modeling.forward import block_nats
+from brt.types import Variables
 
 RELATIVE = 1e-6  # of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
@@ -73,7 +75,7 @@ def evaluator(dataset: Dataset, batch_size: int, segment_length: int, **given: A
         training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
         evaluation=Evaluation(batch_size=batch_size),
     )
-    return DocumentEvaluator(config, dataset, "test", **given)
+    return DocumentEvaluator(EvaluationRequest(config, dataset, "test", **given))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,9 @@ def test_documents_cost_the_same_however_they_are_read(
 ) -> None:  # fmt: skip
     same = (batch_size, segment_length) == (2, 8)
     store = dataset.split("test")
-    result = (two_lanes if same else evaluator(dataset, batch_size, segment_length)).read(params)
+    result = (two_lanes if same else evaluator(dataset, batch_size, segment_length)).read(
+        Variables(params)
+    )
     expected = [document.sum() for document in token_nats()]
     np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
     assert [score.name for score in result.documents] == list(store.names)
@@ -136,7 +140,7 @@ def test_only_the_first_tokens_of_a_document_are_read_if_asked(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
     read = []
-    result = two_lanes.read(params, tokens_per_document=6, progress=read.append)
+    result = two_lanes.read(Variables(params), Control(progress=read.append), tokens_per_document=6)
     expected = [d[:6].sum() for d in token_nats()]
     np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
     assert [score.tokens for score in result.documents] == np.minimum(store.lengths, 6).tolist()
@@ -153,9 +157,9 @@ def test_only_the_first_tokens_of_a_document_are_read_if_asked(
 def test_ablations_take_away_what_they_name(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
-    whole = document_nats(two_lanes.read(params))
+    whole = document_nats(two_lanes.read(Variables(params)))
     names = ("state", "cache", "memory", "both")
-    ablated = {name: two_lanes.read(params, ablate=name) for name in names}
+    ablated = {name: two_lanes.read(Variables(params), ablate=name) for name in names}
     in_one_segment = store.lengths <= 8
     for name, result in ablated.items():
         nats = document_nats(result)
@@ -181,7 +185,7 @@ def test_all_segments_of_both_readings_take_one_program(
 
     monkeypatch.setattr(evaluation, "block_nats", counted)
     placed = jax.device_put(params, jax.devices()[0])  # as parameters of a checkpoint are
-    result = evaluator(dataset, 2, 8, ablate="state")(placed)
+    result = evaluator(dataset, 2, 8, ablate="state")(Variables(placed))
     assert result.metrics["ablation"]["bits"] != result.metrics["bits"]
     assert len(traces) == 1
 
@@ -189,9 +193,9 @@ def test_all_segments_of_both_readings_take_one_program(
 def test_a_reading_can_be_stopped(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore
 ) -> None:
-    assert two_lanes.read(params, stop=lambda: True) is None
-    assert two_lanes(params, stop=lambda: True) is None
-    assert two_lanes.sample(params, 0, stop=lambda: True) is None
+    assert two_lanes.read(Variables(params), Control(lambda: True)) is None
+    assert two_lanes(Variables(params), Control(lambda: True)) is None
+    assert two_lanes.sample(Variables(params), 0, Control(lambda: True)) is None
 
 
 def test_figures_are_the_same_nats_over_different_counts() -> None:

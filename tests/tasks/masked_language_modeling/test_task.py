@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,9 +20,10 @@ from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
+from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
 from brt.tasks.masked_language_modeling.evaluation import token_entropy
 from brt.tasks.masked_language_modeling.forward import mask_batch
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 LENGTH = 20
 CONFIG = Config(
@@ -63,8 +65,9 @@ def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
     """
     key = jax.random.key(3)
     config = dataclasses.replace(CONFIG, attention=Attention(kind=kind, clusters=4))
-    step = jax.jit(jax.value_and_grad(lambda p, *x: TASK.loss(config, p, (), (), *x), has_aux=True))
-    (total, aux), gradients = step(params, batch(), key)
+    loss = partial(TASK.loss, config)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (total, aux), gradients = step(params, LossInputs(batch(), key))
     assert aux.carry == aux.model_state == () and int(aux.count) == 4
     np.testing.assert_allclose(total, aux.nats)
     leaves = jax.tree.leaves(gradients)
@@ -97,15 +100,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dataset) -> None:
     alone, together = (
         TASK.evaluator(
-            dataclasses.replace(
-                CONFIG, evaluation=Evaluation(batch_size=size, tokens_per_document=LENGTH)
-            ),
-            texts,
-            "test",
+            EvaluationRequest(
+                dataclasses.replace(
+                    CONFIG, evaluation=Evaluation(batch_size=size, tokens_per_document=LENGTH)
+                ),
+                texts,
+                "test",
+            )
         )
         for size in (1, 3)
     )
-    one, three = alone(params), together(params)
+    variables = Variables(params)
+    one, three = alone(variables), together(variables)
     assert one.summary == three.summary
     rows = one.rows["documents"]
     for row, same in zip(rows, three.rows["documents"], strict=True):
@@ -114,13 +120,13 @@ def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dat
     assert metrics["accuracy"] == three.metrics["accuracy"]
     assert metrics["masked_tokens"] == sum(row["masked_tokens"] for row in rows) > 8
     assert abs(metrics["bits_per_masked_token"] - math.log2(257)) < 1
-    begun = alone(params, whole=False)
+    begun = alone(variables, whole=False)
     assert 0 < begun.metrics["masked_tokens"] < metrics["masked_tokens"]
-    assert alone(params, stop=lambda: True) is None
-    assert alone.sample(params, 0, stop=lambda: True) is None
+    assert alone(variables, Control(lambda: True)) is None
+    assert alone.sample(variables, 0, Control(lambda: True)) is None
     # What is in brackets was masked: the guess and, where that is wrong, the token.
     (document,) = texts.split("test").document(0).tolist()
-    assert alone.sample(params, 0).endswith(f"|{chr(document)}]\n")
+    assert alone.sample(variables, 0).endswith(f"|{chr(document)}]\n")
 
 
 def test_entropy_is_of_the_shares_of_tokens(texts: Dataset) -> None:
@@ -135,7 +141,7 @@ def test_entropy_is_of_the_shares_of_tokens(texts: Dataset) -> None:
 
 def test_an_encoder_has_no_memory_to_take_away(texts: Dataset) -> None:
     with pytest.raises(ConfigError, match="--ablate=state is for language models"):
-        TASK.evaluator(CONFIG, texts, "test", ablate="state")
+        TASK.evaluator(EvaluationRequest(CONFIG, texts, "test", ablate="state"))
 
 
 def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:

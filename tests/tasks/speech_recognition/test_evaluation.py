@@ -11,10 +11,12 @@ from brt.config import Attention, Config, Encoder, Evaluation, Speech, Training
 from brt.errors import DataError, NonFiniteError
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
+from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.error_rate import Errors, errors
 from brt.training.state import initial_params
+from brt.types import Variables
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +51,8 @@ def params(config):
 @pytest.fixture(scope="module")
 def result(dataset, config, params):
     seen = []
-    evaluator = tasks.from_config(config).evaluator(config, dataset, "train")
-    found = evaluator(params, progress=seen.append)
+    evaluator = tasks.from_config(config).evaluator(EvaluationRequest(config, dataset, "train"))
+    found = evaluator(Variables(params), Control(progress=seen.append))
     assert seen == [3, 2] and evaluator.total == 5
     return found
 
@@ -92,14 +94,17 @@ def test_figures_are_sums_over_all(dataset, result):
 
 
 def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, result):
-    evaluator, first = tasks.from_config(config).evaluator(config, dataset, "train"), result.rows
+    evaluator, first = (
+        tasks.from_config(config).evaluator(EvaluationRequest(config, dataset, "train")),
+        result.rows,
+    )
     heard = first["predictions"][0]["hypothesis"]
-    assert f"heard: {heard}\n" in evaluator.sample(params, 0)
-    assert evaluator(params, stop=lambda: True) is None
-    assert evaluator.sample(params, 0, stop=lambda: True) is None
+    assert f"heard: {heard}\n" in evaluator.sample(Variables(params), 0)
+    assert evaluator(Variables(params), Control(lambda: True)) is None
+    assert evaluator.sample(Variables(params), 0, Control(lambda: True)) is None
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     with pytest.raises(NonFiniteError, match="logits are not finite; take an earlier checkpoint"):
-        evaluator(broken)
+        evaluator(Variables(broken))
 
 
 def test_what_an_attention_is_compared_with(config):
@@ -116,4 +121,4 @@ def test_frames_of_another_width_are_refused(dataset, config):
     encoder = dataclasses.replace(config.encoder, features=13)
     wrong = dataclasses.replace(config, encoder=encoder)
     with pytest.raises(DataError, match=r"Speech.train = \('generated.*have 20 .*model reads 13"):
-        tasks.from_config(wrong).evaluator(wrong, dataset, "train")
+        tasks.from_config(wrong).evaluator(EvaluationRequest(wrong, dataset, "train"))

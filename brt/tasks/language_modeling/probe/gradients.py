@@ -15,21 +15,16 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.distributed.mesh import place_like
-from brt.layers.stack import ModelState, StackState, runs
+from brt.layers.stack import StackState, runs
 from brt.models.decoder import new_state
-from brt.tasks.interface import Aux
+from brt.tasks.interface import Aux, LossInputs
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 
-def gradient_reach(
-    config: Config,
-    params: PyTree[Array],
-    store: TokenStore,
-    model_state: ModelState | None = None,
-) -> dict[str, Any]:
+def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
     """Computes one backward pass of the training loss over a segment of the longest document.
 
     Two lanes read the same segment. In the first one the segment follows the one before it; in the
@@ -46,14 +41,14 @@ def gradient_reach(
     config = _without_dropout(config)
     backward = jax.jit(partial(_backward, config))
     first, batch = _segments(config, store)
-    state = model_state or {}
-    _, carried = backward(params, place_like(new_state(config.model, 2), params), state, first)
-    gradients, _ = backward(params, carried, state, batch)
+    empty = place_like(new_state(config.model, 2), variables.params)
+    _, carried = backward(variables, empty, first)
+    gradients, _ = backward(variables, carried, batch)
     named = jax.device_get(by_layer(config, gradients))
     starved = [name for name, gradient in named.items() if not np.any(gradient)]
     broken = [name for name, gradient in named.items() if not np.all(np.isfinite(gradient))]
     reach = jax.jit(partial(_state_reach, config))
-    blocks, through = jax.device_get(reach(params, carried, state, batch))
+    blocks, through = jax.device_get(reach(variables, carried, batch))
     report = {
         "parameters": len(named),
         "starved": starved,
@@ -129,28 +124,21 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
 
 
 def _backward(
-    config: Config,
-    params: PyTree[Array],
-    carried: StackState,
-    model_state: ModelState,
-    batch: Batch,
+    config: Config, variables: Variables, carried: StackState, batch: Batch
 ) -> tuple[PyTree[Array], StackState]:
     """Returns the gradients of a step, and the state after it."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
         key = jax.random.key(0)  # Not used, because dropout is off.
-        return loss(config, params, jax.lax.stop_gradient(carried), model_state, batch, key)
+        carry = jax.lax.stop_gradient(carried)
+        return loss(config, params, LossInputs(batch, key, carry, variables.model_state))
 
-    gradients, aux = jax.grad(loss_of_params, has_aux=True)(params)
+    gradients, aux = jax.grad(loss_of_params, has_aux=True)(variables.params)
     return gradients, aux.carry
 
 
 def _state_reach(
-    config: Config,
-    params: PyTree[Array],
-    carried: StackState,
-    model_state: ModelState,
-    batch: Batch,
+    config: Config, variables: Variables, carried: StackState, batch: Batch
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
     """Returns gradient norms at the states before the segment, by recurrent layer.
 
@@ -164,7 +152,7 @@ def _state_reach(
 
     def read(vectors: dict[int, Array]) -> tuple[Float[Array, " N"], dict[int, Array]]:
         state = with_vectors(config.model, carried, vectors)
-        nats, after = block_nats(config, params, state, batch, model_state)
+        nats, after = block_nats(config, variables, state, batch)
         return nats[0], {k: v[0] for k, v in recurrent_vectors(config.model, after).items()}
 
     (nats, after), pull_back = jax.vjp(read, before)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
@@ -26,11 +26,11 @@ from brt.data.rows.on_disk import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import place_like
-from brt.layers.stack import ModelState, StackState, parts, replace_parts
+from brt.layers.stack import StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_metrics
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 PARTS = ("state", "cache", "memory")
 METHODS = ("zeroed", "shuffled", "frozen")
@@ -104,11 +104,10 @@ def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
 
 def evaluate_interventions(
     config: Config,
-    params: PyTree[Array],
+    variables: Variables,
     tokenizer: Tokenizer,
     store: TokenStore,
     *,
-    model_state: ModelState | None = None,
     donor: TokenStore | None = None,
     tokens: int = 0,
     progress: Callable[[int], object] = lambda tokens: None,
@@ -116,7 +115,6 @@ def evaluate_interventions(
     """Reads the documents of `store` with the unchanged model and with every intervention.
 
     Args:
-      model_state: may be omitted if no layer has one.
       donor: store from which a second lane takes a document if `store` has only one.
       tokens: approximate number of tokens to read, longest documents first, without those of the
           donor; 0 reads all.
@@ -127,7 +125,7 @@ def evaluate_interventions(
         store = _with_donor(store, donor)
     lanes = min(max(config.evaluation.batch_size, 2), len(store))
     window, length = config.model.window, config.evaluation_segment_length
-    streams = _Streams(config, params, model_state, lanes)
+    streams = _Streams(config, variables, lanes)
     batches = evaluation_batches(store, batch_size=lanes, segment_length=length, window=window)
     segments: list[tuple[np.ndarray, ...]] = []
     count = math.ceil(tokens / (min(lanes, scored) * length)) or None
@@ -150,12 +148,10 @@ def evaluate_interventions(
 class _Streams:
     """The carried states of the unchanged model and of each intervention."""
 
-    def __init__(
-        self, config: Config, params: PyTree[Array], model_state: ModelState | None, lanes: int
-    ):
-        self._config, self._params, self._model_state = config, params, model_state
+    def __init__(self, config: Config, variables: Variables, lanes: int):
+        self._config, self._variables = config, variables
         self._metrics = jax.jit(self._layer_metrics)
-        start = place_like(new_state(config.model, lanes), params)
+        start = place_like(new_state(config.model, lanes), variables.params)
         self._carried: dict[Intervention | None, StackState] = {
             intervention: start for intervention in (None, *possible_interventions(config, lanes))
         }
@@ -191,7 +187,7 @@ class _Streams:
                 replacement, part = replacements[intervention.how], {intervention.part}
                 carried = replace_parts(self._config.model, carried, replacement, part)
             block, self._carried[intervention] = _read_blocks(
-                self._config, self._params, carried, batch, self._model_state
+                self._config, self._variables, carried, batch
             )
             nats.append(np.asarray(block, np.float64))
         started = batch.document_start.any(axis=1)

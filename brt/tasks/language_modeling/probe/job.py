@@ -1,11 +1,9 @@
 """Probes of a checkpoint: how much its predictions depend on each part of the memory, and why."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, PyTree
 from tqdm import tqdm
 
 from brt.config import Config
@@ -13,8 +11,7 @@ from brt.data import losses
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
-from brt.layers.stack import ModelState
-from brt.tasks.evaluators import Inspection
+from brt.tasks.arguments import Inspection, InspectionRequest
 from brt.tasks.language_modeling.probe.gradients import gradient_reach
 from brt.tasks.language_modeling.probe.interventions import (
     InterventionResult,
@@ -23,36 +20,25 @@ from brt.tasks.language_modeling.probe.interventions import (
 from brt.tasks.language_modeling.probe.retention import half_life_blocks, retention
 from brt.tasks.language_modeling.probe.states import fixed_gate_decay, half_life_tokens
 from brt.tasks.language_modeling.probe.text import text
+from brt.types import Variables
 
 TOKENS = 1_000_000  # Number of tokens that each intervention reads by default.
 # Lower edges of the bins for positions in a document, in tokens.
 EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
-def inspect(
-    config: Config,
-    params: PyTree[Array],
-    dataset: Dataset,
-    split: str,
-    tokens: int | None,
-    where: Mapping[str, Any],
-    model_state: ModelState | None = None,
-) -> Inspection:
-    """Runs all probes on about `tokens` tokens, longest documents first; 0 reads all."""
+def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
+    """Runs all probes on about `request.tokens` tokens, longest documents first; 0 reads all."""
     from brt.tasks.language_modeling.probe import plots
 
+    config, dataset, split, tokens, where = request
     count = TOKENS if tokens is None else tokens
-    report = {**where, **probe_report(config, params, dataset, split, count, model_state)}
+    report = {**where, **probe_report(config, variables, dataset, split, count)}
     return Inspection(report, text(report), lambda: plots.draw(report))
 
 
 def probe_report(
-    config: Config,
-    params: PyTree[Array],
-    dataset: Dataset,
-    split: str,
-    tokens: int = 0,
-    model_state: ModelState | None = None,
+    config: Config, variables: Variables, dataset: Dataset, split: str, tokens: int = 0
 ) -> dict[str, Any]:
     """Returns the results of all probes as JSON: protocol, memory, positions, gradients and layers.
 
@@ -67,8 +53,8 @@ def probe_report(
     total = min(tokens or math.inf, int(store.lengths.sum()))
     with tqdm(total=total, desc=f"probing {split}", unit="tok", unit_scale=True, disable=None) as b:
         result = evaluate_interventions(
-            config, params, dataset.tokenizer, store, model_state=model_state, donor=donor,
-            tokens=tokens, progress=b.update,
+            config, variables, dataset.tokenizer, store, donor=donor, tokens=tokens,
+            progress=b.update,
         )  # fmt: skip
     rows = memory(result)
     return {
@@ -86,8 +72,8 @@ def probe_report(
         "bits_per_byte": result.bits_per_byte(None, result.document >= 0),
         "memory": rows,
         "positions": positions(result),
-        "gradients": gradient_reach(config, params, store, model_state),
-        "layers": layers(config, params, store, result, model_state),
+        "gradients": gradient_reach(config, variables, store),
+        "layers": layers(config, variables, store, result),
         "verdicts": [_verdict(row) for row in rows if row["how"] == "zeroed"],
     }
 
@@ -136,17 +122,13 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
 
 
 def layers(
-    config: Config,
-    params: PyTree[Array],
-    store: TokenStore,
-    result: InterventionResult,
-    model_state: ModelState | None = None,
+    config: Config, variables: Variables, store: TokenStore, result: InterventionResult
 ) -> list[dict[str, Any]]:
     """Describes the gate, the memory horizon and the states of every recurrent layer."""
     window = config.model.window
-    decays = fixed_gate_decay(config.model, params)
+    decays = fixed_gate_decay(config.model, variables.params)
     rows = []
-    for layer, left in retention(config, params, store, model_state).items():
+    for layer, left in retention(config, variables, store).items():
         gate = None
         if layer in decays:
             half_lives = half_life_tokens(decays[layer], window)

@@ -13,28 +13,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from brt.config import Config, Model
 from brt.data.blocks import block_counts
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.distributed.mesh import place_like
-from brt.layers.stack import ModelState, StackState
+from brt.layers.stack import StackState
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
+from brt.types import Variables
 
 BLOCKS = 16  # Number of blocks that are read after the perturbation.
 _SIZE = 0.01  # Size of the perturbation relative to the root mean square of the states.
 
 
-def retention(
-    config: Config,
-    params: PyTree[Array],
-    store: TokenStore,
-    model_state: ModelState | None = None,
-) -> dict[int, list[float]]:
+def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by recurrent layer.
 
     Reads the longest document. The lists are shorter or empty if that document is too short.
@@ -52,7 +48,7 @@ def retention(
     if not layers or before < 1:
         return {layer: [] for layer in layers}
     read = jax.jit(lambda *args: block_nats(config, *args)[1])
-    carried = place_like(new_state(model, 1 + len(layers)), params)
+    carried = place_like(new_state(model, 1 + len(layers)), variables.params)
     remaining: dict[int, list[float]] = {layer: [] for layer in layers}
     for index, block in enumerate(blocks):
         if index == before:
@@ -61,7 +57,7 @@ def retention(
         document_start = np.full((1 + len(layers), 1), index == 0)
         lanes = jax.tree.map(lambda x: np.repeat(x, 1 + len(layers), axis=0), block)
         lanes = lanes._replace(document_start=document_start)
-        carried = read(params, carried, lanes, model_state)
+        carried = read(variables, carried, lanes)
         if index >= before:
             for layer, distance in _distances(model, carried).items():
                 remaining[layer].append(distance / initial[layer])

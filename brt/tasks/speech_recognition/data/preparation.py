@@ -60,7 +60,7 @@ class SpeechPreparation(Preparation):
 
     dataset, kind, encoding = SpeechDataset, "speech", "vocabulary"
 
-    def __init__(self, section: config.Speech, progress: bool):
+    def __init__(self, section: config.Speech, progress: bool = True):
         super().__init__(section, progress)
         self._first: Utterance | None = None  # Decides width and rate of all utterances.
         self._seen: dict[bytes, str] = {}  # The split of each utterance, by its hash.

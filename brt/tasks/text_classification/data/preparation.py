@@ -58,7 +58,7 @@ class Preparation(TextPreparation):
     dataset = SentenceDataset
     endings, version = examples.ENDINGS, generated.VERSION
 
-    def __init__(self, section: config.Sentences, progress: bool, numbers: bool):
+    def __init__(self, section: config.Sentences, progress: bool = True, numbers: bool = False):
         super().__init__(section, progress)
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"

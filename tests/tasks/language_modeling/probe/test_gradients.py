@@ -11,6 +11,7 @@ from brt.data.token_store import TokenStore
 from brt.layers import recurrent
 from brt.layers.stack import new_model_state
 from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
+from brt.types import Variables
 
 
 def test_all_of_a_sound_model_is_reached(
@@ -21,7 +22,7 @@ def test_all_of_a_sound_model_is_reached(
     )
     config = dataclasses.replace(tiny, model=model)
     params = random_params(model)
-    found = gradient_reach(config, params, store)
+    found = gradient_reach(config, Variables(params), store)
     assert found["starved"] == found["not_finite"] == []
     names = by_layer(config, params)
     assert found["parameters"] == len(names)
@@ -38,7 +39,7 @@ def test_all_of_a_sound_model_is_reached(
 def test_documents_shorter_than_a_segment_give_no_alarm(
     tiny: Config, params: Any, written: Callable
 ) -> None:
-    found = gradient_reach(tiny, params, written(["four", "more", "text"]))
+    found = gradient_reach(tiny, Variables(params), written(["four", "more", "text"]))
     assert found["starved"] == [] and found["states"][0]["through"] > 0
 
 
@@ -54,7 +55,7 @@ def test_states_that_do_not_train_are_named(
         return vectors, jax.lax.stop_gradient(memory)
 
     monkeypatch.setattr(recurrent, "state_scan", broken)
-    found = gradient_reach(tiny, params, store)
+    found = gradient_reach(tiny, Variables(params), store)
     cell = {name for name in by_layer(tiny, params) if "/cell/" in name}
     assert set(found["starved"]) == cell and "layer_0/cell/keys" in cell
     assert found["verdict"].startswith(
@@ -69,7 +70,7 @@ def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     tiny: Config, params: Any, store: TokenStore
 ) -> None:
     training = dataclasses.replace(tiny.training, segment_length=tiny.model.window)
-    found = gradient_reach(dataclasses.replace(tiny, training=training), params, store)
+    found = gradient_reach(dataclasses.replace(tiny, training=training), Variables(params), store)
     names = ("cross_queries", "cross_scale", "output", "output_gate_bias", "queries", "scale")
     assert sorted(found["starved"]) == [f"layer_0/cell/{name}" for name in names]
 
@@ -82,5 +83,5 @@ def test_a_model_that_learns_without_gradients_too_is_reached(
     routing = {"Routing.layers": (0,), "Routing.heads": 1, "Routing.clusters": 2}
     model = with_settings(tiny.model, {"Recurrence.layers": (), "Routing.keep": 8, **routing})
     config = dataclasses.replace(tiny, model=model)
-    found = gradient_reach(config, random_params(model), store, new_model_state(model))
+    found = gradient_reach(config, Variables(random_params(model), new_model_state(model)), store)
     assert found["starved"] == found["not_finite"] == [] and found["states"] == []

@@ -13,6 +13,7 @@ from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
 from brt.layers.stack import new_model_state
+from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.interventions import (
@@ -21,13 +22,18 @@ from brt.tasks.language_modeling.probe.interventions import (
     InterventionResult,
     evaluate_interventions,
 )
+from brt.types import Variables
 
 ALL = [Intervention(part, how) for part in ("state", "cache") for how in METHODS]
 
 
+def read(config: Config, params: Any, store: TokenStore, **options: Any) -> InterventionResult:
+    return evaluate_interventions(config, Variables(params), ByteTokenizer(), store, **options)
+
+
 @pytest.fixture(scope="module")
 def result(tiny: Config, params: Any, store: TokenStore) -> InterventionResult:
-    return evaluate_interventions(tiny, params, ByteTokenizer(), store)
+    return read(tiny, params, store)
 
 
 @pytest.mark.slow_cases("state")
@@ -36,7 +42,9 @@ def test_zeroed_is_what_evaluation_ablates(
     tiny: Config, params: Any, store: TokenStore, result: InterventionResult, ablate: Any
 ) -> None:
     dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})
-    scores = DocumentEvaluator(tiny, dataset, "test").read(params, ablate=ablate)
+    scores = DocumentEvaluator(EvaluationRequest(tiny, dataset, "test")).read(
+        Variables(params), ablate=ablate
+    )
     nats = result.nats[Intervention(ablate, "zeroed") if ablate else None]
     for d, score in enumerate(scores.documents):
         where = result.document == d
@@ -67,7 +75,7 @@ def test_rows_of_memory_compare_equal_blocks(result: InterventionResult) -> None
 def test_a_lane_whose_neighbour_has_ended_is_not_compared(
     tiny: Config, params: Any, written: Callable, texts: list[str]
 ) -> None:
-    result = evaluate_interventions(tiny, params, ByteTokenizer(), written([texts[0], texts[3]]))
+    result = read(tiny, params, written([texts[0], texts[3]]))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "zeroed"]["tokens"] == 61 + 5
     assert rows["state", "shuffled"]["tokens"] == 16 + 5, "the first two segments"
@@ -95,7 +103,7 @@ def test_positions_sum_up_to_the_total(
 def test_the_same_document_in_another_lane_is_no_other(
     tiny: Config, params: Any, written: Callable, texts: list[str]
 ) -> None:
-    result = evaluate_interventions(tiny, params, ByteTokenizer(), written([texts[0]] * 2))
+    result = read(tiny, params, written([texts[0]] * 2))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "shuffled"]["difference"] == rows["cache", "shuffled"]["difference"] == 0
     assert rows["state", "frozen"]["difference"] != 0
@@ -111,7 +119,7 @@ def test_a_model_that_ignores_its_states_loses_nothing(
     deaf = params | {
         "stack": {"recurrent_0": layer | {"tokens": layer["tokens"] | {"output": output}}}
     }
-    rows = job.memory(evaluate_interventions(tiny, deaf, ByteTokenizer(), store))
+    rows = job.memory(read(tiny, deaf, store))
     assert [row["difference"] == 0 for row in rows] == [True] * 3 + [False] * 3
     assert job._verdict(rows[0]) == "the state changes nothing: the model does not read it"
 
@@ -120,12 +128,12 @@ def test_an_only_document_is_read_beside_one_of_another_split(
     tiny: Config, params: Any, written: Callable, texts: list[str], store: TokenStore
 ) -> None:
     only = written(texts[1:2])
-    result = evaluate_interventions(tiny, params, ByteTokenizer(), only, donor=store)
+    result = read(tiny, params, only, donor=store)
     assert result.tokens.sum() == len(texts[1])
-    part = evaluate_interventions(tiny, params, ByteTokenizer(), only, donor=store, tokens=12)
+    part = read(tiny, params, only, donor=store, tokens=12)
     assert part.tokens.sum() == 16, "two segments of the document's own"
     assert result.nats[Intervention("state", "shuffled")].sum() != result.nats[None].sum()
-    alone = evaluate_interventions(tiny, params, ByteTokenizer(), only)
+    alone = read(tiny, params, only)
     assert (
         Intervention("state", "shuffled") not in alone.nats
         and Intervention("state", "frozen") in alone.nats
@@ -137,9 +145,7 @@ def test_an_only_document_is_read_beside_one_of_another_split(
 
 def test_a_part_of_the_split_can_be_read(tiny: Config, params: Any, store: TokenStore) -> None:
     told: list[int] = []
-    some = evaluate_interventions(
-        tiny, params, ByteTokenizer(), store, tokens=20, progress=told.append
-    )
+    some = read(tiny, params, store, tokens=20, progress=told.append)
     assert some.tokens.sum() == sum(told) == 32 and set(some.document.flat) == {0, 4}
 
 
@@ -148,7 +154,7 @@ def test_a_model_without_any_memory_has_nothing_to_replace(
 ) -> None:
     model = with_settings(tiny.model, {"Recurrence.layers": (), "cache": False})
     config = dataclasses.replace(tiny, model=model)
-    result = evaluate_interventions(config, random_params(model), ByteTokenizer(), store, tokens=16)
+    result = read(config, random_params(model), store, tokens=16)
     assert list(result.nats) == [None] and result.states == {} and job.memory(result) == []
 
 
@@ -174,7 +180,7 @@ def test_a_memory_of_any_kind_is_a_part_as_well(
     config, learnt = dataclasses.replace(tiny, model=model), new_model_state(model)
     tokenizer = ByteTokenizer()
     result = evaluate_interventions(
-        config, random_params(model), tokenizer, store, model_state=learnt
+        config, Variables(random_params(model), learnt), tokenizer, store
     )
     rows = job.memory(result)
     own = {"dense memory": ("memory",), "summary": ("state", "memory")}

@@ -11,6 +11,7 @@ from model_settings import with_settings
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.tasks.language_modeling.probe.retention import BLOCKS, half_life_blocks, retention
+from brt.types import Variables
 
 
 def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: TokenStore) -> None:
@@ -21,7 +22,7 @@ def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: Token
         "output_gate_bias": jnp.full((1, 16), math.log(keeps / (1 - keeps))),
     }
     changed = params | {"stack": {"recurrent_0": layer | {"cell": silent}}}
-    left = retention(tiny, changed, store)[0]
+    left = retention(tiny, Variables(changed), store)[0]
     assert len(left) == min(BLOCKS, 70 // 4 - 2), "of the longest document, behind a segment"
     np.testing.assert_allclose(left, keeps ** np.arange(1, len(left) + 1), rtol=1e-3)
     assert half_life_blocks(left) == pytest.approx(math.log(0.5) / math.log(keeps), rel=1e-3)
@@ -30,9 +31,9 @@ def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: Token
 def test_short_documents_and_plain_models_have_none(
     tiny: Config, params: Any, written: Callable
 ) -> None:
-    assert retention(tiny, params, written(["short", "tiny"])) == {0: []}
+    assert retention(tiny, Variables(params), written(["short", "tiny"])) == {0: []}
     plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
-    assert retention(plain, params, written(["short"])) == {}
+    assert retention(plain, Variables(params), written(["short"])) == {}
 
 
 @pytest.mark.parametrize(

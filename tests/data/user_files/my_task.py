@@ -1,4 +1,4 @@
-"""A task as one adds it: the parity of rows of bits, Training.segment_length of them each."""
+"""A task of a user: the parity of rows of bits, Training.segment_length of them in each row."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -6,12 +6,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+import brt
 from brt.data.rows.batches import RowReader, padded
 from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.sampling import choose
-from brt.tasks import TASKS
-from brt.tasks.interface import Aux, Task
+from brt.tasks.arguments import UNCONTROLLED
+from brt.tasks.interface import Aux, LossInputs, Task
 from brt.tasks.report import EvaluationResult, Metric
 from brt.tasks.writers import Writer
 from brt.types import TextBatch
@@ -33,13 +34,13 @@ class Evaluator(NamedTuple):
     batch: TextBatch
     total, unit, partial = 256, "row", False
 
-    def __call__(self, params, *, stop=lambda: None, **given):
-        _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
+    def __call__(self, variables, control=UNCONTROLLED, *, whole=True):
+        _, aux = self.task.loss(self.config, variables.params, LossInputs(self.batch))
         metrics = {"bits_per_row": float(aux.nats / aux.count / np.log(2))}
-        return None if stop() else EvaluationResult(metrics, f"{metrics}", {}, "parity")
+        return None if control.stop() else EvaluationResult(metrics, f"{metrics}", {}, "parity")
 
-    def sample(self, params, step, *more, **given):
-        return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
+    def sample(self, variables, step, control=UNCONTROLLED):
+        return str(np.argmax(self.task.predict(self.config, variables.params, self.batch), axis=-1))
 
 
 class Parity(Task):
@@ -61,21 +62,23 @@ class Parity(Task):
     def predict(self, config, params, batch):
         return jax.numpy.cos(batch.tokens @ params["in"]) @ params["out"]
 
-    def loss(self, config, params, carry, model_state, batch, key):
+    def loss(self, config, params, inputs):
+        batch = inputs.batch
         log_p = jax.nn.log_softmax(self.predict(config, params, batch)) * batch.scored
         nats = -jax.numpy.take_along_axis(log_p, batch.targets, axis=1).sum()
-        return nats, Aux(nats, batch.scored.sum() * 1.0, carry, model_state, {})
+        return nats, Aux(nats, batch.scored.sum() * 1.0)
 
-    def evaluator(self, config, dataset, split, *, trained=None, ablate=None, compare_exact=False):
-        return Evaluator(self, config, next(self.reader(config, dataset, split).once(256)))
+    def evaluator(self, request):
+        rows = self.reader(request.config, request.dataset, request.split)
+        return Evaluator(self, request.config, next(rows.once(256)))
 
-    def writer(self, config, params, tokenizer, model_state=None):
+    def writer(self, config, variables, tokenizer):
         def write(_, prompt, options):
             bits, key = np.array([[*map(int, prompt)]]), jax.random.key(options.seed or 0)
-            logits = self.predict(config, params, TextBatch(bits, *[None] * 4))
+            logits = self.predict(config, variables.params, TextBatch(bits, *[None] * 4))
             yield f"{prompt}{choose(logits, key, options.sampling)[0]}"
 
         return type("ParityWriter", (Writer,), {"__call__": write})()
 
 
-TASKS[Parity.name] = Parity()
+brt.register_task(Parity())

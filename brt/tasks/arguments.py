@@ -1,0 +1,126 @@
+"""Arguments and results of the methods of a task, each in one object.
+
+A method that needs many values takes them as one NamedTuple, so that tasks repeat no long
+signatures and a new value changes only its reader.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Prepared data that have been opened: a tokenizer, and a store for each split."""
+
+    directory: Path
+    tokenizer: Any
+    splits: dict[str, Any]
+
+    def split(self, name: str) -> Any:
+        """Returns the store of a split; raises DataError if there is no such split."""
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Returns a JSON description of each split; see `brt.data.cache.described`."""
+
+
+class LossInputs(NamedTuple):
+    """Everything that the loss of a batch depends on, except for the config and the parameters.
+
+    Attributes:
+      batch: the arrays that the task's reader yields for a step, or one microbatch of them.
+      key: random key of the step.
+      carry: caches and recurrent states after the previous step, as in `Task.initial_carry`.
+      model_state: values that are learned without gradients, as in `Task.initial_model_state`.
+    """
+
+    batch: Any
+    key: Array | None = None
+    carry: PyTree[Array] = ()
+    model_state: PyTree[Array] = ()
+
+
+class Aux(NamedTuple):
+    """Results of a loss function in addition to the loss.
+
+    Attributes:
+      nats: float32, sum of the negative log-likelihoods of everything that is scored, without
+          auxiliary losses.
+      count: float32, number of tokens, labels or values that `nats` is summed over.
+      carry: caches and recurrent states that the next step starts from.
+      model_state: values that are learned without gradients, updated with this batch.
+      metrics: float32 scalars to log, by name; auxiliary losses are among them.
+    """
+
+    nats: Float[Array, ""]
+    count: Float[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
+    carry: PyTree[Array] = ()
+    model_state: PyTree[Array] = ()
+    metrics: Mapping[str, Float[Array, ""]] = {}
+
+
+class EvaluationRequest(NamedTuple):
+    """The split that an evaluator reads, and how it evaluates models on it.
+
+    Attributes:
+      config: config of the model, with all sizes filled in.
+      dataset: opened data that contain the split.
+      split: name of the split.
+      trained: config that the model was trained with, if `config` evaluates it with other settings.
+      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
+      compare_exact: also evaluate the whole split with the exact attention that the model's
+          attention approximates.
+    """
+
+    config: Config
+    dataset: Dataset
+    split: str
+    trained: Config | None = None
+    ablate: str | None = None
+    compare_exact: bool = False
+
+
+class InspectionRequest(NamedTuple):
+    """The data on which `brt.inspect --probe` measures how a model uses its memory.
+
+    Attributes:
+      config: config of the model, with all sizes filled in.
+      dataset: opened data that contain the split.
+      split: name of the split.
+      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
+      where: entries that identify the run and the step, copied to the beginning of the metrics.
+    """
+
+    config: Config
+    dataset: Dataset
+    split: str
+    tokens: int | None
+    where: Mapping[str, Any]
+
+
+class Inspection(NamedTuple):
+    """Results of a probe: JSON, the same as text for people, and a function that draws PNGs by
+    name."""
+
+    metrics: dict[str, Any]
+    text: str
+    draw: Callable[[], Mapping[str, bytes]]
+
+
+class Control(NamedTuple):
+    """Functions through which long work is interrupted and reports its progress.
+
+    Attributes:
+      stop: returns a true value if the work shall stop.
+      progress: is called with the number of units read since its last call.
+    """
+
+    stop: Callable[[], object] = lambda: None
+    progress: Callable[[int], object] = lambda count: None
+
+
+UNCONTROLLED = Control()
