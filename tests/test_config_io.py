@@ -8,7 +8,7 @@ import pytest
 
 import brt.models  # noqa: F401  # registers the kinds of layers
 from brt import command_line
-from brt.config import Config, Data, Evaluation, Model, Optimizer, Training
+from brt.config import SECTIONS, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.config_io import (
     annotated_text,
     checked_value,
@@ -84,14 +84,19 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     value, _, comment = lines["Model.window"].partition("#")
     assert value.split() == ["Model.window", "=", "256"]
-    assert comment.startswith(" a.gin:3 | number of tokens that a token attends to")
+    assert comment.startswith(" a.gin:3 | Number of tokens that a token attends to")
     for name, comment in (
-        ("Recurrence.layers", "indices of the recurrent layers"),  # which stands above the field
-        ("Training.task", "a name of brt.tasks.TASKS"),  # behind the last of several lines
-        ("Seq2Seq.vocab_size", "0: that of the tokenizer"),
+        ("Recurrence.layers", "indices of the recurrent layers"),  # The comment is above the field.
+        ("Training.task", "Name of the task"),  # The comment is behind the field.
+        ("Seq2Seq.vocab_size", "Size of the vocabulary; 0 takes it"),
     ):
         assert f"  # a.gin:3 | {comment}" in lines[name]
-    assert lines["Model.model_dim"].endswith("# a.gin:3")
+    unexplained = [
+        name
+        for name in field_types()
+        if name.split(".")[0] in SECTIONS and " | " not in lines[name]
+    ]
+    assert not unexplained
 
 
 @pytest.mark.parametrize(

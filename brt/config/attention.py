@@ -19,21 +19,26 @@ class Attention:
     oracle_top_k        exact attention of each query to its keys with the largest logits
     """
 
+    # The kind of attention; the docstring describes them.
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = free("full")
-    min_length: int = free(0)  # padded sequences shorter than this use exact attention
-    clusters: int = free(100)  # largest number of clusters per head
-    iterations: int = free(5)  # of k-means; the authors' code has 10
-    fit_queries: int = free(0)  # random queries that k-means learns centroids from; 0: all
-    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or query (oracle_top_k)
-    # how improved_clustered weights these keys against the others
+    min_length: int = free(0)  # Sequences with a padded length below this use exact attention.
+    clusters: int = free(100)  # Largest number of clusters per head.
+    iterations: int = free(5)  # Iterations of k-means. The authors' code uses 10.
+    # Number of random queries from which k-means learns its centroids; 0 uses all queries.
+    fit_queries: int = free(0)
+    # Number of keys with exact logits: per cluster for improved_clustered, per query for
+    # oracle_top_k.
+    top_k: int = free(32)
+    # How improved_clustered weights the exact keys against all others: as in the paper, or with a
+    # correction for the spread of the queries in a cluster.
     mass_rule: Literal["paper", "lse_jensen"] = free("paper")
-    # True: the paper's weight has no gradient, as in the authors' code
+    # True: this weight has no gradient, as in the authors' code. Needs mass_rule = 'paper'.
     mass_stop_gradient: bool = free(False)
-    rounds: int = free(1)  # rounds of hashing of reformer
-    buckets: int = free(64)  # hash buckets per round of reformer
-    # sorted queries per chunk of reformer; a query attends to its chunk and the one before
+    rounds: int = free(1)  # Rounds of hashing of reformer; more rounds are slower and more exact.
+    buckets: int = free(64)  # Hash buckets in a round of reformer.
+    # Sorted queries in a chunk of reformer. A query attends to its chunk and the one before.
     chunk: int = free(32)
 
     def __post_init__(self) -> None:

@@ -20,27 +20,33 @@ class Data:
     further documents instead.
     """
 
-    train: tuple[str, ...] = sources(("corpus:novels/train",))
-    # (): a part of train; auto: the novels' if train has its default, otherwise ()
+    train: tuple[str, ...] = sources(("corpus:novels/train",))  # Sources of the training documents.
+    # Sources of the validation documents. () holds out a part of train. 'auto' means the embedded
+    # novels if train has its default, and () otherwise.
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
-    test: tuple[str, ...] = held_out(("corpus:novels/test",))  # like validation
-    # a directory written by brt.prepare, which replaces all sources and the tokenizer
+    # Sources of the test documents, with the same rules as validation.
+    test: tuple[str, ...] = held_out(("corpus:novels/test",))
+    # A directory written by brt.prepare. It replaces all sources and the tokenizer.
     store: str = free("", path="read")
-    # bytes, a sentencepiece .model, a byte-level tokenizer.json, or train:VOCAB_SIZE
+    # 'bytes', a sentencepiece .model file, a byte-level tokenizer.json, or 'train:VOCAB_SIZE' to
+    # train a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
-    text_field: str = free("text", cached=True)  # field of JSON, tables and TFDS with the text
-    # replace: NULs and bytes that are not UTF-8 become U+FFFD; strict: they are errors
+    # Name of the field that holds the text in JSON, tables and TFDS.
+    text_field: str = free("text", cached=True)
+    # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
-    # number of unreadable documents to leave out, which quarantine.jsonl lists
+    # Number of unreadable documents that may be left out; quarantine.jsonl lists them.
     max_bad_records: int = free(0, cached=True)
-    # largest size of a record, and of the content of a compressed file
+    # Largest size in bytes of a record, and of the content of a compressed file.
     max_document_bytes: int = free(1 << 30)
-    # share of train's documents, if validation names no source
+    # Share of the documents of train that is held out if validation names no source.
     validation_fraction: float = free(0.05, cached=True)
-    test_fraction: float = free(0.05, cached=True)  # share of train's documents for test
-    # where prepared data are stored; "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    # Share of the documents of train that is held out if test names no source.
+    test_fraction: float = free(0.05, cached=True)
+    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
-    # steps from which the second and further sources of train are read, too; for memory tasks
+    # Steps after which the second and each further source of train is added; for memory tasks only.
+    # () reads all sources from the start.
     curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:

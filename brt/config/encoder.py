@@ -15,26 +15,36 @@ class Encoder:
     positions.
     """
 
-    layers: int = inherited(6)
-    model_dim: int = inherited(512)
-    heads: int = inherited(8)
-    mlp_dim: int = inherited(2048)
-    features: int = inherited(0)  # width of input vectors; 0: the inputs are tokens
-    vocab_size: int = inherited(0)  # of inputs or outputs; 0: as many as the data have
-    token_types: int = inherited(0)  # number of token type embeddings; RoBERTa has 1
-    classes: int = fixed(2)  # of the classifier; text_classification takes them from its data
+    layers: int = inherited(6)  # Number of layers.
+    model_dim: int = inherited(512)  # Width of the residual stream.
+    heads: int = inherited(8)  # Number of attention heads; must divide model_dim.
+    mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
+    features: int = inherited(0)  # Width of the input vectors; 0 means that the inputs are tokens.
+    # Size of the vocabulary of the inputs or outputs; 0 takes it from the data.
+    vocab_size: int = inherited(0)
+    # Number of token type embeddings; RoBERTa has 1, and 0 means none.
+    token_types: int = inherited(0)
+    # Number of outputs of the classifier. Text classification takes it from its data.
+    classes: int = fixed(2)
+    # How positions are encoded. 'convolution' mixes each token with its neighbours.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
-    max_positions: int = inherited(4096)  # number of learned positions
-    # True: pre-norm; False: post-norm, as in RoBERTa
+    # Number of learned positions, which limits the length of a sequence.
+    max_positions: int = inherited(4096)
+    # True normalises before each part of a layer; False normalises after it, as RoBERTa does.
     norm_first: bool = inherited(True)
-    norm_epsilon: float = inherited(1e-5)
-    activation: Literal["gelu", "relu"] = inherited("gelu")  # gelu is the exact one
-    # True: queries and keys have one projection, as shared_full and reformer need
+    norm_epsilon: float = inherited(1e-5)  # Constant that layer norms add to the variance.
+    # Activation of the MLPs; 'gelu' is the exact one, not the tanh approximation.
+    activation: Literal["gelu", "relu"] = inherited("gelu")
+    # True uses one projection for queries and keys, as shared_full and reformer need.
     shared_queries_keys: bool = inherited(False)
-    dropout: float = free(0.1)  # on inputs and on the outputs of attention and MLP
-    attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
-    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
-    remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    # Dropout rate of the inputs and of the outputs of attention and MLPs.
+    dropout: float = free(0.1)
+    # Dropout rate of attention weights; -1 takes the value of dropout.
+    attention_dropout: float = free(-1.0)
+    # Dtype of activations; 'auto' is bfloat16 on accelerators and float32 on CPUs.
+    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
+    # True recomputes a layer's activations in the backward pass, which saves memory.
+    remat: bool = free(False)
 
     def __post_init__(self) -> None:
         check_finite(self)

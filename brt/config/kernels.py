@@ -51,7 +51,8 @@ class Kernels:
     An operation that does not have the implementation lists those that it has.
     """
 
-    # items such as 'window_attention=xla'; operations that no item names use the fastest
+    # Items such as 'window_attention=xla'. Operations that no item names use the fastest
+    # implementation.
     use: tuple[str, ...] = free(())
 
     def __post_init__(self) -> None:

@@ -21,44 +21,52 @@ class Model:
         as `Recurrence`; a .gin file binds their fields (`Recurrence.layers = (-3,)`).
     """
 
-    layers: int = inherited(12)  # number of layers
-    model_dim: int = inherited(1024)
-    heads: int = inherited(8)
-    head_dim: int = inherited(128)
-    mlp_dim: int = inherited(4096)
-    # number of tokens that a token attends to, including itself; also the length of a block
+    layers: int = inherited(12)  # Number of layers.
+    model_dim: int = inherited(1024)  # Width of the residual stream.
+    heads: int = inherited(8)  # Number of attention heads.
+    head_dim: int = inherited(128)  # Width of a head. heads * head_dim may differ from model_dim.
+    mlp_dim: int = inherited(4096)  # Hidden width of the MLPs.
+    # Number of tokens that a token attends to, including itself; also the length of a block.
     window: int = adaptable(512)
-    # True: all layers attend to the states of the last recurrent layer
+    # True lets all layers attend to the states of the last recurrent layer.
     feedback: bool = adaptable(False)
-    # False: a block attends only to itself (a vanilla transformer)
+    # False lets a block attend only to itself, as in a vanilla transformer.
     cache: bool = adaptable(True)
-    vocab_size: int = inherited(0)  # 0: the size of the tokenizer's vocabulary
+    vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
+    # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, or not at all.
     positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
-    relative_buckets: int = inherited(32)  # of T5's relative position bias
+    relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
+    # Distance in tokens from which all keys share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
-    # True: queries and keys are L2-normalised and multiplied by a learned scale per head
+    # True L2-normalises queries and keys and multiplies logits by a learned scale per head.
     normalize_qk: bool = inherited(True)
-    mlp_bias: bool = inherited(False)
-    scale_init: float = adaptable(1.0)  # the initial value of that scale
-    # dropout after the norm before attention, on attention, after the MLP and before logits
+    mlp_bias: bool = inherited(False)  # True adds biases to the MLPs.
+    # Initial value of the learned scale of normalize_qk. Larger values make attention sharper.
+    scale_init: float = adaptable(1.0)
+    # Dropout rate after the norm before attention, of attention weights, after the MLP, and before
+    # the logits.
     dropout: float = free(0.0)
-    # logits are divided by the square root of this size
+    # Logits are divided by the square root of model_dim or of the size of the vocabulary.
     logit_scale: Literal["model_dim", "vocab"] = inherited("model_dim")
-    # False: a token attends to exactly `window` tokens before itself (the original code)
+    # False lets a token attend to exactly `window` tokens before itself, as the original code does.
     attend_to_self: bool = inherited(True)
-    # False: zero keys take part in attention at the start of a document (the original code)
+    # False lets zero keys take part in attention at the start of a document, as in the original
+    # code.
     mask_empty_cache: bool = adaptable(True)
-    # True: logits are (q.k + bias) * scale (the original code)
+    # True computes attention logits as (q.k + bias) * scale, as the original code does.
     bias_before_scale: bool = inherited(False)
-    # dtype of the computation; auto: bfloat16 except on CPUs
+    # Dtype of the computation; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
-    remat: bool = free(False)  # True: activations of a layer are recomputed in the backward pass
-    remat_keep: RematPolicy = free("nothing")  # what remat stores nevertheless
-    # layers per iteration of the scan over neighbouring layers of one kind; 0: brt decides (all
-    # layers on TPUs without remat, up to six layers on CPUs, otherwise one)
+    # True recomputes a layer's activations in the backward pass, which saves memory.
+    remat: bool = free(False)
+    # Results that remat stores nevertheless: none, those of all matrix products, or those of
+    # products with weights.
+    remat_keep: RematPolicy = free("nothing")
+    # Number of layers in an iteration of the scan over neighbouring layers of one kind. With 0, brt
+    # decides: all layers on TPUs without remat, up to six layers on CPUs, otherwise one.
     layer_unroll: int = free(0)
-    # blocks per iteration of the recurrence's scan over blocks; 0: brt decides (eight blocks on
-    # TPUs and, with large states, on CPUs, otherwise one)
+    # Number of blocks in an iteration of a recurrent layer's scan over blocks. With 0, brt decides:
+    # eight blocks on TPUs and, with large states, on CPUs, otherwise one.
     block_unroll: int = free(0)
     kinds: tuple[KindSection, ...] = nested(())
 

@@ -28,25 +28,35 @@ class Questions:
     A window is the question and a part of its text. The windows of a long text overlap.
     """
 
+    # Sources of the training questions.
     train: tuple[str, ...] = sources(("generated:train/2000",))
-    # part:SHARE: a share of train's rows; auto: the default if train is the default or generated,
-    # otherwise part:0.05; (): none
+    # Sources of the validation questions. 'part:SHARE' holds out this share of train's rows, and ()
+    # means no validation. 'auto' means the default if train is the default or generated, and
+    # 'part:0.05' otherwise.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
-    test: tuple[str, ...] = held_out(("generated:test/200",))  # like validation
-    # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    # Sources of the test questions, with the same rules as validation.
+    test: tuple[str, ...] = held_out(("generated:test/200",))
+    # 'bytes', a sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a
+    # tokenizer on the training texts.
     tokenizer: str = free("bytes", cached=True, path="read")
-    max_length: int = fixed(384, cached=True)  # tokens of a window
-    # tokens that a window of a text shares with the window before
+    # Number of tokens in a window, which contains the question and a part of the text.
+    max_length: int = fixed(384, cached=True)
+    # Number of tokens that neighbouring windows of a text share.
     stride: int = fixed(128, cached=True)
-    max_question_length: int = fixed(64, cached=True)  # tokens; longer questions are truncated
-    max_answer_length: int = free(30)  # longest predicted answer in tokens
-    no_answer: bool = fixed(False, cached=True)  # True: questions may have none, as in SQuAD 2.0
-    # predict none if its logit exceeds that of the best span by more than this
+    # Longest question in tokens; longer questions are truncated.
+    max_question_length: int = fixed(64, cached=True)
+    max_answer_length: int = free(30)  # Longest answer in tokens that is predicted.
+    # True allows questions without an answer, as in SQuAD 2.0.
+    no_answer: bool = fixed(False, cached=True)
+    # A question has no answer if the logit of no answer exceeds that of the best span by more than
+    # this.
     no_answer_margin: float = free(0.0)
-    buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
-    # what happens to answers that are not at the position that the file gives
+    # Lengths in tokens, ascending, to which batches are padded; () pads all to max_length.
+    buckets: tuple[int, ...] = fixed(())
+    # What happens to answers that are not at the position that the file gives: refuse the file or
+    # skip the row.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # where prepared data are stored; "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:

@@ -21,34 +21,45 @@ SMALLEST_THRESHOLD = 1e-3  # smallest threshold if CrossAttention.raf_parameters
 class Seq2Seq:
     """An encoder-decoder: T5, T5 v1.1, LongT5 or BART."""
 
-    # t5: RMS norm before each part, relative position bias; bart: layer norm after each part
+    # 't5' has an RMS norm before each part of a layer and a relative position bias; 'bart' has a
+    # layer norm after each part and learned positions.
     family: Literal["t5", "bart"] = inherited("t5")
-    encoder_layers: int = inherited(6)
-    decoder_layers: int = inherited(6)
-    model_dim: int = inherited(512)
-    heads: int = inherited(8)
-    head_dim: int = inherited(64)
-    mlp_dim: int = inherited(2048)
-    vocab_size: int = inherited(0)  # 0: that of the tokenizer
-    # gated_gelu: the tanh approximation; gelu: exact
+    encoder_layers: int = inherited(6)  # Number of encoder layers.
+    decoder_layers: int = inherited(6)  # Number of decoder layers.
+    model_dim: int = inherited(512)  # Width of the residual stream.
+    heads: int = inherited(8)  # Number of attention heads.
+    head_dim: int = inherited(64)  # Width of a head.
+    mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
+    vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
+    # Activation of the MLPs. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
-    tied_logits: bool = inherited(True)  # False: logits have a matrix of their own
-    # True: hidden states are multiplied by model_dim ** -0.5, as in T5 v1.0 with tied logits
+    # True computes logits with the embedding; False gives logits a matrix of their own.
+    tied_logits: bool = inherited(True)
+    # True multiplies the decoder's output by model_dim ** -0.5 before the logits, as T5 v1.0 does
+    # with tied logits.
     scale_logits: bool = inherited(True)
-    # full: Attention.kind decides; sliding and local: a window; transient_global: of LongT5
+    # Attention of the encoder. 'full' leaves the choice to Attention.kind; 'sliding' and 'local'
+    # see a window; 'transient_global' is that of LongT5.
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
-    # tokens to each side in the window of attention that is not full
+    # Number of tokens to each side that a token sees, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
-    global_block: int = inherited(16)  # tokens that a transient global token sums
-    relative_buckets: int = inherited(32)  # of T5's relative position bias
-    relative_max_distance: int = inherited(128)  # of T5's relative position bias
-    max_positions: int = inherited(1024)  # BART's learned positions, which limit all lengths
-    norm_epsilon: float = inherited(1e-6)  # BART has 1e-5
-    dropout: float = free(0.1)  # on embeddings, attention weights, MLP and residuals
-    attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
-    activation_dropout: float = free(-1.0)  # inside the MLP; -1: the value of dropout
-    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
-    remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    # Number of tokens that a global token of 'transient_global' summarises.
+    global_block: int = inherited(16)
+    relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
+    # Distance in tokens from which all keys share the last bucket of T5's bias.
+    relative_max_distance: int = inherited(128)
+    # Number of learned positions of BART, which limits the length of texts.
+    max_positions: int = inherited(1024)
+    norm_epsilon: float = inherited(1e-6)  # Constant that norms add to the variance; BART has 1e-5.
+    dropout: float = free(0.1)  # Dropout rate of embeddings, attention weights, MLPs and residuals.
+    # Dropout rate of attention weights; -1 takes the value of dropout.
+    attention_dropout: float = free(-1.0)
+    # Dropout rate inside the MLP; -1 takes the value of dropout.
+    activation_dropout: float = free(-1.0)
+    # Dtype of activations; 'auto' is bfloat16 on accelerators and float32 on CPUs.
+    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
+    # True recomputes a layer's activations in the backward pass, which saves memory.
+    remat: bool = free(False)
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -82,38 +93,55 @@ class Seq2Seq:
 class CrossAttention:
     """Attention of the decoder to the source (Segmented Recurrent Transformer, section 3)."""
 
+    # What a target position attends to; docs/summarization.md compares the kinds.
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
-    segment_size: int = fixed(64)  # source tokens that a decoder position attends to
-    q_ref: int = fixed(128)  # target length over which the source's segments are spread
-    # batch: spread over the length of the batch, as the authors' code does in training
+    # Length of a segment in source tokens. A target position attends to one segment.
+    segment_size: int = fixed(64)
+    # Target length in tokens over which the segments of a source are distributed.
+    q_ref: int = fixed(128)
+    # How a target position finds its segment: 'fixed' distributes the segments over q_ref
+    # positions, 'batch' over the padded length of the batch as the authors' code does in training,
+    # and 'stride' moves on by one segment every `stride` positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # target tokens per segment if index_mode is stride
-    # static: the number of segments of the padded batch
+    stride: int = fixed(8)  # Number of target tokens per segment if index_mode is 'stride'.
+    # 'per_example' counts the segments of each source, 'static' those of the padded batch.
     segment_count: Literal["per_example", "static"] = fixed("per_example")
-    # True: accept sources with more segments than q_ref, some of which are never read
+    # True accepts sources with more segments than the decoder reads.
     allow_skipped_segments: bool = fixed(False)
-    use_segment: bool = fixed(True)  # False: the recurrence alone (ablation I)
-    use_raf: bool = fixed(True)  # False: no recurrent accumulate-and-fire (ablation III)
-    # what the recurrence sums; segment: ablation IV
+    # False attends to the recurrence alone (ablation I of the paper).
+    use_segment: bool = fixed(True)
+    # False removes the recurrent accumulate-and-fire neurons (ablation III of the paper).
+    use_raf: bool = fixed(True)
+    # What the recurrence sums: the remaining segments, or the position's own segment (ablation IV
+    # of the paper).
     kv_source: Literal["remaining", "segment"] = fixed("remaining")
-    norm: Literal["feature", "none"] = fixed("feature")  # none: ablation II
-    norm_epsilon: float = fixed(1e-6)
-    clamp: float = fixed(0.0)  # largest absolute value of the sums; 0: none; authors' BART: 2
-    # sigma: learned weights of both parts; gated: the recurrence has a gate that begins closed
+    # 'feature' divides the output by the norm of each key feature; 'none' does not normalise
+    # (ablation II of the paper).
+    norm: Literal["feature", "none"] = fixed("feature")
+    norm_epsilon: float = fixed(1e-6)  # The square of this constant is added to the squared norm.
+    # Largest absolute value of the sums of the recurrence; 0 sets no limit, and the authors' BART
+    # has 2.
+    clamp: float = fixed(0.0)
+    # How attention to the segment and the recurrence are added: directly, with learned weights
+    # ('sigma'), or with a gate on the recurrence that is closed initially ('gated').
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
-    leak_init: float = fixed(0.1)  # BART has 0.5
-    threshold_init: float = fixed(0.1)
-    # bounded: the leak stays in (0, 1) and the threshold above 0
+    leak_init: float = fixed(0.1)  # Initial leak of the neurons; the authors' BART has 0.5.
+    threshold_init: float = fixed(0.1)  # Initial threshold at which a neuron fires.
+    # 'bounded' keeps the leak in (0, 1) and the threshold above 0; 'raw' does not restrict them.
     raf_parameters: Literal["raw", "bounded"] = fixed("raw")
-    # uniform: within +-head_dim ** -0.5; normal: deviation 0.02, as in BART
+    # Initial weights of the recurrence: uniform within +-head_dim ** -0.5, or normal with deviation
+    # 0.02 as in the authors' BART.
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
-    raf_bias: bool = fixed(False)  # True: the recurrence's input has a bias
-    mask_kv: bool = fixed(True)  # False: padding is part of the sums, as in the authors' code
-    # memory of xl_memory; identity: that of Transformer-XL
+    raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
+    mask_kv: bool = fixed(True)  # False includes padding in the sums, as the authors' code does.
+    # The memory of xl_memory: a learned recurrence, or the previous segment itself as in
+    # Transformer-XL.
     memory: Literal["rnn", "identity"] = fixed("rnn")
-    # dense: all segments for all positions; slots: segment by segment
+    # How training computes all target positions: 'dense' computes every segment for every position,
+    # 'slots' goes segment by segment.
     training_form: Literal["auto", "dense", "slots"] = fixed("auto")
-    # where a decode step takes the states from: a table of all segments, or the previous step
+    # Where a decode step takes the recurrent states from: a table with the states of all segments,
+    # or the state carried from the previous step, which needs less memory.
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
@@ -178,27 +206,34 @@ class Pairs:
     (prepared on this machine, see `brt.prepare --pairs`).
     """
 
-    train: tuple[str, ...] = sources(("corpus:summaries/train",))
-    # part:SHARE: a share of train's rows; auto: the default if train is the default or generated,
-    # otherwise part:0.05; (): none
+    train: tuple[str, ...] = sources(("corpus:summaries/train",))  # Sources of the training pairs.
+    # Sources of the validation pairs. 'part:SHARE' holds out this share of train's rows, and ()
+    # means no validation. 'auto' means the default if train is the default or generated, and
+    # 'part:0.05' otherwise.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
-    test: tuple[str, ...] = held_out(("corpus:summaries/test",))  # like validation
-    source_field: str = free("", cached=True)  # column of documents; "": one of the usual names
-    target_field: str = free("", cached=True)  # column of summaries; "": one of the usual names
-    # column of ids; "": `id` if there is such a column, otherwise rows are numbered
+    # Sources of the test pairs, with the same rules as validation.
+    test: tuple[str, ...] = held_out(("corpus:summaries/test",))
+    source_field: str = free("", cached=True)  # Column of the documents; '' tries the usual names.
+    target_field: str = free("", cached=True)  # Column of the summaries; '' tries the usual names.
+    # Column of the ids; '' takes the column `id` if there is one, and otherwise numbers the rows.
     id_field: str = free("", cached=True)
-    # a sentencepiece .model, a tokenizer.json, or train:VOCAB_SIZE
+    # A sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a tokenizer
+    # on the training pairs.
     tokenizer: str = free("train:4000", cached=True, path="read")
-    prefix: str = fixed("", cached=True)  # put before every document; T5 has "summarize: "
-    max_source_length: int = fixed(1024, cached=True)  # tokens, including the end token
-    max_target_length: int = fixed(128, cached=True)  # tokens, including the end token
-    # how longer documents are shortened; summaries keep their head
+    # Text that is put before every document. T5 has "summarize: ".
+    prefix: str = fixed("", cached=True)
+    # Longest document in tokens, including the end token.
+    max_source_length: int = fixed(1024, cached=True)
+    # Longest summary in tokens, including the end token.
+    max_target_length: int = fixed(128, cached=True)
+    # What happens to longer documents: an error, only the head is read, or only the head and the
+    # tail. Summaries always keep their head.
     truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
-    # source lengths that batches are padded to; (): the longest
+    # Source lengths in tokens, ascending, to which batches are padded; () pads all to the longest.
     buckets: tuple[int, ...] = fixed(())
-    # what happens to rows that are empty, damaged or not UTF-8
+    # What happens to rows that are empty, damaged or not UTF-8: refuse the file or skip the row.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # where prepared data are stored; "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
@@ -231,15 +266,17 @@ class Decoding:
     any length. Hugging Face calls these True, False and "never".
     """
 
-    beams: int = free(1)
-    # score of a text of n tokens; hf: log p / n ** length_penalty; t5x: log p / ((5 + n) / 6) **
-    # length_penalty
+    beams: int = free(1)  # Number of beams; 1 is greedy decoding.
+    # How the log-probability log p of a text of n tokens becomes its score: 'hf' computes log p / n
+    # ** length_penalty, 't5x' computes log p / ((5 + n) / 6) ** length_penalty.
     penalty: Literal["hf", "t5x"] = free("hf")
-    length_penalty: float = free(1.0)  # larger values favour longer texts
+    length_penalty: float = free(1.0)  # Exponent of the score; larger values favour longer texts.
+    # When beam search ends a document; the docstring explains the choices.
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")
-    max_length: int = free(128)  # most tokens of a text
-    min_length: int = free(0)  # fewest tokens of a text, without the end token
-    no_repeat_ngram: int = free(0)  # n-grams of this length occur only once; 0: no restriction
+    max_length: int = free(128)  # Longest text in tokens.
+    min_length: int = free(0)  # Shortest text in tokens, without the end token.
+    # N-grams of this length occur only once in a text; 0 sets no restriction.
+    no_repeat_ngram: int = free(0)
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -11,36 +11,47 @@ from brt.config.fields import fixed, free
 class Training:
     """The length, the batches and the periodic actions of training."""
 
-    task: str = fixed("language_modeling")  # a name of brt.tasks.TASKS
-    steps: int = free(100_000)
-    epochs: float = free(0.0)  # passes over the training data, instead of steps; 0: steps decides
-    # weights written by brt.convert, or the directory of a run; "": random initial weights
+    task: str = fixed("language_modeling")  # Name of the task, as registered in brt.tasks.TASKS.
+    steps: int = free(100_000)  # Number of train steps.
+    # Number of passes over the training data, which replaces steps; 0 uses steps.
+    epochs: float = free(0.0)
+    # Weights to start from: a directory written by brt.convert, or a run; '' starts from random
+    # weights.
     init_from: str = free("", path="read")
-    batch_size: int = fixed(32)  # lanes, over all devices and hosts
-    segment_length: int = fixed(4096)  # tokens of a lane per step; a multiple of Model.window
-    gradient_accumulation: int = free(1)  # microbatches per step
-    # probability of a target that is spread over all tokens
+    batch_size: int = fixed(32)  # Number of lanes or rows in a step, over all devices and hosts.
+    # Tokens that a lane reads in a step; must be a multiple of Model.window.
+    segment_length: int = fixed(4096)
+    # Number of microbatches in a step. More microbatches need less memory.
+    gradient_accumulation: int = free(1)
+    # Share of the target's probability that is distributed over all tokens.
     label_smoothing: float = free(0.0)
-    mask_share: float = fixed(0.15)  # share of tokens that masked_language_modeling predicts
-    loss_chunk: int = free(1024)  # tokens of a lane whose logits are computed at a time
+    # Share of the tokens that masked language modeling hides and predicts.
+    mask_share: float = fixed(0.15)
+    # Number of tokens of a lane whose logits are computed at once. Smaller values need less memory.
+    loss_chunk: int = free(1024)
+    # Seed of the initial parameters, the order of the data, dropout and samples.
     seed: int = fixed(0)
-    log_every: int = free(50)  # steps
-    evaluate_every: int = free(1000)  # steps; 0: never
-    sample_every: int = free(1000)  # steps; 0: never
-    # steps between statistics of the recurrent states, which cost almost nothing; 0: never
+    log_every: int = free(50)  # Number of steps between lines of the log.
+    # Number of steps between evaluations on the validation split; 0 never evaluates.
+    evaluate_every: int = free(1000)
+    sample_every: int = free(1000)  # Number of steps between samples; 0 draws none.
+    # Number of steps between statistics of the recurrent states, which cost almost nothing; 0
+    # computes none.
     probe_every: int = free(1000)
-    # seconds without any progress after which all stacks are printed and the run ends with exit
-    # code 70; four times as long while compiling, restoring or saving; 0: never
+    # Seconds without progress after which the run prints all stack traces and ends with exit code
+    # 70. Compiling, restoring and saving may take four times as long. 0 waits forever.
     watchdog_seconds: int = free(1800)
-    plots: bool = free(True)  # draw plots/ when the run ends
-    # what follows a loss or gradient that is not finite, or a loss above spike_factor. stop: the
-    # run ends without saving the step; skip: the step changes nothing; rollback: training
-    # continues after this batch from the newest checkpoint
+    plots: bool = free(True)  # True draws the curves of the run into plots/ when the run ends.
+    # What follows a bad step, whose loss or gradient is not finite or whose loss exceeds
+    # spike_factor. 'stop' ends the run without saving the step. 'skip' ignores the step's update.
+    # 'rollback' returns to the newest checkpoint and continues after the bad batch.
     on_bad_step: Literal["stop", "skip", "rollback"] = free("stop")
-    # a loss is bad if it exceeds this multiple of the median of recent steps; 0: never
+    # A step is bad if its loss exceeds this multiple of the median of recent losses; 0 never
+    # compares.
     spike_factor: float = free(0.0)
-    max_bad_steps: int = free(10)  # bad steps to skip or roll back; one more ends the run
-    # the first and the last step to profile for TensorBoard; (): none
+    # Number of bad steps that are skipped or rolled back; one more ends the run.
+    max_bad_steps: int = free(10)
+    # First and last step of a profile for TensorBoard; () writes no profile.
     profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
@@ -88,22 +99,32 @@ class Training:
 class Optimizer:
     """The optimizer (Adafactor as in the paper, AdamW or Muon) and its learning rate."""
 
+    # The optimizer. Muon updates matrices, and leaves all other parameters to Adam.
     name: Literal["adafactor", "adamw", "muon"] = fixed("adafactor")
-    learning_rate: float = free(1.0)  # for Adafactor relative to the scale of each parameter
+    # Peak learning rate. Adafactor multiplies it by the scale of each parameter.
+    learning_rate: float = free(1.0)
+    # How the learning rate falls after the warm-up: with the inverse square root of the step, along
+    # a cosine, linearly, or not at all.
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
-    warmup_steps: int = free(1000)
-    # learning rate at step Training.steps of the schedules cosine and linear
+    warmup_steps: int = free(1000)  # Number of steps in which the learning rate rises to its peak.
+    # Learning rate at the last step of the schedules 'cosine' and 'linear'.
     final_learning_rate: float = free(0.0)
-    # Adafactor stores full second moments of matrices with a smaller dimension
+    # Adafactor stores full second moments of matrices with a dimension below this.
     min_dim_size_to_factor: int = fixed(128)
-    b1: float = fixed(0.9)  # AdamW, and the parameters that Muon leaves to Adam
-    b2: float = fixed(0.98)  # AdamW, and the parameters that Muon leaves to Adam
-    orthogonal_steps: int = fixed(3)  # Muon: iterations that orthogonalise an update
-    weight_decay: float = free(0.0)  # of matrices; AdamW and Muon
-    clip_norm: float = fixed(0.0)  # largest norm of the whole gradient; 0: no clipping
-    offload: bool = free(False)  # keep the optimizer's state in host memory between steps
-    # shared: each replica (device along Mesh.data) holds and updates a shard of the state and the
-    # parameters; whole: every replica updates all; auto: shared on accelerators, except with Muon
+    # Decay of the first moments of AdamW, and of the parameters that Muon leaves to Adam.
+    b1: float = fixed(0.9)
+    # Decay of the second moments of AdamW, and of the parameters that Muon leaves to Adam.
+    b2: float = fixed(0.98)
+    # Number of iterations with which Muon makes an update orthogonal.
+    orthogonal_steps: int = fixed(3)
+    weight_decay: float = free(0.0)  # Weight decay of matrices with AdamW and Muon.
+    # Largest norm of the whole gradient, to which larger gradients are scaled; 0 does not clip.
+    clip_norm: float = fixed(0.0)
+    # True keeps the optimizer's state in host memory between steps, which saves device memory.
+    offload: bool = free(False)
+    # 'shared': each replica (device along Mesh.data) stores and updates a shard of the optimizer's
+    # state. 'whole': every replica stores and updates all of it. 'auto' means 'shared' on
+    # accelerators, except with Muon.
     state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
@@ -124,9 +145,10 @@ class Optimizer:
 class Checkpoint:
     """When checkpoints are saved and deleted. The last step is always saved."""
 
-    every: int = free(1000)  # steps; 0: only the last
-    keep: int = free(3)  # number of newest checkpoints to keep
-    keep_every: int = free(0)  # steps; checkpoints at multiples are never deleted; 0: none
+    every: int = free(1000)  # Number of steps between checkpoints; 0 saves only the last step.
+    keep: int = free(3)  # Number of newest checkpoints to keep.
+    # Checkpoints whose step is a multiple of this are never deleted; 0 marks none.
+    keep_every: int = free(0)
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -138,19 +160,21 @@ class Checkpoint:
 class Logging:
     """Services that also receive the metrics; each needs the extra of the same name."""
 
-    wandb_project: str = free("")  # a project of Weights & Biases; "": none
-    mlflow_experiment: str = free("")  # an experiment of MLflow; "": none
+    wandb_project: str = free("")  # Project of Weights & Biases; '' means none.
+    mlflow_experiment: str = free("")  # Experiment of MLflow; '' means none.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How held-out data are read and scored."""
 
-    batch_size: int = free(8)  # documents that are read in parallel
-    segment_length: int = free(0)  # tokens of a lane at a time; 0: Training.segment_length
-    # tokenization and averaging of ROUGE as in Hugging Face's, T5's or LongT5's code
+    batch_size: int = free(8)  # Number of documents or rows that are evaluated in parallel.
+    # Tokens of a document that are read at once; 0 takes Training.segment_length.
+    segment_length: int = free(0)
+    # Tokenization and averaging of ROUGE: as in Hugging Face's `evaluate`, in T5's code or in
+    # LongT5's code.
     rouge: Literal["hf", "t5", "longt5"] = free("hf")
-    # before the last step, read only this many tokens of each document; 0: all
+    # Before the last step, evaluation reads only this many tokens of each document; 0 reads all.
     tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:
@@ -163,10 +187,11 @@ class Evaluation:
 class Sampling:
     """How samples are drawn during training."""
 
-    temperature: float = free(1.0)  # 0: greedy
-    top_k: int = free(0)  # sample from the most probable tokens only; 0: all
-    top_p: float = free(1.0)  # sample from the smallest set of tokens with this probability
-    max_tokens: int = free(256)  # length of a sample
+    temperature: float = free(1.0)  # Temperature of the logits; 0 takes the most probable token.
+    top_k: int = free(0)  # Number of most probable tokens to sample from; 0 samples from all.
+    # Samples are drawn from the smallest set of tokens that has this probability.
+    top_p: float = free(1.0)
+    max_tokens: int = free(256)  # Length of a sample in tokens.
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -179,10 +204,10 @@ class Sampling:
 class Mesh:
     """Number of devices along each axis of the mesh; -1: the devices that other axes leave."""
 
-    data: int = free(1)  # shards the lanes
-    fsdp: int = free(1)  # shards the lanes, the parameters and the optimizer's state
-    tensor: int = free(1)  # shards heads, MLPs and the vocabulary
-    sequence: int = free(1)  # shards the tokens of a segment
+    data: int = free(1)  # Devices that shard the lanes. Each of them holds a whole model.
+    fsdp: int = free(1)  # Devices that shard the lanes, the parameters and the optimizer's state.
+    tensor: int = free(1)  # Devices that shard heads, MLPs and the vocabulary.
+    sequence: int = free(1)  # Devices that shard the tokens of a segment.
 
     def __post_init__(self) -> None:
         check_finite(self)
