@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from brt.config import Config
 from brt.config.kinds import kind_sections
+from brt.config.names import current_names, default_of, field_types, fields_of, task_field
 from brt.config.removed import REMOVED, refusal
+from brt.config.shared import field_name, is_registered, public_name, tasks_with
 from brt.config_io import (
     checked_value,
     configs_directory,
-    current_names,
-    field_types,
     has_section,
     suggestion,
     unknown_name,
@@ -84,6 +84,8 @@ def resolve(
         duplicate, or settings that contradict each other. The sentence begins with file and line.
     """
     sources = {key: _without_removed(source) for key, source in sources.items()}
+    task = _task(sources, base)
+    sources = {key: _of_one_task(source, task) for key, source in sources.items()}
     sources, renamed = _with_current_names(sources)
     _check_names(sources, beside)
     macros = _macros(sources)
@@ -96,7 +98,7 @@ def resolve(
         ]
         for key, source in sources.items()
     }
-    resolved = _build(_winners(fields, _below(sources)), base)
+    resolved = _build(_winners(fields, _below(sources)), base, task)
     return resolved._replace(notes=(*renamed, *resolved.notes))
 
 
@@ -149,6 +151,61 @@ def _with_current_names(
         for key, source in sources.items()
     }
     return changed, list(notes.values())
+
+
+def _task(sources: Mapping[str, Source], base: Config | None) -> str:
+    """Returns the name of the task that the sources bind, which may not exist."""
+    name = "Training.task"
+    bound = {key: [b for b in own.bindings if b.name == name] for key, own in sources.items()}
+    winner = _winners(bound, _below(sources)).get(name)
+    if winner is None:
+        return (base or Config()).training.task
+    macros = _macros(sources)
+    _check_defined(macros, [winner])
+    return str(_substituted(winner.value, macros))
+
+
+def _of_one_task(source: Source, task: str) -> Source:
+    """Returns the source without what an earlier version wrote about other tasks than the run's.
+
+    Earlier versions had a setting for each section that has a field of `brt.config.shared`, and
+    the config.gin of a run binds all of them. `Pairs.train` says nothing about a language model,
+    and a default of `Data.train` beside it says nothing about summaries.
+
+    Raises:
+      ConfigError: a setting of another task does not have its default.
+    """
+    shared = [b for b in source.bindings if current_names(b.name) == (public_name(b.name),)]
+    earlier = {
+        public_name(b.name): b
+        for b in shared
+        if public_name(b.name) != b.name == field_name(public_name(b.name), task)
+    }
+    dropped = []
+    for binding in shared:
+        name = public_name(binding.name)
+        if name != binding.name != field_name(name, task):
+            if not (_is_default(binding) or name == "Data.cache_dir"):
+                raise _without_effect(binding, task)
+            dropped.append(binding)
+        elif name == binding.name and name in earlier:
+            if _is_default(binding) or binding.value == earlier[name].value:
+                dropped.append(binding)
+    return source._replace(bindings=[b for b in source.bindings if b not in dropped])
+
+
+def _is_default(binding: Binding) -> bool:
+    """Returns True if a field is bound to the default of its section."""
+    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
+    return default_of(binding.name) in (value, (value,))
+
+
+def _without_effect(binding: Binding, task: str) -> ConfigError:
+    tasks = (other for own in fields_of(binding.name) for other in tasks_with(own))
+    return ConfigError(
+        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
+        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
+    )
 
 
 def _belongs(binding: Binding, section: str) -> bool:
@@ -286,20 +343,31 @@ def _substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
     return value
 
 
-def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
+def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Resolved:
     origins = dict.fromkeys(field_types(), "default" if base is None else "saved")
     bound = {name: binding.origin for name, binding in winners.items()}
     origins |= bound
     values: dict[str, dict[str, Any]] = {"Training": {}, "Optimizer": {}}
     for name, binding in winners.items():
-        section, _, field = name.partition(".")
-        values.setdefault(section, {})[field] = binding.value
+        if own := task_field(name, task):
+            section, _, field = own.partition(".")
+            values.setdefault(section, {})[field] = _value_for(task, binding)
+        elif is_registered(task) and not _is_default(binding):
+            raise _without_effect(binding, task)
     warmup = _shorten_warmup(values, origins, base or Config())
     try:
         config = with_values(values, base)
     except ConfigError as error:
         raise explained(error, bound) from error
     return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
+
+
+def _value_for(task: str, binding: Binding) -> Any:
+    """Returns the value of a binding, which must be one that runs of this task may have."""
+    try:
+        return checked_value(binding.name, binding.value, task)
+    except ConfigError as error:
+        raise ConfigError(f"{binding.origin}: {error}") from error
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:

@@ -13,13 +13,8 @@ from typing import Any, Literal, NoReturn
 from brt import allocator, bindings, durable, output, platforms, user_files
 from brt.bindings import Binding, Resolved, Source
 from brt.config import Config
-from brt.config_io import (
-    annotated_text,
-    field_types,
-    find_gin_file,
-    section_types,
-    suggestion,
-)
+from brt.config.names import field_types, section_types
+from brt.config_io import annotated_text, find_gin_file, suggestion
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 from brt.gin_files import read_file, read_sources
 from brt.output import write_json

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import os
 import re
@@ -15,31 +14,12 @@ from typing import Any, Literal
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
+from brt.config.names import default_of, field_types, own_types, section_types, task_field
 from brt.config.removed import REMOVED, refusal, without_removed
 from brt.config.renamed import RENAMED
+from brt.config.shared import public_name
 from brt.errors import ConfigError
 from brt.redaction import redacted
-
-_CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
-
-
-def section_types() -> dict[str, type]:
-    """Returns the class of every section by its name, those of kinds of layers behind `Model`."""
-    return {"Model": _CORE["Model"], **kind_sections(), **_CORE}
-
-
-def field_types() -> dict[str, Any]:
-    """Returns the type of every setting by its name: {"Model.layers": int, ...}."""
-    return _field_types(tuple(section_types().items()))
-
-
-@functools.cache
-def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
-    return {
-        f"{section}.{name}": typing.get_type_hints(cls)[name]
-        for section, cls in sections
-        for name in settings(cls)
-    }
 
 
 def section_of(config: Config, name: str) -> Any:
@@ -81,13 +61,6 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
     return dataclasses.replace(base, model=model, **core)
 
 
-def current_names(name: str) -> tuple[str, ...]:
-    """Returns the present names of a setting: several if an earlier setting was split, and the name
-    itself if it was never renamed.
-    """
-    return RENAMED.get(name, (name,))
-
-
 def config_text(config: Config) -> str:
     """Returns a gin file that binds every setting; reading it yields the same config."""
     return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
@@ -104,17 +77,23 @@ def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
         if section not in (None, name.partition(".")[0]):
             lines.append("")
         section = name.partition(".")[0]
-        about = f" | {comments[name]}" if name in comments else ""
+        own = task_field(name, config.training.task)
+        about = f" | {comments[own]}" if own in comments else ""
         lines.append(f"{name:{name_width}} = {value:{value_width}}  # {origins[name]}{about}")
     return "\n".join(lines) + "\n"
 
 
 def config_json(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the settings as JSON, {"Model": {"layers": 12, ...}, ...}; tuples become lists."""
+    """Returns the fields of all sections as JSON, {"Model": {"layers": 12, ...}, ...}.
+
+    Tuples become lists.
+    """
     result: dict[str, dict[str, Any]] = {}
-    for name, value in _used_values(config).items():
-        section, _, field = name.partition(".")
-        result.setdefault(section, {})[field] = list(value) if isinstance(value, tuple) else value
+    for section, cls in section_types().items():
+        if has_section(config, section):
+            own = section_of(config, section)
+            values = {field: getattr(own, field) for field in settings(cls)}
+            result[section] = {f: list(v) if isinstance(v, tuple) else v for f, v in values.items()}
     return result
 
 
@@ -148,13 +127,13 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
 
 
 def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the present names of a saved setting with its checked value."""
+    """Yields the present fields of a saved field with its checked value."""
     if name in REMOVED:
         raise ConfigError(f"the saved config has {refusal(name, value)}")
-    for current in current_names(name):
-        if current not in field_types():
+    for current in RENAMED.get(name, (name,)):
+        if current not in own_types():
             raise ConfigError(f"the saved config has {unknown_name(name)}")
-        yield current, checked_value(current, value)
+        yield current, checked_field(current, value)
 
 
 def to_read_with(config: Config) -> Config:
@@ -179,25 +158,49 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 def config_values(config: Config) -> dict[str, Any]:
     """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections.
 
-    Kinds of layers that the model does not have are there with their defaults.
+    Kinds of layers that the model does not have are there with their defaults, and so are settings
+    that the sections of the run's task do not have.
     """
-    sections = ((name, section_of(config, name)) for name in section_types())
-    return {f"{name}.{f}": getattr(own, f) for name, own in sections for f in settings(type(own))}
+    fields = {name: task_field(name, config.training.task) for name in field_types()}
+    return {name: _value(config, own) if own else default_of(name) for name, own in fields.items()}
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(section_of(config, section), field)
 
 
 def _used_values(config: Config) -> dict[str, Any]:
-    """Returns `config_values` without the kinds of layers that the model does not have."""
-    values = config_values(config).items()
-    return {name: v for name, v in values if has_section(config, name.partition(".")[0])}
+    """Returns `config_values` without the kinds of layers that the model does not have, and without
+    settings that the sections of the run's task do not have.
+    """
+    return {
+        name: value
+        for name, value in config_values(config).items()
+        if has_section(config, name.partition(".")[0]) and task_field(name, config.training.task)
+    }
 
 
-def checked_value(name: str, value: Any) -> Any:
+def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     """Returns `value` converted to the type of the setting `name` ("Section.field").
+
+    Args:
+      name: the name of the setting in .gin files.
+      value: the value to check.
+      task: the task whose runs may have the value; None: any task.
 
     Raises:
       ConfigError: the value has another type.
     """
-    return _checked(name, field_types()[name], value)
+    own = task_field(name, task) if task else None
+    return _checked(name, own_types()[own] if own else field_types()[name], value)
+
+
+def checked_field(name: str, value: Any) -> Any:
+    """Returns `value` converted to the type of a field ("Seq2Seq.dropout"); raises as
+    `checked_value`.
+    """
+    return _checked(public_name(name), own_types()[name], value)
 
 
 def unknown_name(name: str) -> str:

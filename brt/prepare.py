@@ -22,6 +22,7 @@ import re
 import shlex
 
 from brt import command_line, config, untrusted
+from brt.config.shared import public_name
 from brt.data import preparation
 from brt.errors import ConfigError
 from brt.tasks.summarization.data.columns import Columns, read
@@ -36,11 +37,13 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
-# The flag for each setting. Errors about the setting Data.train name --documents.
-FLAGS = {
+# The flag that errors name for each setting.
+DOCUMENT_FLAGS = {
     "Data.train": "--documents",
     **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
-    **{f"Pairs.{flag}": f"--{flag}" for flag in FILES - {"output", "pairs", "name"}},
+}
+PAIR_FLAGS = {
+    public_name(f"Pairs.{flag}"): f"--{flag}" for flag in FILES - {"output", "pairs", "name"}
 }
 
 
@@ -83,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Prepares the data, and prints a summary of the result."""
-    with command_line.errors_naming(FLAGS):
+    with command_line.errors_naming(DOCUMENT_FLAGS if "documents" in args else PAIR_FLAGS):
         _prepare(args)
 
 
@@ -155,7 +158,7 @@ def _pairs(args: argparse.Namespace, dataset: RawDataset, splits: datasets.Split
     print(f"\nwritten to {directory / dataset.path}; a .gin file reads it with\n")
     for split in tallies:
         setting = "validation" if split == "val" else split
-        print(f'  Pairs.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
+        print(f'  Data.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
     if directory != datasets.default_directory():
         print(f"\nwhile TFDS_DATA_DIR={shlex.quote(str(directory.absolute()))} is exported")
 

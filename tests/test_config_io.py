@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
 from brt.config import SECTIONS, Config, Data, Evaluation, Model, Optimizer, Training
+from brt.config.names import field_types
 from brt.config_io import (
     annotated_text,
     checked_value,
@@ -17,7 +18,6 @@ from brt.config_io import (
     config_text,
     configs_directory,
     difference,
-    field_types,
     unknown_name,
 )
 from brt.errors import ConfigError
@@ -88,7 +88,7 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     for name, comment in (
         ("Recurrence.layers", "indices of the recurrent layers"),  # The comment is above the field.
         ("Training.task", "Name of the task"),  # The comment is behind the field.
-        ("Seq2Seq.vocab_size", "Size of the vocabulary; 0 takes it"),
+        ("Model.vocab_size", "Size of the vocabulary; 0 takes it"),
     ):
         assert f"  # a.gin:3 | {comment}" in lines[name]
     unexplained = [

@@ -156,9 +156,9 @@ def test_settings_that_nothing_reads_are_refused() -> None:
     def resolve(*bindings: str) -> None:
         command_line.resolve(parser.parse_args([f"--gin_bindings={b}" for b in bindings]))
 
-    forgotten = "Pairs.train has no effect if Training.task = 'language_modeling'; set"
+    forgotten = "Pairs.prefix has no effect if Training.task = 'language_modeling'; set"
     with pytest.raises(ConfigError, match=forgotten):
-        resolve("Pairs.train = 'mine.jsonl'")
+        resolve("Pairs.prefix = 'summarize: '")
     with pytest.raises(ConfigError, match="Model.layers has no effect if Training.task"):
         resolve("Training.task = 'summarization'", "Model.layers = 2")
     resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # the defaults, said aloud

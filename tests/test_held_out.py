@@ -35,12 +35,13 @@ def test_made_up_data_are_nobodys_own() -> None:
 
 
 def test_files_and_flags_say_what_is_used() -> None:
-    found = bound(Data__train="mine.txt", Pairs__train=("mine.jsonl",))
-    assert (found.config.data.validation, found.config.pairs.test) == ((), ("part:0.05",))
+    pairs = bound(Training__task="summarization", Data__train="mine.jsonl").config.pairs
+    assert (pairs.validation, pairs.test) == (("part:0.05",), ("part:0.05",))
+    found = bound(Data__train="mine.txt")
+    assert found.config.data.validation == ()
     text = annotated_text(found.config, found.origins)
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert "= () " in lines["Data.validation"] and "default" in lines["Data.validation"]
-    assert "'part:0.05'" in lines["Pairs.test"]
     assert bound().config == Config()
 
 
@@ -54,5 +55,5 @@ def test_saved_configs_mean_what_they_meant() -> None:
 
 @pytest.mark.parametrize("value", [("part:0",), ("part:0.5",), ("part:x",), ("part:0.1", "a")])
 def test_parts_that_are_none_are_refused(value: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"Pairs\.test = .* must be one part:SHARE from 0 to"):
+    with pytest.raises(ConfigError, match=r"Data\.test = .* must be one part:SHARE from 0 to"):
         Pairs(test=value)

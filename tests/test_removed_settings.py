@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
 from brt.config import Config, Kernels
+from brt.config.names import field_types
 from brt.config.removed import REMOVED
-from brt.config_io import config_from_json, field_types, unknown_name
+from brt.config_io import config_from_json, unknown_name
 from brt.errors import ConfigError
 
 HOLDS = [(name, removed.value) for name, removed in REMOVED.items()]

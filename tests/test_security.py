@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import untrusted
-from brt.config.fields import settings
-from brt.config_io import section_types
+from brt.config.names import declaration, field_types
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*(ROOT / "brt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
@@ -48,12 +47,11 @@ def test_a_setting_of_any_kind_may_be_true() -> None:
 def test_every_setting_of_a_path_is_in_the_table() -> None:
     text = (ROOT / "SECURITY.md").read_text("utf-8")
     rows = text.partition("| setting |")[2].partition("\n\n")[0].splitlines()
-    for section, kind in section_types().items():
-        for name, setting in settings(kind).items():
-            found = [row for row in rows if f"`{section}.{name}`" in row]
-            assert len(found) == bool(setting.path), f"{section}.{name}"
-            if setting.path == "written":
-                assert "never" in found[0] and "written" in found[0]
+    for name in field_types():
+        found, path = [row for row in rows if f"`{name}`" in row], declaration(name).path
+        assert len(found) == bool(path), name
+        if path == "written":
+            assert "never" in found[0] and "written" in found[0]
 
 
 MAY_PARSE = {  # files that parse JSON by themselves, and why

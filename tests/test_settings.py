@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt.config import Data, Speech
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
-from brt.config_io import field_types, section_types
+from brt.config.names import field_types, section_types
 from brt.training.start.config_changes import may_change
 
 GOLDEN = Path(__file__).parent / "data" / "settings.json"

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from brt.config.fields import fill_held_out
+from brt.config.shared import public_name
 from brt.errors import ConfigError
 
 PART = "part:"  # prefix of a held-out split that is a share of train's rows
@@ -18,6 +19,11 @@ def check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def name_of(section: object, field: str) -> str:
+    """Returns the name that .gin files have for a field of a section."""
+    return public_name(f"{type(section).__name__}.{field}")
+
+
 def check_finite(section: Any) -> None:
     """Refuses numbers that are infinite or NaN."""
     for field in dataclasses.fields(section):
@@ -25,7 +31,7 @@ def check_finite(section: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             check(
                 not isinstance(number, float) or math.isfinite(number),
-                f"{type(section).__name__}.{field.name} = {value} must be finite",
+                f"{name_of(section, field.name)} = {value} must be finite",
             )
 
 
@@ -33,7 +39,7 @@ def check_positive(section: object, *names: str) -> None:
     """Refuses fields that are not above 0, or too large for an int32."""
     for name in names:
         value = getattr(section, name)
-        check(value > 0, f"{type(section).__name__}.{name} = {value} must be above 0")
+        check(value > 0, f"{name_of(section, name)} = {value} must be above 0")
         _check_counts(section, name)
 
 
@@ -41,7 +47,7 @@ def check_not_negative(section: object, *names: str) -> None:
     """Refuses fields that are negative, or too large for an int32."""
     for name in names:
         value = getattr(section, name)
-        check(value >= 0, f"{type(section).__name__}.{name} = {value} must not be negative")
+        check(value >= 0, f"{name_of(section, name)} = {value} must not be negative")
         _check_counts(section, name)
 
 
@@ -50,13 +56,13 @@ def check_layers(section: object, *names: str) -> None:
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
-        where = f"{type(section).__name__}.{name}"
+        where = name_of(section, name)
         check(value <= DEEPEST, f"{where} = {value} must be at most {DEEPEST:,}")
 
 
 def _check_counts(section: object, name: str) -> None:
     value = getattr(section, name)
-    where = f"{type(section).__name__}.{name}"
+    where = name_of(section, name)
     check(
         isinstance(value, float) or value <= LARGEST, f"{where} = {value} must be at most {LARGEST}"
     )
@@ -65,14 +71,13 @@ def _check_counts(section: object, name: str) -> None:
 def check_buckets(section: Any) -> None:
     """Refuses lengths of buckets that do not ascend to `max_length`."""
     buckets, limit = section.buckets, section.max_length
-    name = type(section).__name__
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),
-        f"{name}.buckets = {buckets} must ascend and be above 0",
+        f"Data.buckets = {buckets} must ascend and be above 0",
     )
     check(
         not buckets or buckets[-1] == limit,
-        f"the last of {name}.buckets = {buckets} must be {name}.max_length = {limit}",
+        f"the last of Data.buckets = {buckets} must be Data.max_length = {limit}",
     )
 
 
@@ -100,6 +105,6 @@ def share_of(section: Any, split: str) -> float:
         (share,) = (float(name.removeprefix(PART)) for name in names)
     except ValueError:
         share = 0.0
-    setting = f"{type(section).__name__}.{split} = {names}"
+    setting = f"{name_of(section, split)} = {names}"
     check(0 < share < 0.5, f"{setting} must be one {PART}SHARE from 0 to 0.5, such as {PART}0.05")
     return share

@@ -56,19 +56,17 @@ class Encoder:
         check_not_negative(self, "features", "vocab_size", "token_types")
         check(
             self.model_dim % self.heads == 0,
-            f"Encoder.model_dim = {self.model_dim} must be a multiple of Encoder.heads = "
-            f"{self.heads}",
+            f"Model.model_dim = {self.model_dim} must be a multiple of Model.heads = {self.heads}",
         )
         check(
             self.positions != "sinusoidal" or self.model_dim % 2 == 0,
-            f"Encoder.model_dim = {self.model_dim} must be even where Encoder.positions = "
-            "'sinusoidal'",
+            f"Model.model_dim = {self.model_dim} must be even where Model.positions = 'sinusoidal'",
         )
-        check(0 <= self.dropout < 1, f"Encoder.dropout = {self.dropout} must be in [0, 1)")
+        check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         check(
             self.attention_dropout == -1 or 0 <= self.attention_dropout < 1,
-            f"Encoder.attention_dropout = {self.attention_dropout} must be in [0, 1), or -1 for "
-            "the value of Encoder.dropout",
+            f"Model.attention_dropout = {self.attention_dropout} must be in [0, 1), or -1 for "
+            "the value of Model.dropout",
         )
         check(
             not (self.features and self.token_types),

@@ -62,13 +62,13 @@ class Questions:
     def __post_init__(self) -> None:
         check_finite(self)
         fill_held_out_rows(self)
-        check(bool(self.train), "Questions.train names no source")
+        check(bool(self.train), "Data.train names no source")
         check_positive(self, "max_length", "max_question_length", "max_answer_length")
         check_not_negative(self, "stride")
         taken = self.stride + self.max_question_length + SPECIAL
         check(
             taken < self.max_length,
-            f"Questions.max_length = {self.max_length} must be above Questions.stride + "
+            f"Data.max_length = {self.max_length} must be above Questions.stride + "
             f"Questions.max_question_length + {SPECIAL} = {taken}, or windows would not move on",
         )
         check_buckets(self)

@@ -53,10 +53,10 @@ class Sentences:
     def __post_init__(self) -> None:
         check_finite(self)
         fill_held_out_rows(self)
-        check(bool(self.train), "Sentences.train names no source")
+        check(bool(self.train), "Data.train names no source")
         check(
             self.max_length >= 8,
-            f"Sentences.max_length = {self.max_length} must be at least 8, for the special ids",
+            f"Data.max_length = {self.max_length} must be at least 8, for the special ids",
         )
         check_positive(self, "max_length")
         check(

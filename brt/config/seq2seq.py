@@ -10,6 +10,7 @@ from brt.config.checks import (
     check_not_negative,
     check_positive,
     fill_held_out_rows,
+    name_of,
 )
 from brt.config.fields import fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
@@ -72,15 +73,15 @@ class Seq2Seq:
         check_not_negative(self, "vocab_size")
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
-            f"Seq2Seq.relative_buckets = {self.relative_buckets} must be at least 4, and "
-            f"Seq2Seq.relative_max_distance = {self.relative_max_distance} above half of it",
+            f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
+            f"Model.relative_max_distance = {self.relative_max_distance} above half of it",
         )
-        check(0 <= self.dropout < 1, f"Seq2Seq.dropout = {self.dropout} must be in [0, 1)")
+        check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         for name in ("attention_dropout", "activation_dropout"):
-            value = getattr(self, name)
+            value, setting = getattr(self, name), name_of(self, name)
             check(
                 value == -1 or 0 <= value < 1,
-                f"Seq2Seq.{name} = {value} must be in [0, 1), or -1 for that of Seq2Seq.dropout",
+                f"{setting} = {value} must be in [0, 1), or -1 for that of Model.dropout",
             )
         check(
             self.family == "t5" or self.encoder_attention != "transient_global",
@@ -239,7 +240,7 @@ class Pairs:
     def __post_init__(self) -> None:
         check_finite(self)
         fill_held_out_rows(self)
-        check(bool(self.train), "Pairs.train names no source")
+        check(bool(self.train), "Data.train names no source")
         for name in ("max_source_length", "max_target_length"):
             value = getattr(self, name)
             check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
@@ -247,11 +248,11 @@ class Pairs:
         check(
             not self.buckets
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
-            f"Pairs.buckets = {self.buckets} must ascend and be above 0",
+            f"Data.buckets = {self.buckets} must ascend and be above 0",
         )
         check(
             not self.buckets or self.buckets[-1] == self.max_source_length,
-            f"Pairs.buckets = {self.buckets} must end with Pairs.max_source_length = "
+            f"Data.buckets = {self.buckets} must end with Pairs.max_source_length = "
             f"{self.max_source_length}",
         )
 

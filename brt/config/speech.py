@@ -76,7 +76,7 @@ class Speech:
     def __post_init__(self) -> None:
         check_finite(self)
         fill_held_out_rows(self)
-        check(bool(self.train), "Speech.train names no source")
+        check(bool(self.train), "Data.train names no source")
         check_positive(
             self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
             "time_mask_frames", "feature_mask_width", "beams",
@@ -90,7 +90,7 @@ class Speech:
         check(
             not self.buckets
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
-            f"Speech.buckets = {self.buckets} must ascend and be above 0",
+            f"Data.buckets = {self.buckets} must ascend and be above 0",
         )
 
     @property

@@ -76,7 +76,7 @@ def prepared(
     if _occupied(directory):
         manifests.remove_abandoned(directory)
     else:
-        where = f"{type(section).__name__}.cache_dir" if output is None else ""
+        where = "Data.cache_dir" if output is None else ""
         with manifests.atomic_directory(directory, setting=where) as temporary:
             described = build(temporary, facts)
             manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
@@ -212,7 +212,7 @@ def _existing_key(directory: Path) -> str | None:
     return read_manifest(directory)["key"] if (directory / MANIFEST).exists() else None
 
 
-def refuse_shared(hashes: Hashes, section: str) -> None:
+def refuse_shared(hashes: Hashes) -> None:
     """Raises DataError if two splits have a file in common, which would make evaluation invalid."""
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
@@ -220,8 +220,8 @@ def refuse_shared(hashes: Hashes, section: str) -> None:
             other, name = seen.setdefault(file.sha256, (split, file.name))
             if other != split and not file.name.startswith("tfds:"):
                 raise DataError(
-                    f"{file.name} of {section}.{split} has the same content as {name} of "
-                    f"{section}.{other}; take it out of one of them"
+                    f"{file.name} of Data.{split} has the same content as {name} of "
+                    f"Data.{other}; take it out of one of them"
                 )
 
 

@@ -74,7 +74,7 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
     if data.store:
         return open_corpus(Path(data.store))
     hashes = {split: sources.hashes(getattr(data, split)) for split in SPLITS}
-    cache.refuse_shared(hashes, "Data")
+    cache.refuse_shared(hashes)
     more = {}
     if data.tokenizer.endswith((".model", ".json")):
         more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint

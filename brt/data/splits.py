@@ -142,7 +142,7 @@ class Shares:
     Args:
       contents: the content of each row.
       shares: the share of the distinct contents of each held-out split; each gets at least one.
-      source: the name of the rows' source for error messages, such as "Pairs.train".
+      source: the name of the rows' source for error messages, such as "Data.train".
 
     Raises:
       DataError: there are too few distinct rows.

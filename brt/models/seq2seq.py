@@ -238,7 +238,7 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
 
 
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
-    """Returns BART's parameters with positions for `length` tokens, to which Seq2Seq.max_positions
+    """Returns BART's parameters with positions for `length` tokens, to which Model.max_positions
     must be set.
 
     Args:

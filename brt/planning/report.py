@@ -175,7 +175,6 @@ def verdict(plan: Plan, config: Config) -> str:
 
 def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     section = getattr(config, tasks.from_config(config).model)
-    name = type(section).__name__
     state = plan.parameters + plan.optimizer
     lanes = config.training.batch_size // config.training.gradient_accumulation
     shared = plan.mesh["data"] * plan.mesh["fsdp"]
@@ -183,7 +182,7 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     return [
         (
             hasattr(section, "remat") and not section.remat and plan.temporaries > state,
-            f"{name}.remat = True, which recomputes what {plan.temporaries / _GIB:.1f} GiB of "
+            f"Model.remat = True, which recomputes what {plan.temporaries / _GIB:.1f} GiB of "
             "temporaries keep",
         ),
         (

@@ -25,14 +25,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from brt.bindings import Binding
-from brt.config_io import (
-    checked_value,
-    current_names,
-    field_types,
-    nearest,
-    suggestion,
-    unknown_name,
-)
+from brt.config.names import current_names, field_types
+from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 
 SEED = "Training.seed"  # Points that differ only in this setting form a group.

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
-from brt.config import Config
+from brt.config import SECTIONS, Config, Training
 from brt.config.kinds import kind_sections
+from brt.config.names import task_field
+from brt.config.shared import register_sections
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.tasks.extractive_qa.task import ExtractiveQa
@@ -14,13 +16,7 @@ from brt.tasks.speech_recognition.task import SpeechRecognition
 from brt.tasks.summarization.task import Summarization
 from brt.tasks.text_classification.task import TextClassification, TextRegression
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        LanguageModeling(), MaskedLanguageModeling(), Summarization(), SpeechRecognition(),
-        TextClassification(), TextRegression(), ExtractiveQa(),
-    )
-}  # fmt: skip
+TASKS: dict[str, Task] = {}
 
 
 def register_task(task: Task) -> None:
@@ -31,7 +27,16 @@ def register_task(task: Task) -> None:
     """
     if task.name in TASKS:
         raise ConfigError(f"there is a task named {task.name!r} already; take another name")
+    names = {field: section for section, field in SECTIONS.items()}
+    register_sections(task.name, names[task.model], names[task.data])
     TASKS[task.name] = task
+
+
+for _task in (
+    LanguageModeling(), MaskedLanguageModeling(), Summarization(), SpeechRecognition(),
+    TextClassification(), TextRegression(), ExtractiveQa(),
+):  # fmt: skip
+    register_task(_task)
 
 
 def from_config(config: Config) -> Task:
@@ -61,13 +66,13 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """
     task = from_config(config)
     task.check(config)
-    defaults, values = config_values(Config()), config_values(config)
-    task_sections = {section for other in TASKS.values() for section in _sections(other)}
+    usual = Config(training=Training(task=task.name))
+    defaults, values = config_values(usual), config_values(config)
+    readers = {name: _sections(other) for name, other in TASKS.items()}
     for name, origin in (origins or {}).items():
-        section, _, field = name.partition(".")
-        unread = section in task_sections - _sections(task) and field != "cache_dir"
-        if unread and values[name] != defaults[name]:
-            others = [other.name for other in TASKS.values() if section in _sections(other)]
+        section = (task_field(name, task.name) or name).partition(".")[0]
+        others = [other for other, sections in readers.items() if section in sections]
+        if others and task.name not in others and values[name] != defaults[name]:
             raise ConfigError(
                 f"{origin}: {name} has no effect if Training.task = {task.name!r}; "
                 f"set Training.task = {others[0]!r}, or remove {name}"

@@ -113,7 +113,7 @@ class EncoderTask(Task):
         for name, length in lengths:
             if model.positions == "learned" and length > model.max_positions:
                 raise ConfigError(
-                    f"{name} = {length} is above Encoder.max_positions = {model.max_positions}; "
+                    f"{name} = {length} is above Model.max_positions = {model.max_positions}; "
                     "lower it, or raise that (of pretrained weights: with brt.convert "
                     "--extend_positions)"
                 )

@@ -102,7 +102,7 @@ class Task(abc.ABC):
         lanes = training.batch_size // training.gradient_accumulation
         return {
             "lanes": ("Training.batch_size / Training.gradient_accumulation", lanes),
-            "heads": (f"{type(section).__name__}.heads", section.heads),
+            "heads": ("Model.heads", section.heads),
         }
 
     def sizes_are_configured(self, config: Config) -> bool:

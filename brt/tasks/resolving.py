@@ -23,7 +23,7 @@ def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: 
     wanted, masks = model.vocab_size, ids > tokenizer.vocab_size
     if wanted and wanted < ids:
         raise ConfigError(
-            f"{type(model).__name__}.vocab_size = {wanted} is too small for the tokenizer "
+            f"Model.vocab_size = {wanted} is too small for the tokenizer "
             f"{tokenizer.name} with {ids} ids{', the mask included' * masks}; set it to 0 to take "
             "the tokenizer's"
         )

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
-from brt.config_io import section_types
+from brt.config.names import section_types
 from brt.data import cache, preparation
 from brt.errors import DataError
 from brt.tasks.extractive_qa.data import preparation as questions

@@ -17,12 +17,12 @@ Training.segment_length = 32
 Training.log_every = 4
 Training.evaluate_every = 4
 Training.sample_every = 8
-Encoder.layers = 1
-Encoder.model_dim = 16
-Encoder.heads = 2
-Encoder.mlp_dim = 32
-Encoder.max_positions = 32
-Encoder.dropout = 0.0
+Model.layers = 1
+Model.model_dim = 16
+Model.heads = 2
+Model.mlp_dim = 32
+Model.max_positions = 32
+Model.dropout = 0.0
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
 Attention.top_k = 8
@@ -78,7 +78,7 @@ def test_evaluation_by_another_attention(commands: Commands, workdir: Path) -> N
             ["--prompt=a"],
             "writes no text; python -m brt.evaluate shows",
         ),
-        ("evaluate", ["--gin_bindings=Encoder.heads = 4"], "Encoder.heads was 2 and is 4"),
+        ("evaluate", ["--gin_bindings=Model.heads = 4"], "Model.heads was 2 and is 4"),
     ],
 )
 def test_what_means_nothing_is_one_sentence(

@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 
 import brt
-import brt.models  # noqa: F401  # registers the kinds of layers
+import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line, sweep, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
-from brt.config_io import config_from_json, config_json, field_types, section_types
+from brt.config.names import own_types, section_types
+from brt.config_io import config_from_json, config_json
 from brt.sweeping import directory, points
 from brt.sweeping import settings as sweeps
 
@@ -98,7 +99,7 @@ def _fresh(trace: Trace) -> Iterator[None]:
 
 def is_text(name: str) -> bool:
     """Returns True if any text is a valid value of the setting."""
-    return field_types()[name] in (str, tuple[str, ...])
+    return own_types()[name] in (str, tuple[str, ...])
 
 
 def path_of(name: str) -> str:
@@ -110,7 +111,7 @@ def path_of(name: str) -> str:
 def with_text(config: Config, name: str, text: str) -> Config:
     """The config with a text in a setting of one or of several."""
     section, _, field = name.partition(".")
-    value = text if field_types()[name] is str else (text,)
+    value = text if own_types()[name] is str else (text,)
     attribute = SECTIONS[section]
     changed = dataclasses.replace(getattr(config, attribute), **{field: value})
     return dataclasses.replace(config, **{attribute: changed})
@@ -119,7 +120,7 @@ def with_text(config: Config, name: str, text: str) -> Config:
 def trapped(config: Config, trap: Path) -> Config:
     """The config with every path naming one of its own in `trap`, and trackers asked for."""
     for name in (
-        *filter(path_of, field_types()),
+        *filter(path_of, own_types()),
         "Logging.wandb_project",
         "Logging.mlflow_experiment",
     ):
@@ -138,7 +139,7 @@ def snapshot(place: Path) -> dict[str, bytes | None]:
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and directories for settings to name."""
     found = tmp_path_factory.mktemp("trap")
-    for name in filter(path_of, field_types()):
+    for name in filter(path_of, own_types()):
         if path_of(name) == "written":
             (found / name / "programs").mkdir(parents=True)
             (found / name / "xla").mkdir()
@@ -179,13 +180,13 @@ def test_every_setting_of_a_path_says_so() -> None:
         Sentences.first_field Sentences.second_field Sentences.label_field Sentences.id_field
         Sentences.header Sentences.labels Kernels.use
     """.split()
-    silent = {name for name in filter(is_text, field_types()) if not path_of(name)}
+    silent = {name for name in filter(is_text, own_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
 
 
 def test_the_trap_is_in_every_path_of_a_config(foreign: Path, trap: Path) -> None:
     saved = json.loads((foreign / "config.json").read_text())
-    for name in filter(path_of, field_types()):
+    for name in filter(path_of, own_types()):
         section, _, field = name.partition(".")
         assert str(trap / name) in str(saved[section][field]), name
 

@@ -24,23 +24,23 @@ Training.label_smoothing = 0.1
 Training.plots = False
 Seq2Seq.encoder_layers = 1
 Seq2Seq.decoder_layers = 1
-Seq2Seq.model_dim = 16
-Seq2Seq.heads = 2
-Seq2Seq.head_dim = 8
-Seq2Seq.mlp_dim = 32
+Model.model_dim = 16
+Model.heads = 2
+Model.head_dim = 8
+Model.mlp_dim = 32
 Attention.kind = 'improved_clustered'
 Attention.clusters = 8
 Attention.top_k = 4
 CrossAttention.kind = 'srformer'
 CrossAttention.segment_size = 8
 CrossAttention.q_ref = 12
-Pairs.train = '{train}'
-Pairs.validation = '{validation}'
-Pairs.test = '{test}'
-Pairs.tokenizer = 'train:300'
+Data.train = '{train}'
+Data.validation = '{validation}'
+Data.test = '{test}'
+Data.tokenizer = 'train:300'
 Pairs.max_source_length = 48
 Pairs.max_target_length = 12
-Pairs.buckets = (24, 48)
+Data.buckets = (24, 48)
 Decoding.max_length = 8
 Decoding.beams = 2
 Evaluation.batch_size = 4
@@ -146,7 +146,7 @@ def test_a_trained_summariser_goes_to_hugging_face_and_back(
     commands.run("convert", "--from=hf", str(there), "--to=brt", str(back), "--verify")
     flags = [
         f"--gin_file={gin}", f"--gin_bindings=Training.init_from = '{back}'",
-        f"--gin_bindings=Pairs.tokenizer = '{back}/spiece.model'",
+        f"--gin_bindings=Data.tokenizer = '{back}/spiece.model'",
         "--gin_bindings=Training.label_smoothing = 0.0", "--gin_bindings=Training.steps = 3",
         "--gin_bindings=Training.log_every = 3", "--gin_bindings=Training.evaluate_every = 0",
         "--gin_bindings=Training.sample_every = 0",
@@ -156,6 +156,6 @@ def test_a_trained_summariser_goes_to_hugging_face_and_back(
     before = [json.loads(x) for x in (summariser / "metrics.jsonl").read_text().splitlines()]
     assert first["train/loss"] < before[0]["train/loss"] - 0.5, "it begins where the other ended"
     wrong = commands.run(
-        "train", *flags, f"--workdir={tmp_path}/no", "--gin_bindings=Seq2Seq.heads = 4", code=2
+        "train", *flags, f"--workdir={tmp_path}/no", "--gin_bindings=Model.heads = 4", code=2
     )
-    assert "Seq2Seq.heads = 4, but the weights" in wrong.err
+    assert "Model.heads = 4, but the weights" in wrong.err

@@ -19,12 +19,12 @@ Training.batch_size = 4
 Training.log_every = 2
 Training.evaluate_every = 4
 Training.sample_every = 8
-Encoder.layers = 1
-Encoder.model_dim = 16
-Encoder.heads = 2
-Encoder.mlp_dim = 32
-Encoder.positions = 'sinusoidal'
-Encoder.dropout = 0.1
+Model.layers = 1
+Model.model_dim = 16
+Model.heads = 2
+Model.mlp_dim = 32
+Model.positions = 'sinusoidal'
+Model.dropout = 0.1
 Training.plots = False
 Evaluation.batch_size = 4
 Optimizer.name = 'adamw'
@@ -38,8 +38,8 @@ Attention.kind = 'improved_clustered'
 Attention.clusters = 4
 Attention.iterations = 2
 Attention.top_k = 4
-Questions.tokenizer = 'train:320'
-Questions.max_length = 128
+Data.tokenizer = 'train:320'
+Data.max_length = 128
 Questions.stride = 32
 """
 
@@ -72,8 +72,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_squad(place / f"{split}.json", f"generated:{split}/{count}")
         write_numbers(place / f"{split}.jsonl", f"generated:{split}/{count}")
     for objective, section, ending, more in (
-        ("text_classification", "Sentences", "tsv", "Sentences.max_length = 64"),
-        ("text_regression", "Sentences", "jsonl", "Sentences.max_length = 64"),
+        ("text_classification", "Sentences", "tsv", "Data.max_length = 64"),
+        ("text_regression", "Sentences", "jsonl", "Data.max_length = 64"),
         ("extractive_qa", "Questions", "json", CLUSTERED),
     ):
         own = [f"Training.task = '{objective}'", more]

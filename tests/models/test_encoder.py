@@ -249,7 +249,7 @@ def test_heads(task: encoder.Task, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("model", "shape", "sentence"),
     [
-        (TOKENS, (2, 17), "17 inputs are more than Encoder.max_positions = 16; raise that"),
+        (TOKENS, (2, 17), "17 inputs are more than Model.max_positions = 16; raise that"),
         (TOKENS, (2, 5, 3), "vectors of width 3; set Encoder.features"),
         (FEATURES, (2, 5, 4), r"\(2, 5, 4\), but Encoder.features = 3 reads vectors"),
     ],
@@ -268,12 +268,12 @@ def test_inputs_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"heads": 3}, "Encoder.model_dim = 512 must be a multiple of Encoder.heads = 3"),
+        ({"heads": 3}, "Model.model_dim = 512 must be a multiple of Model.heads = 3"),
         ({"model_dim": 7, "heads": 7, "positions": "sinusoidal"}, "7 must be even where"),
-        ({"dropout": 1.0}, r"Encoder.dropout = 1.0 must be in \[0, 1\)"),
-        ({"attention_dropout": -2.0}, "or -1 for the value of Encoder.dropout"),
+        ({"dropout": 1.0}, r"Model.dropout = 1.0 must be in \[0, 1\)"),
+        ({"attention_dropout": -2.0}, "or -1 for the value of Model.dropout"),
         ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 needs tokens"),
-        ({"layers": 0}, "Encoder.layers = 0 must be above 0"),
+        ({"layers": 0}, "Model.layers = 0 must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict, sentence: str) -> None:

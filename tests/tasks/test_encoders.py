@@ -61,7 +61,7 @@ def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
     ordered = changed(found, "sentences", labels=("stone", "plant", "animal"))
     with pytest.raises(ConfigError, match="this workdir holds another run: Sentences.labels was"):
         check_resumable(found, ordered)
-    with pytest.raises(ConfigError, match="Encoder.classes = 4, but Sentences.train has 3 labels"):
+    with pytest.raises(ConfigError, match="Encoder.classes = 4, but Data.train has 3 labels"):
         prepare(changed(sentences, "encoder", classes=4), progress=False)
 
 
@@ -90,13 +90,13 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
         ("text_classification", {"encoder": {"features": 3}},
          "Encoder.features = 3 must be 0 where"),
         ("text_classification", {"encoder": {"max_positions": 64}},
-         "Sentences.max_length = 512 is above Encoder.max_positions = 64"),
+         "Data.max_length = 512 is above Model.max_positions = 64"),
         ("text_classification", {"sentences": {"buckets": (64, 128)}},
-         r"the last of Sentences.buckets = \(64, 128\) must be Sentences.max_length = 512"),
+         r"the last of Data.buckets = \(64, 128\) must be Data.max_length = 512"),
         ("text_classification", {"sentences": {"labels": ("a", "a")}}, "contains a label twice"),
         ("text_classification", {"sentences": {"second_field": "b"}},
          "'b' needs Sentences.first_field"),
-        ("text_classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),
+        ("text_classification", {"sentences": {"train": ()}}, "Data.train names no source"),
         ("text_regression", {"sentences": {"labels": ("a", "b")}},
          r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),
         ("text_regression", {"training": {"label_smoothing": 0.1}},
@@ -104,9 +104,9 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
         ("extractive_qa", {"training": {"label_smoothing": 0.1}},
          "label_smoothing = 0.1 has no effect on"),
         ("extractive_qa", {"encoder": {"max_positions": 64}},
-         "Questions.max_length = 512 is above"),
+         "Data.max_length = 512 is above"),
         ("extractive_qa", {"attention": {"kind": "clustered", "clusters": 600}},
-         "Attention.clusters = 600 is above Questions.max_length = 512"),
+         "Attention.clusters = 600 is above Data.max_length = 512"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(sentences, questions, objective, changes, message):

@@ -6,7 +6,7 @@ import pytest
 
 from brt import tasks
 from brt.config import Config, Encoder, Pairs, Training
-from brt.config_io import section_types
+from brt.config.names import section_types
 from brt.errors import ConfigError
 from brt.tasks import TASKS
 from brt.tasks.interface import Task
@@ -50,20 +50,20 @@ def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
 
 def test_settings_that_nothing_would_read_are_refused() -> None:
     """A default says nothing, and neither does a cache that other runs share."""
-    pairs = Pairs(train=("a.tsv",), cache_dir="cache")
-    origins = {"Pairs.train": "a.gin:3", "Pairs.cache_dir": "a.gin:4"}
+    pairs = Pairs(prefix="a", cache_dir="cache")
+    origins = {"Pairs.prefix": "a.gin:3", "Data.cache_dir": "a.gin:4"}
     with pytest.raises(
         ConfigError,
-        match=r"^a.gin:3: Pairs.train has no effect if Training.task = "
-        r"'language_modeling'; set Training.task = 'summarization', or remove Pairs.train$",
+        match=r"^a.gin:3: Pairs.prefix has no effect if Training.task = "
+        r"'language_modeling'; set Training.task = 'summarization', or remove Pairs.prefix$",
     ):
         tasks.check(config("language_modeling", pairs=pairs), origins)
     tasks.check(config("summarization", pairs=pairs), origins)
-    harmless = dataclasses.replace(pairs, train=Pairs().train)
+    harmless = dataclasses.replace(pairs, prefix="")
     tasks.check(config("language_modeling", pairs=harmless), origins)
-    with pytest.raises(ConfigError, match="--gin_bindings: Encoder.layers has no effect if"):
-        asked = config("summarization", encoder=Encoder(layers=3))
-        tasks.check(asked, {"Encoder.layers": "--gin_bindings"})
+    with pytest.raises(ConfigError, match="--gin_bindings: Encoder.norm_first has no effect if"):
+        asked = config("summarization", encoder=Encoder(norm_first=False))
+        tasks.check(asked, {"Encoder.norm_first": "--gin_bindings"})
 
 
 def test_who_writes_no_text_says_what_to_do_instead() -> None:

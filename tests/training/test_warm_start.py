@@ -177,8 +177,8 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
 @pytest.mark.parametrize(
     ("objective", "settings", "sentence"),
     [
-        (MASKED, {"heads": 4}, "Encoder.heads = 4, but the weights of .* have 2; leave it out"),
-        (MASKED, {"vocab_size": 300}, "Encoder.vocab_size = 300, but the weights .* have 257; lea"),
+        (MASKED, {"heads": 4}, "Model.heads = 4, but the weights of .* have 2; leave it out"),
+        (MASKED, {"vocab_size": 300}, "Model.vocab_size = 300, but the weights .* have 257; lea"),
         (
             SPEECH,
             {},
@@ -232,7 +232,7 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
     asked = ready(config(MASKED, masked))
     assert known(asked, ByteTokenizer()) == asked
     asked = ready(config("text_classification", masked))
-    assert known(asked, tokenization.load("bytes", "Sentences.tokenizer")).encoder.vocab_size == 259
+    assert known(asked, tokenization.load("bytes", "Data.tokenizer")).encoder.vocab_size == 259
     asked = ready(config(SPEECH, speech))
     assert known(asked, LETTERS) == asked
 

@@ -32,11 +32,9 @@ class RowCorpus(Generic[Encoder, Store]):
     """The opened stores of a prepared directory.
 
     Attributes:
-      section: the name of the section of the config that describes the rows.
       rows: what a row is called, in the plural.
     """
 
-    section: ClassVar[str] = "Data"
     rows: ClassVar[str] = "rows"
 
     directory: Path
@@ -48,7 +46,7 @@ class RowCorpus(Generic[Encoder, Store]):
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
-                f"{self.section}.{name}"
+                f"Data.{name}"
             )
         return self.splits[name]
 
@@ -77,7 +75,6 @@ class Preparation(abc.ABC):
 
     def __init__(self, section: Any, progress: bool = True):
         self.section, self.progress = section, progress
-        self.name = type(section).__name__
         shares = {split: share_of(section, split) for split in SPLITS[1:]}
         self.shares = {split: share for split, share in shares.items() if share}
 
@@ -107,7 +104,7 @@ class Preparation(abc.ABC):
         """
         if not getattr(self.section, split):
             raise DataError(
-                f"there are no {split} {self.dataset.rows}; name some with {self.name}.{split}"
+                f"there are no {split} {self.dataset.rows}; name some with Data.{split}"
             )
         self.tokenizer = encoder
         directory = cache.prepared_split(
@@ -142,7 +139,7 @@ class Preparation(abc.ABC):
     @functools.cached_property
     def _shared(self) -> Shares:
         contents = (self.content(row) for row in self._train() if not isinstance(row, BadRow))
-        return Shares(contents, self.shares, f"{self.name}.train")
+        return Shares(contents, self.shares, "Data.train")
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
@@ -179,7 +176,7 @@ class Preparation(abc.ABC):
 
     def check_sources(self, hashes: cache.Hashes) -> None:
         """Raises DataError if two splits have a file in common."""
-        cache.refuse_shared(hashes, self.name)
+        cache.refuse_shared(hashes)
 
     def decisive(self) -> dict[str, Any]:
         """Returns what determines the content besides settings and sources."""
@@ -205,7 +202,7 @@ class Preparation(abc.ABC):
     def _write(self, splits: Sequence[str], directory: Path) -> dict[str, Any]:
         """Writes the stores of some splits, and returns their entries of the manifest."""
         held_out = {
-            split: f"{share:.0%} of the rows of {self.name}.train"
+            split: f"{share:.0%} of the rows of Data.train"
             for split, share in self.shares.items()
             if split in splits
         }
@@ -213,7 +210,7 @@ class Preparation(abc.ABC):
             place = directory / split
             place.mkdir()
             with cache.bar(split, self.progress, unit=" rows") as bar:
-                tally = Tally(split, f"{self.name}.errors = 'skip'", bar.update)
+                tally = Tally(split, "Data.errors = 'skip'", bar.update)
                 line = self.write(split, place, tally)
             if tally.bad:
                 cache.say(tally.described(), self.progress)
@@ -237,7 +234,7 @@ class TokenizedPreparation(Preparation):
 
     @property
     def _size(self) -> int | None:
-        return tokenizer_training.vocabulary_size(self.section.tokenizer, f"{self.name}.tokenizer")
+        return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")
 
     def decisive(self) -> dict[str, Any]:
         """Returns the fingerprint of a tokenizer that the section names."""
@@ -250,7 +247,7 @@ class TokenizedPreparation(Preparation):
             path = directory / "tokenizer.model"
             tokenizer_training.train_sentencepiece(
                 ([text] for text in self.texts()), size, path, seed=cache.SEED,
-                special=self.special, setting=f"{self.name}.tokenizer",
+                special=self.special, setting="Data.tokenizer",
             )  # fmt: skip
             self.tokenizer = self.load(str(path))
         else:

@@ -25,7 +25,7 @@ class Tally:
 
     Args:
       split: the name of the split, for error messages.
-      skip: the setting that skips bad rows, for error messages: "Pairs.errors = 'skip'".
+      skip: the setting that skips bad rows, for error messages: "Data.errors = 'skip'".
       progress: called for each row.
     """
 

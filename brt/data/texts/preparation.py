@@ -26,7 +26,8 @@ class TextPreparation(TokenizedPreparation):
         result = []
         for name in names:
             if name.startswith(generated.PREFIX):
-                identity = f"{self.name} {self.version} {generated.parse(name).name}"
+                kind = type(self.section).__name__
+                identity = f"{kind} {self.version} {generated.parse(name).name}"
                 result.append(FileHash(name, 0, hashlib.sha256(identity.encode()).hexdigest()))
             else:
                 result += sources.hashes([name], self.endings)
@@ -34,4 +35,4 @@ class TextPreparation(TokenizedPreparation):
 
     def load(self, name: str) -> TextTokenizer:
         """Loads a tokenizer."""
-        return tokenization.load(name, f"{self.name}.tokenizer")
+        return tokenization.load(name, "Data.tokenizer")

@@ -94,7 +94,7 @@ def load(name: str, setting: str) -> TextTokenizer:
 
     Args:
       name: "bytes", a sentencepiece .model, or a tokenizer.json of Hugging Face's tokenizers.
-      setting: the setting that contains the name, such as "Sentences.tokenizer".
+      setting: the setting that contains the name, such as "Data.tokenizer".
 
     Raises:
       DataError: the file is missing or damaged.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config import Config, CrossAttention, Decoding, Seq2Seq
-from brt.config_io import checked_value, config_from_json, config_json
+from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
@@ -120,7 +120,7 @@ def convert_fields(
         if config.get(theirs) is None:
             raise CheckpointError(f"{file} has no {theirs!r}")
         try:
-            fields[ours] = checked_value(f"{section}.{ours}", config[theirs])
+            fields[ours] = checked_field(f"{section}.{ours}", config[theirs])
         except ConfigError as error:
             raise CheckpointError(f"{file}: {theirs} cannot be used: {error}") from error
     return fields

@@ -110,6 +110,6 @@ def check_inputs(model: Encoder, inputs: Array) -> None:
         )
     if model.positions == "learned" and inputs.shape[1] > model.max_positions:
         raise ConfigError(
-            f"{inputs.shape[1]} inputs are more than Encoder.max_positions = "
-            f"{model.max_positions}; raise that, or set Encoder.positions = 'sinusoidal'"
+            f"{inputs.shape[1]} inputs are more than Model.max_positions = "
+            f"{model.max_positions}; raise that, or set Model.positions = 'sinusoidal'"
         )

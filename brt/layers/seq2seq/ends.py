@@ -63,7 +63,7 @@ def check_length(model: Seq2Seq, length: int, what: str) -> None:
     """Raises ConfigError if `what` ("source" or "target") is longer than BART's positions."""
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
-            f"a {what} of {length} tokens is longer than Seq2Seq.max_positions = "
+            f"a {what} of {length} tokens is longer than Model.max_positions = "
             f"{model.max_positions}; lower Pairs.max_{what}_length or Decoding.max_length, or "
             "extend the positions (brt.models.seq2seq.extend_positions)"
         )

@@ -43,7 +43,7 @@ class ExtractiveQa(EncoderTask):
             raise ConfigError(
                 f"Training.label_smoothing = {smoothing} has no effect on spans; remove it"
             )
-        self.check_encoder(config, ("Questions.max_length", config.questions.max_length))
+        self.check_encoder(config, ("Data.max_length", config.questions.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> QuestionDataset:
         """Opens the questions with their contexts, and prepares them first if necessary."""
@@ -57,7 +57,7 @@ class ExtractiveQa(EncoderTask):
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
         """Returns the tokenizer saved in a run directory."""
-        return tokenization.load(str(file), "Questions.tokenizer")
+        return tokenization.load(str(file), "Data.tokenizer")
 
     def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
         """Returns batches of windows in a new order every epoch."""

@@ -83,13 +83,13 @@ class SpeechRecognition(EncoderTask):
                 if where else "set it to 0 to take theirs"
             )  # fmt: skip
             raise ConfigError(
-                f"Encoder.features = {encoder.features}, but the frames of Speech.train have "
+                f"Encoder.features = {encoder.features}, but the frames of Data.train have "
                 f"{width} features; {remedy}"
             )
         longest = dataset.longest
         if encoder.positions == "learned" and longest > encoder.max_positions:
             raise ConfigError(
-                f"the longest utterance has {longest} frames, Encoder.max_positions = "
+                f"the longest utterance has {longest} frames, Model.max_positions = "
                 f"{encoder.max_positions} is below that; raise it, or join frames with "
                 "Speech.stride"
             )

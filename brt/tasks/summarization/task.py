@@ -79,7 +79,7 @@ class Summarization(Task):
         ):
             if model.family == "bart" and length > model.max_positions:
                 raise ConfigError(
-                    f"{name} = {length} is above Seq2Seq.max_positions = {model.max_positions}, "
+                    f"{name} = {length} is above Model.max_positions = {model.max_positions}, "
                     "the positions that BART knows; lower it, or raise that (of pretrained "
                     "weights: with brt.convert --extend_positions)"
                 )
@@ -197,7 +197,7 @@ class Summarization(Task):
             f"python -m brt.generate --workdir={workdir} --prompt_file=document.txt",
             'with your own pairs, a line of {"document": ..., "summary": ...} each:',
             "python -m brt.train --gin_file=configs/runs/summarize_quickstart.gin "
-            "--workdir=runs/mine --gin_bindings=\"Pairs.train = 'mine.jsonl'\"",
+            "--workdir=runs/mine --gin_bindings=\"Data.train = 'mine.jsonl'\"",
         ]
 
     def export(self, source: ExportSource) -> Exported:

@@ -42,7 +42,7 @@ class TextClassification(EncoderTask):
 
     def check(self, config: Config) -> None:
         """Requires that the encoder supports the length of the sentences."""
-        self.check_encoder(config, ("Sentences.max_length", config.sentences.max_length))
+        self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
         """Opens the sentences with their labels, and prepares them first if necessary."""
@@ -58,7 +58,7 @@ class TextClassification(EncoderTask):
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
         """Returns the tokenizer saved in a run directory."""
-        return tokenization.load(str(file), "Sentences.tokenizer")
+        return tokenization.load(str(file), "Data.tokenizer")
 
     def sizes_are_configured(self, config: Config) -> bool:
         """Returns False, because the number of labels depends on the data."""
@@ -71,7 +71,7 @@ class TextClassification(EncoderTask):
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
             raise ConfigError(
-                f"Encoder.classes = {classes}, but Sentences.train has {len(labels)} labels, "
+                f"Encoder.classes = {classes}, but Data.train has {len(labels)} labels, "
                 f"{', '.join(labels)}; remove it"
             )
         return dataclasses.replace(

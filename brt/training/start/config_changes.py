@@ -12,15 +12,8 @@ from brt import tree_utils
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config
-from brt.config.fields import settings
-from brt.config_io import (
-    config_from_json,
-    current_names,
-    difference,
-    field_types,
-    section_types,
-    unknown_name,
-)
+from brt.config.names import current_names, declaration, field_types
+from brt.config_io import config_from_json, difference, unknown_name
 from brt.errors import ConfigError
 from brt.training.state import TrainState
 
@@ -40,8 +33,7 @@ class ConfigChanges(NamedTuple):
 
 def may_change(name: str) -> bool:
     """Returns True if a resumed run may change the setting `Section.field` without a flag."""
-    section, _, field = name.partition(".")
-    return settings(section_types()[section])[field].resume
+    return declaration(name).resume
 
 
 def check_names(names: Collection[str]) -> None:

@@ -159,7 +159,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     if name != getattr(trained, "tokenizer", ""):
         raise ConfigError(
             f"{model.workdir.path} was trained with another tokenizer than "
-            f"{type(requested).__name__}.tokenizer = {name!r}; use its own tokenizer"
+            f"Data.tokenizer = {name!r}; use its own tokenizer"
         )
     same_data = trained == requested
     manifest = data_manifest.read(model.workdir) if same_data else DataManifest()
@@ -173,6 +173,6 @@ def open_split(model: SavedModel, split: str) -> Dataset:
         raise DataError(
             f"{split} is {before['held_out']}, which is not what {model.workdir.path} was trained "
             f"on, so that other data would be held out; restore it, or name "
-            f"{type(requested).__name__}.{split}"
+            f"Data.{split}"
         )
     return dataset

@@ -10,6 +10,7 @@ from brt.checkpointing import reader
 from brt.config import Config, Model
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
+from brt.config.shared import public_name
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.weights import Weights
 from brt.training.start import saved_model
@@ -95,8 +96,9 @@ def _merged(requested: Any, trained: Any, where: str) -> Any:
         if setting.warm_start == "own" or (adaptable and value != default):
             changes[name] = value
         elif not adaptable and value not in (default, old):
+            own = f"{section.__name__}.{name}"
             raise ConfigError(
-                f"{section.__name__}.{name} = {value!r}, but the weights of Training.init_from = "
+                f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "
                 f"{where!r} have {old!r}; leave it out"
             )
     return dataclasses.replace(trained, **changes)

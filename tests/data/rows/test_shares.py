@@ -120,10 +120,10 @@ def test_one_split_is_read_by_the_tokenizer_of_the_run(
 
 def test_the_same_content_is_on_one_side_and_too_few_rows_are_refused() -> None:
     contents = [str(i % 50) for i in range(100)]
-    split = Shares(contents, {"validation": 0.1, "test": 0.1}, "Pairs.train")
+    split = Shares(contents, {"validation": 0.1, "test": 0.1}, "Data.train")
     assert [split(c) for c in contents[:50]] == [split(c) for c in contents[50:]]
     counts = [sum(split(c) == name for c in contents[:50]) for name in ("validation", "test")]
     assert counts == [5, 5]
     message = r"Pairs\.train has 2 different row\(s\), too few to hold some out for validation and"
     with pytest.raises(DataError, match=message):
-        Shares(["a", "b", "a"], {"validation": 0.1, "test": 0.1}, "Pairs.train")
+        Shares(["a", "b", "a"], {"validation": 0.1, "test": 0.1}, "Data.train")

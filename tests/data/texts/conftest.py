@@ -45,7 +45,7 @@ def trained_model(tmp_path_factory):
     """Returns the model that the setting "train:300" trains."""
     path = tmp_path_factory.mktemp("model") / "tokenizer.model"
     tokenizer_training.train_sentencepiece(
-        [TEXTS], 300, path, special=tokenization.ROBERTA, setting="Sentences.tokenizer"
+        [TEXTS], 300, path, special=tokenization.ROBERTA, setting="Data.tokenizer"
     )
     return path
 
@@ -57,4 +57,4 @@ def bytes_name():
 
 @pytest.fixture(params=["bytes_name", "trained_model", "roberta_json", "bert_json"])
 def tokenizer(request):
-    return tokenization.load(str(request.getfixturevalue(request.param)), "Sentences.tokenizer")
+    return tokenization.load(str(request.getfixturevalue(request.param)), "Data.tokenizer")

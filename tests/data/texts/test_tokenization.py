@@ -48,7 +48,7 @@ def test_a_pair_is_what_its_file_says(request, name):
     path = request.getfixturevalue(name)
     oracle = tokenizers.Tokenizer.from_file(str(path))
     oracle.no_padding()
-    found = tokenization.load(str(path), "Sentences.tokenizer")
+    found = tokenization.load(str(path), "Data.tokenizer")
     texts = ["the best of times", "it was"]
     assert found.wrap(*(s.ids for s in found.encode(texts))).tolist() == oracle.encode(*texts).ids
     assert found.wrap(found.encode(texts)[0].ids).tolist() == oracle.encode(texts[0]).ids
@@ -74,8 +74,8 @@ def test_what_a_file_lacks_gets_ids_behind_its_own(trained_model):
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"Sentences.tokenizer = 'x.txt' is none of 'bytes', 'p"):
-        tokenization.load("x.txt", "Sentences.tokenizer")
+    with pytest.raises(ConfigError, match=r"Data.tokenizer = 'x.txt' is none of 'bytes', 'p"):
+        tokenization.load("x.txt", "Data.tokenizer")
     for ending, what in (("json", "tokenizer.json"), ("model", "sentencepiece model")):
         path = tmp_path / f"bad.{ending}"
         path.write_text("{}")

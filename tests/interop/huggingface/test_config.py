@@ -124,7 +124,7 @@ def test_what_ours_lacks_is_refused(settings: dict, changes: dict, sentence: str
             {"num_layers": 10**9},
             "Seq2Seq.encoder_layers = 1000000000 must be at most 1,024",
         ),
-        (T5_SMALL, {"vocab_size": 10**12}, "Seq2Seq.vocab_size = 1000000000000 must be at most 21"),
+        (T5_SMALL, {"vocab_size": 10**12}, "Model.vocab_size = 1000000000000 must be at most 21"),
         (
             T5_SMALL,
             {"relative_attention_num_buckets": 0},

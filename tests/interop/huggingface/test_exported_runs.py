@@ -107,7 +107,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"positions": "sinusoidal"}, "Encoder.positions = 'sinusoidal' has no counterpart in Ro"),
+        ({"positions": "sinusoidal"}, "Model.positions = 'sinusoidal' has no counterpart in Ro"),
         ({"norm_first": True}, "Encoder.norm_first = True has no counterpart in RoBERTa"),
         (
             {"objective": "speech_recognition", "features": 4, "vocab_size": 5},

@@ -156,11 +156,11 @@ def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:
         ({"encoder": Encoder(features=3)}, "Encoder.features = 3 must be 0 where"),
         (
             {"encoder": Encoder(max_positions=19)},
-            "Training.segment_length = 20 is above Encoder.max_positions = 19",
+            "Training.segment_length = 20 is above Model.max_positions = 19",
         ),
         (
             {"evaluation": Evaluation(segment_length=21)},
-            "Evaluation.segment_length = 21 is above Encoder.max_positions = 20",
+            "Evaluation.segment_length = 21 is above Model.max_positions = 20",
         ),
     ],
 )

@@ -42,9 +42,9 @@ def test_width_vocabulary_and_steps_come_from_the_data(config):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"features": 20}, "Encoder.features = 20, but the frames of Speech.train have 60 feat"),
-        ({"vocab_size": 4}, "Encoder.vocab_size = 4 is too small for the .*characters of the tran"),
-        ({"positions": "learned", "max_positions": 40}, "Encoder.max_positions = 40 is below"),
+        ({"features": 20}, "Encoder.features = 20, but the frames of Data.train have 60 feat"),
+        ({"vocab_size": 4}, "Model.vocab_size = 4 is too small for the .*characters of the tran"),
+        ({"positions": "learned", "max_positions": 40}, "Model.max_positions = 40 is below"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(config, values, message):
@@ -69,8 +69,8 @@ def test_numbers_that_no_utterance_reaches_are_refused(config):
     ("section", "values", "message"),
     [
         ("training", {"label_smoothing": 0.1}, "Training.label_smoothing = 0.1 has no effect on C"),
-        ("speech", {"train": ()}, "Speech.train names no source"),
-        ("speech", {"buckets": (80, 40)}, r"Speech.buckets = \(80, 40\) must ascend"),
+        ("speech", {"train": ()}, "Data.train names no source"),
+        ("speech", {"buckets": (80, 40)}, r"Data.buckets = \(80, 40\) must ascend"),
         ("speech", {"stride": 0}, "Speech.stride = 0 must be above 0"),
         ("speech", {"time_masks": -1}, "Speech.time_masks = -1 must not be negative"),
     ],

@@ -28,7 +28,7 @@ TOGETHER = 64  # Number of texts that are tokenized in parallel.
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
     """Prepared questions that have been opened."""
 
-    section, rows = "Questions", "questions"
+    rows = "questions"
 
 
 def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset:

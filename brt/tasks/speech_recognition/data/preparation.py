@@ -25,7 +25,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
     """Prepared utterances that have been opened."""
 
-    section, rows = "Speech", "utterances"
+    rows = "utterances"
 
     @property
     def width(self) -> int:
@@ -159,7 +159,7 @@ class SpeechPreparation(Preparation):
             problem = f"has {frame_count} frames, of which its {len(tokens)} tokens need {needed}"
             return BadRow(utterance.id, problem)
         if speech.buckets and frame_count > speech.buckets[-1]:
-            problem = f"has {frame_count} frames, more than Speech.buckets = {speech.buckets} hold"
+            problem = f"has {frame_count} frames, more than Data.buckets = {speech.buckets} hold"
             return BadRow(utterance.id, problem)
         return utterance
 

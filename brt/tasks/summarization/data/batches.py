@@ -24,7 +24,7 @@ class PairReader(RowReader):
     def __post_init__(self) -> None:
         if self.buckets and self.buckets[-1] != self.longest:
             raise ConfigError(
-                f"the last of Pairs.buckets = {self.buckets} must be the length that documents "
+                f"the last of Data.buckets = {self.buckets} must be the length that documents "
                 f"were cut to, {self.longest}"
             )
 

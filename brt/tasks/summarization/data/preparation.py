@@ -22,7 +22,7 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
     """The prepared splits of pairs of document and summary, opened for reading."""
 
-    section, rows = "Pairs", "pairs"
+    rows = "pairs"
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
@@ -53,7 +53,7 @@ class Preparation(TokenizedPreparation):
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
-        tally = Tally("train", "Pairs.errors = 'skip'")
+        tally = Tally("train", "Data.errors = 'skip'")
         for pair in tally.settled(self.read("train"), self.section.errors):
             yield from (pair.source, pair.target)
 

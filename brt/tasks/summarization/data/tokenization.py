@@ -25,7 +25,7 @@ class PairTokenizer:
     """A tokenizer with its special ids.
 
     Attributes:
-      name: value of Pairs.tokenizer without directories.
+      name: value of Data.tokenizer without directories.
       fingerprint: sha256 of everything that determines the ids.
       content: content of the tokenizer's file.
       vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
@@ -85,7 +85,7 @@ def load(path: str) -> PairTokenizer:
     if path.endswith(".json"):
         return _json(Path(path))
     raise ConfigError(
-        f"Pairs.tokenizer = '{path}' is none of 'path/to/spiece.model', 'path/to/tokenizer.json', "
+        f"Data.tokenizer = '{path}' is none of 'path/to/spiece.model', 'path/to/tokenizer.json', "
         "'train:VOCAB_SIZE'"
     )
 
@@ -139,6 +139,6 @@ def _required(path: Path, id: int | None, what: str, piece: str) -> int:
     if id is None or id < 0:
         raise DataError(
             f"the tokenizer {path} has no {what} token {piece}; train one that has it with "
-            "Pairs.tokenizer = 'train:VOCAB_SIZE'"
+            "Data.tokenizer = 'train:VOCAB_SIZE'"
         )
     return id

@@ -29,7 +29,7 @@ TOGETHER = 512  # Number of rows that are tokenized in parallel.
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
     """Prepared sentences that have been opened; all splits number the labels alike."""
 
-    section, rows = "Sentences", "sentences"
+    rows = "sentences"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterato
     for row in rows:
         if labels and isinstance(row, Example) and row.label not in labels:
             existing = ", ".join(labels)
-            yield BadRow(row.name, f"has the label {row.label!r}, Sentences.train only {existing}")
+            yield BadRow(row.name, f"has the label {row.label!r}, Data.train only {existing}")
         else:
             yield row
 

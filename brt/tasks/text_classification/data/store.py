@@ -63,7 +63,7 @@ class SentenceStore(RowStore):
             return self
         if missing := [label for label in self.labels if label not in labels]:
             raise ConfigError(
-                f"Sentences.labels = {tuple(labels)} lacks {missing[0]!r}, which Sentences.train "
+                f"Sentences.labels = {tuple(labels)} lacks {missing[0]!r}, which Data.train "
                 f"has; set it to {self.labels} in the order you want, or remove it"
             )
         indices = np.array([labels.index(label) for label in self.labels], np.int32)

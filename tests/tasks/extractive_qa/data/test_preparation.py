@@ -130,10 +130,10 @@ def test_files_in_another_form_are_refused(make, text, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stride": 30}, r"Questions.max_length = 44 must be above Questions.stride \+ .* = 50"),
-        ({"buckets": (20, 40)}, r"the last of Questions.buckets = \(20, 40\) must be .* = 44"),
+        ({"stride": 30}, r"Data.max_length = 44 must be above Questions.stride \+ .* = 50"),
+        ({"buckets": (20, 40)}, r"the last of Data.buckets = \(20, 40\) must be .* = 44"),
         ({"buckets": (44, 20)}, "must ascend"),
-        ({"train": ()}, "Questions.train names no source"),
+        ({"train": ()}, "Data.train names no source"),
         ({"max_answer_length": 0}, "Questions.max_answer_length = 0 must be above 0"),
     ],
 )

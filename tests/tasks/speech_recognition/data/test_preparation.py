@@ -97,7 +97,7 @@ CASES = {
     "tokens": ({"stride": 5}, f"2 of 3 rows of train cannot be used: train-0 {TOO_SHORT}", [2]),
     "longer": (
         {"buckets": (4, 10)},
-        r"train-0 has 20 frames, more than Speech.buckets = \(4, 10\)",
+        r"train-0 has 20 frames, more than Data.buckets = \(4, 10\)",
         [1, 2],
     ),
 }
@@ -107,7 +107,7 @@ CASES = {
 def test_utterances_that_ctc_cannot_place_are_refused_or_left_out(make, case, capsys):
     settings, message, kept = CASES[case]
     speech = make(**settings, validation=())
-    with pytest.raises(DataError, match=message + ".*Speech.errors = 'skip'"):
+    with pytest.raises(DataError, match=message + ".*Data.errors = 'skip'"):
         prepare(speech)
     dataset = preparation.prepare(dataclasses.replace(speech, errors="skip"))
     assert dataset.split("train").ids == tuple(f"train-{i}" for i in kept)
@@ -150,7 +150,7 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
 def test_speech_in_two_splits_is_refused(make):
     files = make().train
     for train, validation in ((files, files), (("generated:a/1",), ("generated:a/2",))):
-        with pytest.raises(DataError, match="of Speech.validation .* is in Speech.train, too"):
+        with pytest.raises(DataError, match="of Data.validation .* is in Data.train, too"):
             prepare(make(train=train, validation=validation))
 
 
@@ -162,7 +162,7 @@ def test_joined_speech_is_that_of_the_files_and_in_one_split_only(make, write_np
     assert said == [2, 1] * 3 and dataset.split("train").lengths.tolist() == [40, 20] * 3
     assert len(dataset.split("validation")) == 1
     shared = write_npz("c", first, seed=1)  # the same recordings, which other ones stand beside
-    with pytest.raises(DataError, match="of Speech.validation .* is in Speech.train, too"):
+    with pytest.raises(DataError, match="of Data.validation .* is in Data.train, too"):
         prepare(make(train=train, validation=(validation, shared), join=2))
 
 

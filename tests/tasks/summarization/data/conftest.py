@@ -64,7 +64,7 @@ def t5_json(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def trained_model(tmp_path_factory, lines):
-    """Returns the model that Pairs.tokenizer = "train:600" trains."""
+    """Returns the model that Data.tokenizer = "train:600" trains."""
     path = tmp_path_factory.mktemp("trained") / "tokenizer.model"
     special = tokenizer_training.T5
     tokenizer_training.train_sentencepiece([["\n".join(lines)]], 600, path, special=special)

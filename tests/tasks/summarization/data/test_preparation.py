@@ -122,7 +122,7 @@ def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
     assert str(refused.value) == (
         f"3 of 60 rows of train cannot be used: {path}:5 has no column 'document', {path}:8 has an "
         f"empty summary, {path}:10 is not JSON: Expecting value at column 1; repair them, or "
-        "continue without them with Pairs.errors = 'skip'"
+        "continue without them with Data.errors = 'skip'"
     )
     assert refused.value.exit_code == 3
     assert not [*(tmp_path / "cache").iterdir()]

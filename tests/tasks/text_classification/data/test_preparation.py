@@ -107,7 +107,7 @@ def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
     message = (
         rf"4 of 6 rows of train cannot be used: {path}:2 has no text in 'sentence', {path}:3 is "
         rf"not JSON: .*, {path}:4 has no label in 'label' and 1 more; repair them, or continue "
-        r"without them with Sentences.errors = 'skip'"
+        r"without them with Data.errors = 'skip'"
     )
     with pytest.raises(DataError, match=message):
         prepare(make(train=path))
@@ -115,7 +115,7 @@ def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
     assert texts(dataset) == ["|ok|", "|y|"] and "4 of 6 rows" in capsys.readouterr().err
     assert dataset.split("train").manifest["rows"]["bad"] == 4
     held_out = jsonl(tmp_path, "held", [{"sentence": "z", "label": 5}])
-    with pytest.raises(DataError, match="has the label '5', Sentences.train only 0, 1"):
+    with pytest.raises(DataError, match="has the label '5', Data.train only 0, 1"):
         prepare(make(validation=held_out))
 
 

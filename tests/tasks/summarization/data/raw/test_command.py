@@ -23,7 +23,7 @@ def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
     run(*flags)
     told = capsys.readouterr().out
     assert "train: 2 pairs\nval: 2 pairs\ntest: 2 pairs\n" in told
-    assert 'Pairs.validation = ("tfds:media_sum/val",)' in told
+    assert 'Data.validation = ("tfds:media_sum/val",)' in told
     assert f"while TFDS_DATA_DIR={tmp_path / 'out'} is exported" in told
     assert [path.name for path in (tmp_path / "out/media_sum").iterdir()] == ["1.0.0"]
     with pytest.raises(DataError, match="exists; delete it, or name another directory with --out"):
@@ -53,7 +53,7 @@ def test_ones_own_files_by_a_process(tmp_path):
     done = command("--errors", "skip")
     assert done.returncode == 0, done.stderr
     assert "train: 1 pairs (1 of 2 rows of train cannot be used: a.jsonl:2 has" in done.stdout
-    assert 'Pairs.test = ("tfds:mine/test",)' in done.stdout
+    assert 'Data.test = ("tfds:mine/test",)' in done.stdout
     assert "TFDS_DATA_DIR" not in done.stdout
 
 

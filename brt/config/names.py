@@ -1,0 +1,94 @@
+"""The settings by name: their types, and the fields of sections that they mean.
+
+A setting is what .gin files bind. It is a field of a section, or a field that the sections of
+several tasks have in common (`brt.config.shared`).
+"""
+
+import functools
+import typing
+from typing import Any, Literal
+
+from brt.config import SECTIONS, Config
+from brt.config.fields import Setting, settings
+from brt.config.kinds import kind_sections
+from brt.config.renamed import RENAMED
+from brt.config.shared import field_name, field_names, public_name
+
+_CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
+
+
+def section_types() -> dict[str, type]:
+    """Returns the class of every section by its name, those of kinds of layers behind `Model`."""
+    return {"Model": _CORE["Model"], **kind_sections(), **_CORE}
+
+
+def field_types() -> dict[str, Any]:
+    """Returns the type of every setting by its name in .gin files: {"Model.layers": int, ...}.
+
+    A setting of several sections (`brt.config.shared`) has the values of all of them.
+    """
+    return _setting_types(tuple(section_types().items()))
+
+
+def own_types() -> dict[str, Any]:
+    """Returns the type of every field by its section and name: {"Seq2Seq.dropout": float, ...}."""
+    return _field_types(tuple(section_types().items()))
+
+
+@functools.cache
+def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": hints[name]
+        for section, cls in sections
+        for hints in [typing.get_type_hints(cls)]
+        for name in settings(cls)
+    }
+
+
+@functools.cache
+def _setting_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    kinds: dict[str, dict[str, list[Any]]] = {section: {} for section, _ in sections}
+    for own, kind in _field_types(sections).items():
+        name = public_name(own)
+        kinds[name.partition(".")[0]].setdefault(name, []).append(kind)
+    return {name: _union(own) for names in kinds.values() for name, own in names.items()}
+
+
+def _union(kinds: list[Any]) -> Any:
+    """Returns the type that has the values of all these types, which are equal or Literals."""
+    if all(kind == kinds[0] for kind in kinds):
+        return kinds[0]
+    choices = [choice for kind in kinds for choice in typing.get_args(kind)]
+    return Literal[tuple(dict.fromkeys(choices))]
+
+
+def fields_of(name: str) -> list[str]:
+    """Returns the fields that a setting means in runs of some task: ["Pairs.buckets", ...]."""
+    return [own for own in field_names(name) if own in own_types()]
+
+
+def task_field(name: str, task: str) -> str | None:
+    """Returns the field ("Pairs.train") that a setting ("Data.train") means in runs of a task, or
+    None if the sections of the task do not have it.
+    """
+    own = field_name(name, task)
+    return own if own in own_types() else None
+
+
+def declaration(name: str) -> Setting:
+    """Returns how a setting is declared, which is the same in all sections that have it."""
+    section, _, field = fields_of(name)[0].partition(".")
+    return settings(section_types()[section])[field]
+
+
+def default_of(name: str) -> Any:
+    """Returns the default of a field or a setting, that of the first section that has it."""
+    section, _, field = fields_of(name)[0].partition(".")
+    return getattr(section_types()[section](), field)
+
+
+def current_names(name: str) -> tuple[str, ...]:
+    """Returns the present names of a setting in .gin files: several if an earlier setting was
+    split, and the name itself if it was never renamed.
+    """
+    return RENAMED.get(name, (public_name(name) if name in own_types() else name,))

@@ -1,0 +1,86 @@
+"""Settings that the models or the data of several tasks have.
+
+A run has one model and one section of data, and its task decides which (`Seq2Seq` and `Pairs` for
+summarisation). Fields that these sections have in common are one setting: `Model.dropout` is the
+dropout of the model that the run has, and `Data.train` names the training data of its task. The
+sections declare these fields alike, but their defaults may differ.
+"""
+
+from collections.abc import Iterator
+
+# The fields that are bound in a section, whatever the task.
+SHARED: dict[str, frozenset[str]] = {
+    "Model": frozenset((
+        "layers", "model_dim", "heads", "head_dim", "mlp_dim", "vocab_size", "positions",
+        "max_positions", "relative_buckets", "relative_max_distance", "activation",
+        "norm_epsilon", "dropout", "attention_dropout", "dtype", "remat",
+    )),
+    "Data": frozenset((
+        "train", "validation", "test", "tokenizer", "max_length", "buckets", "errors", "id_field",
+        "cache_dir",
+    )),
+}  # fmt: skip
+# The sections that have such fields, besides `Model` and `Data` themselves.
+_OTHERS = {
+    "Model": ("Seq2Seq", "Encoder"),
+    "Data": ("Pairs", "Speech", "Sentences", "Questions"),
+}
+_SHARED_BY = {section: shared for shared, others in _OTHERS.items() for section in others}
+_TASKS: dict[str, dict[str, str]] = {}
+
+
+def register_sections(task: str, model: str, data: str) -> None:
+    """Tells which sections describe the model and the data of a task.
+
+    Args:
+      task: the name of the task.
+      model, data: names of sections.
+    """
+    _TASKS[task] = {"Model": model, "Data": data}
+
+
+def is_registered(task: str) -> bool:
+    """Returns True if there is a task of this name.
+
+    Raises:
+      AssertionError: no tasks are registered.
+    """
+    if not _TASKS:
+        raise AssertionError("no tasks are registered: import brt.tasks first")
+    return task in _TASKS
+
+
+def public_name(name: str) -> str:
+    """Returns the name that .gin files have for a field: "Data.train" for "Pairs.train"."""
+    section, _, field = name.partition(".")
+    shared = _SHARED_BY.get(section, section)
+    return f"{shared}.{field}" if field in SHARED.get(shared, ()) else name
+
+
+def field_name(name: str, task: str) -> str:
+    """Returns the field that a setting means in runs of a task, the inverse of `public_name`.
+
+    The task's section may lack the field (`Data.buckets` is "Data.buckets" for language models).
+
+    Args:
+      name: the name that .gin files have for the setting.
+      task: a name of a task; unknown ones have the sections `Model` and `Data`.
+    """
+    section, _, field = name.partition(".")
+    if is_registered(task) and field in SHARED.get(section, ()):
+        section = _TASKS[task][section]
+    return f"{section}.{field}"
+
+
+def tasks_with(name: str) -> list[str]:
+    """Returns the tasks whose runs have the field that `field_name` returns."""
+    section = name.partition(".")[0]
+    return [task for task, sections in _TASKS.items() if section in sections.values()]
+
+
+def field_names(name: str) -> Iterator[str]:
+    """Yields the fields that a setting may mean, some of which may not exist."""
+    section, _, field = name.partition(".")
+    yield name
+    if field in SHARED.get(section, ()):
+        yield from (f"{other}.{field}" for other in _OTHERS[section])
