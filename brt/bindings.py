@@ -5,9 +5,8 @@ and the command line overrides all files. Files that do not include each other m
 Every binding is checked, even if another one overrides it.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,33 +24,9 @@ from brt.config_io import (
     with_values,
 )
 from brt.errors import ConfigError
+from brt.macros import Binding, Macro, Source, check_defined, substituted
 
 COMMAND_LINE = "--gin_bindings"  # the origin of bindings on the command line
-DEEPEST = 50  # deepest nesting of macros, of brackets, and of files that include files
-MOST_STRINGS = 100  # adjacent strings, which Python concatenates
-MOST_VALUES = 10_000  # size of a setting's value after its macros are replaced
-
-
-@dataclasses.dataclass(frozen=True)
-class Macro:
-    """A reference to a macro, `%NAME`, inside a value."""
-
-    name: str
-
-
-class Binding(NamedTuple):
-    """A binding `name = value`; the name is `Section.field`, or `NAME` for a macro."""
-
-    name: str
-    value: Any  # a literal, in which Macro stands for %NAME
-    origin: str  # path:line, or the name of the flag
-
-
-class Source(NamedTuple):
-    """The bindings of a file or of the command line; `includes` are keys of other sources."""
-
-    bindings: list[Binding]
-    includes: list[str]
 
 
 class Resolved(NamedTuple):
@@ -111,9 +86,9 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     """
     macros = _macros(sources)
     found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
-    _check_defined(macros, [*macros.values(), *(b for own in found.values() for b in own)])
+    check_defined(macros, [*macros.values(), *(b for own in found.values() for b in own)])
     fields = {
-        key: [b._replace(value=_substituted(b.value, macros)) for b in own]
+        key: [b._replace(value=substituted(b.value, macros)) for b in own]
         for key, own in found.items()
     }
     winners = _winners(fields, _below(sources))
@@ -161,8 +136,8 @@ def _task(sources: Mapping[str, Source], base: Config | None) -> str:
     if winner is None:
         return (base or Config()).training.task
     macros = _macros(sources)
-    _check_defined(macros, [winner])
-    return str(_substituted(winner.value, macros))
+    check_defined(macros, [winner])
+    return str(substituted(winner.value, macros))
 
 
 def _of_one_task(source: Source, task: str) -> Source:
@@ -272,75 +247,19 @@ def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
 
 
 def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) -> None:
-    used = _check_defined(macros, _all_bindings(sources))
+    used = check_defined(macros, _all_bindings(sources))
     for name, binding in macros.items():
         if name not in used:
             guess = suggestion(name, used)
             raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
 
 
-def _check_defined(
-    macros: Mapping[str, Binding], bindings: Iterable[Binding]
-) -> dict[str, Binding]:
-    """Returns a binding that uses each macro; refuses undefined, cyclic and huge macros."""
-    used: dict[str, Binding] = {}
-    bindings = list(bindings)
-    for binding in bindings:
-        used |= dict.fromkeys(_macros_in(binding.value), binding)
-    for name, user in used.items():
-        if name not in macros:
-            guess = suggestion(name, macros)
-            raise ConfigError(
-                f"{user.origin}: {user.name} uses %{name}, which is not defined{guess}"
-            )
-    sizes: dict[str, int] = {}
-    for binding in bindings:
-        _size(binding.value, macros, sizes, (binding.name,), binding.origin)
-    return used
-
-
-def _size(
-    value: Any,
-    macros: Mapping[str, Binding],
-    sizes: dict[str, int],
-    inside: tuple[str, ...],
-    origin: str,
-) -> int:
-    """Returns the size of a value after replacing macros, whose sizes are stored in `sizes`."""
-    if isinstance(value, Macro):
-        if value.name in inside:
-            raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
-        if len(inside) > DEEPEST:
-            raise ConfigError(f"{origin}: macros are nested more than {DEEPEST} deep")
-        if value.name not in sizes:
-            defined = macros[value.name].value
-            sizes[value.name] = _size(defined, macros, sizes, (*inside, value.name), origin)
-        return sizes[value.name]
-    parts = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, list | tuple | dict):
-        return 1
-    size = 1 + sum(_size(part, macros, sizes, inside, origin) for part in parts)
-    if size > MOST_VALUES:
-        raise ConfigError(f"{origin}: {inside[-1]} is more than {MOST_VALUES:,} values")
-    return size
-
-
 def _evaluated(binding: Binding, macros: Mapping[str, Binding]) -> Binding:
-    value = _substituted(binding.value, macros)
+    value = substituted(binding.value, macros)
     try:
         return binding._replace(value=checked_value(binding.name, value))
     except ConfigError as error:
         raise ConfigError(f"{binding.origin}: {error}") from error
-
-
-def _substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
-    if isinstance(value, Macro):
-        return _substituted(macros[value.name].value, macros)
-    if isinstance(value, list | tuple):
-        return type(value)(_substituted(item, macros) for item in value)
-    if isinstance(value, dict):
-        return {k: _substituted(item, macros) for k, item in value.items()}
-    return value
 
 
 def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Resolved:
@@ -446,16 +365,6 @@ def _included(key: str, sources: Mapping[str, Source]) -> set[str]:
 def _all_bindings(sources: Mapping[str, Source]) -> Iterator[Binding]:
     for source in sources.values():
         yield from source.bindings
-
-
-def _macros_in(value: Any) -> Iterator[str]:
-    if isinstance(value, Macro):
-        yield value.name
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _macros_in(item)
-    elif isinstance(value, dict):
-        yield from _macros_in(list(value.values()))
 
 
 def _text(value: Any) -> str:

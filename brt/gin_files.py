@@ -13,16 +13,10 @@ from typing import Any
 from gin import config_parser
 
 from brt import untrusted
-from brt.bindings import (
-    COMMAND_LINE,
-    DEEPEST,
-    MOST_STRINGS,
-    Binding,
-    Macro,
-    Source,
-)
+from brt.bindings import COMMAND_LINE
 from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
+from brt.macros import DEEPEST, MOST_STRINGS, Binding, Macro, Source
 
 _SHOWN = 100  # characters of a text that an error quotes
 LARGEST_FILE = 1 << 17  # bytes of a .gin file

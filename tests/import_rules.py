@@ -28,14 +28,15 @@ FOUNDATION = {
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
-_RUNS = _TASKS | {"bindings", "checkpointing", "training"}
+_RUNS = _TASKS | {"bindings", "macros", "checkpointing", "training"}
 _EVERYTHING = _RUNS | {"planning", "evaluation", "sweeping", "command_line", "api"}
 ALLOWED: dict[str, set[str]] = {
     **{name: FOUNDATION for name in FOUNDATION},
     "config": set(),
     "config_io": {"config"},
-    "bindings": {"config", "config_io"},
-    "gin_files": {"config_io", "bindings"},
+    "macros": {"config_io"},
+    "bindings": {"config", "config_io", "macros"},
+    "gin_files": {"config_io", "bindings", "macros"},
     "distributed": {"config"},
     "ops": {"distributed"},
     "data": {"config"},
@@ -46,11 +47,11 @@ ALLOWED: dict[str, set[str]] = {
     "generation": _MODEL,
     "tasks": _TASKS,
     "checkpointing": {"distributed"},
-    "training": _RUNS - {"bindings", "layers", "memories", "models", "generation"},
+    "training": _RUNS - {"bindings", "macros", "layers", "memories", "models", "generation"},
     "planning": {"config", "distributed", "ops", "tasks", "training"},
     "evaluation": {"config", "config_io", "distributed", "tasks", "checkpointing", "training"},
-    "sweeping": {"config", "config_io", "bindings", "tasks", "checkpointing", "training"},
-    "command_line": {"config", "config_io", "bindings", "gin_files", "tasks"},
+    "sweeping": {"config", "config_io", "bindings", "macros", "tasks", "checkpointing", "training"},
+    "command_line": {"config", "config_io", "bindings", "macros", "gin_files", "tasks"},
     "api": _RUNS | {"evaluation", "command_line"},
     **{name: _EVERYTHING for name in COMMANDS},
     "__main__": {"config_io"},

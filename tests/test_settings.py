@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
-from brt.config import Data, Speech
+from brt import command_line
+from brt.config import SECTIONS, Config, Data, Model, Speech, Training
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
-from brt.config.names import field_types, section_types
+from brt.config.names import declaration, field_types, fields_of, section_types
+from brt.config.shared import public_name
+from brt.config_io import section_of
+from brt.errors import ConfigError
 from brt.training.start.config_changes import may_change
 
+MOST = 219
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
 
 
@@ -37,6 +42,80 @@ def test_every_setting_is_documented() -> None:
     assert not (missing := field_types().keys() - named), (
         f"no page of docs/ says what {missing} are for"
     )
+
+
+def test_few_settings_are_enough() -> None:
+    """A new setting that few have a reason to bind is a constant, or follows from others."""
+    assert len(field_types()) <= MOST
+
+
+def test_fields_of_one_setting_are_declared_alike() -> None:
+    for name in field_types():
+        declared = set()
+        for own in fields_of(name):
+            section, _, field = own.partition(".")
+            declared.add(settings(section_types()[section])[field])
+        if name != "Data.buckets":  # only lengths of speech determine what is prepared
+            assert len({said._replace(cached=False) for said in declared}) == 1, name
+        assert {said.resume for said in declared} == {declaration(name).resume}
+
+
+def test_an_earlier_name_of_a_shared_setting_is_read() -> None:
+    found = command_line.read((), ["Training.task = 'summarization'", "Seq2Seq.dropout = 0.2"])
+    assert found.config.seq2seq.dropout == 0.2
+    assert found.config.model.dropout == Model().dropout
+    assert found.notes == ("--gin_bindings: Seq2Seq.dropout is now Model.dropout",)
+    assert (
+        found.config
+        == command_line.read((), ["Training.task = 'summarization'", "Model.dropout = 0.2"]).config
+    )
+
+
+def test_a_file_with_all_settings_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Earlier versions wrote the fields of all sections under their own names."""
+    for task, field in (("language_modeling", "data"), ("summarization", "pairs")):
+        config = Config(training=Training(task=task))
+        section = dataclasses.replace(getattr(config, field), train=("mine",), test=("held",))
+        config = dataclasses.replace(config, **{field: section})
+        sections = [(name, section_of(config, name)) for name in SECTIONS]
+        earlier = [
+            f"{name}.{own} = {getattr(section, own)!r}"
+            for name, section in sections
+            for own in settings(type(section))
+        ]
+        file = tmp_path / f"{task}.gin"
+        file.write_text("\n".join(earlier))
+        assert command_line.read((str(file),), ()).config == config
+
+
+@pytest.mark.parametrize(
+    ("bindings", "sentence"),
+    [
+        (
+            ["Training.task = 'summarization'", "Pairs.train = 'a'", "Data.train = 'b'"],
+            "Data.train is bound twice, to ('a',) by --gin_bindings and to ('b',) here",
+        ),
+        (
+            ["Pairs.train = 'a'"],
+            "Pairs.train has no effect if Training.task = 'language_modeling'; set Training.task = "
+            "'summarization', or remove Pairs.train",
+        ),
+        (
+            ["Data.buckets = (8,)"],
+            "Data.buckets has no effect if Training.task = 'language_modeling'; set Training.task "
+            "= 'summarization', or remove Data.buckets",
+        ),
+        (["Data.errors = 'skip'"], "Data.errors = 'skip' must be one of 'strict', 'replace'"),
+        (
+            ["Training.task = 'typo'", "Data.buckets = (8,)"],
+            "Training.task = 'typo' must be one of",
+        ),
+    ],
+)
+def test_shared_settings_that_a_run_cannot_have(bindings: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        command_line.read((), bindings)
+    assert sentence in str(error.value)
 
 
 def verb(setting: Setting) -> str:
@@ -65,7 +144,7 @@ def test_fields_mean_what_they_meant() -> None:
 def test_all_that_belongs_to_weights_stays_in_a_resumed_run() -> None:
     for section, kind in section_types().items():
         for name, setting in settings(kind).items():
-            assert may_change(f"{section}.{name}") == setting.resume
+            assert may_change(public_name(f"{section}.{name}")) == setting.resume
             assert setting.warm_start == "own" or not setting.resume, f"{section}.{name}"
 
 

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.bindings import Binding, Resolved
+from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config_io import config_values, has_section, suggestion
 from brt.errors import ConfigError
 from brt.formatting import printable
+from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
 RESERVED = ("plots", "slurm")  # Names of other directories in a sweep's workdir.

@@ -24,10 +24,10 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from brt.bindings import Binding
 from brt.config.names import current_names, field_types
 from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
+from brt.macros import Binding
 
 SEED = "Training.seed"  # Points that differ only in this setting form a group.
 _SAMPLED_DIGITS = 4  # Significant digits of a random number; few digits keep names readable.

@@ -1,0 +1,98 @@
+"""Bindings as .gin files have them, and the values of the macros in them."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from brt.config_io import suggestion
+from brt.errors import ConfigError
+
+DEEPEST = 50  # deepest nesting of macros, of brackets, and of files that include files
+MOST_STRINGS = 100  # adjacent strings, which Python concatenates
+MOST_VALUES = 10_000  # size of a setting's value after its macros are replaced
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """A reference to a macro, `%NAME`, inside a value."""
+
+    name: str
+
+
+class Binding(NamedTuple):
+    """A binding `name = value`; the name is `Section.field`, or `NAME` for a macro."""
+
+    name: str
+    value: Any  # a literal, in which Macro stands for %NAME
+    origin: str  # path:line, or the name of the flag
+
+
+class Source(NamedTuple):
+    """The bindings of a file or of the command line; `includes` are keys of other sources."""
+
+    bindings: list[Binding]
+    includes: list[str]
+
+
+def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
+    """Returns a binding that uses each macro; refuses undefined, cyclic and huge macros."""
+    used: dict[str, Binding] = {}
+    bindings = list(bindings)
+    for binding in bindings:
+        used |= dict.fromkeys(_macros_in(binding.value), binding)
+    for name, user in used.items():
+        if name not in macros:
+            guess = suggestion(name, macros)
+            raise ConfigError(
+                f"{user.origin}: {user.name} uses %{name}, which is not defined{guess}"
+            )
+    sizes: dict[str, int] = {}
+    for binding in bindings:
+        _size(binding.value, macros, sizes, (binding.name,), binding.origin)
+    return used
+
+
+def _size(
+    value: Any,
+    macros: Mapping[str, Binding],
+    sizes: dict[str, int],
+    inside: tuple[str, ...],
+    origin: str,
+) -> int:
+    """Returns the size of a value after replacing macros, whose sizes are stored in `sizes`."""
+    if isinstance(value, Macro):
+        if value.name in inside:
+            raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
+        if len(inside) > DEEPEST:
+            raise ConfigError(f"{origin}: macros are nested more than {DEEPEST} deep")
+        if value.name not in sizes:
+            defined = macros[value.name].value
+            sizes[value.name] = _size(defined, macros, sizes, (*inside, value.name), origin)
+        return sizes[value.name]
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    size = 1 + sum(_size(part, macros, sizes, inside, origin) for part in parts)
+    if size > MOST_VALUES:
+        raise ConfigError(f"{origin}: {inside[-1]} is more than {MOST_VALUES:,} values")
+    return size
+
+
+def substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
+    if isinstance(value, Macro):
+        return substituted(macros[value.name].value, macros)
+    if isinstance(value, list | tuple):
+        return type(value)(substituted(item, macros) for item in value)
+    if isinstance(value, dict):
+        return {k: substituted(item, macros) for k, item in value.items()}
+    return value
+
+
+def _macros_in(value: Any) -> Iterator[str]:
+    if isinstance(value, Macro):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _macros_in(item)
+    elif isinstance(value, dict):
+        yield from _macros_in(list(value.values()))
