@@ -163,7 +163,7 @@ def check_width(config: Config, dataset: Dataset, split: str) -> None:
     width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(
-            f"the frames of Speech.{split} = {getattr(config.speech, split)} have {width} "
+            f"the frames of Data.{split} = {getattr(config.speech, split)} have {width} "
             f"features, the model reads {config.encoder.features}; compute the same for both"
         )
 

@@ -91,7 +91,7 @@ def test_rows_are_prepared_once_and_read_as_they_were_written(open_corpus, capsy
     other = open_corpus("1 22 333 4444 6")
     assert other.directory != dataset.directory
     assert other.split("train").fingerprint != train.fingerprint
-    with pytest.raises(DataError, match="there are no test integers, only train; name some with Q"):
+    with pytest.raises(DataError, match="only train; name some with Data.test"):
         dataset.split("test")
 
 
@@ -108,7 +108,7 @@ def test_bad_rows_are_refused_or_left_out_and_counted(open_corpus, tmp_path, cap
 
 
 def test_a_file_in_two_splits_and_a_damaged_store_are_refused(open_corpus, tmp_path):
-    with pytest.raises(DataError, match=r"of Questions\.test has the same content as"):
+    with pytest.raises(DataError, match=r"of Data\.test has the same content as"):
         open_corpus(test=(str(tmp_path / "train.txt"),))
     (open_corpus().directory / "train/rows.npz").unlink()
     with pytest.raises(DataError, match=r"train is damaged \(.*\); delete .* and prepare it again"):

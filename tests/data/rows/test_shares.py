@@ -83,8 +83,7 @@ def test_rows_are_split_once_and_for_all(
         "train": 36 * each, "validation": 2 * each, "test": 2 * each,
     }  # fmt: skip
     assert len(set.union(*found.values())) == 40 * each
-    section = type(getattr(config, tasks.from_config(config).data)).__name__
-    said = f"5% of the rows of {section}.train"
+    said = "5% of the rows of Data.train"
     assert f"prepared test ({said}):" in capsys.readouterr().err
     assert dataset.described()["validation"]["held_out"] == said
     assert dataset.described()["train"]["sha256"] == dataset.split("train").fingerprint
@@ -124,6 +123,6 @@ def test_the_same_content_is_on_one_side_and_too_few_rows_are_refused() -> None:
     assert [split(c) for c in contents[:50]] == [split(c) for c in contents[50:]]
     counts = [sum(split(c) == name for c in contents[:50]) for name in ("validation", "test")]
     assert counts == [5, 5]
-    message = r"Pairs\.train has 2 different row\(s\), too few to hold some out for validation and"
+    message = r"Data\.train has 2 different row\(s\), too few to hold some out for validation and"
     with pytest.raises(DataError, match=message):
         Shares(["a", "b", "a"], {"validation": 0.1, "test": 0.1}, "Data.train")

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from brt.config import Encoder
+from brt.config.checks import name_of
 from brt.errors import CheckpointError
 from brt.interop.huggingface.config import convert_fields
 from brt.layers.transformer.linear import POSITION_OFFSET
@@ -101,8 +102,8 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
     ):  # fmt: skip
         if getattr(model, name) != wanted:
             raise CheckpointError(
-                f"Encoder.{name} = {getattr(model, name)!r} has no counterpart in RoBERTa, which "
-                f"needs {wanted!r}"
+                f"{name_of(model, name)} = {getattr(model, name)!r} has no counterpart in RoBERTa, "
+                f"which needs {wanted!r}"
             )
     if described.task not in HEADS:
         raise CheckpointError(

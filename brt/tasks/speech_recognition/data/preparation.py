@@ -142,7 +142,7 @@ class SpeechPreparation(Preparation):
                 )
             yield utterance
         if recording is None:
-            raise DataError(f"Speech.{split} = {getattr(self.section, split)} has no utterance")
+            raise DataError(f"Data.{split} = {getattr(self.section, split)} has no utterance")
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Recording]:
         return sources.recordings(names, self.section)
@@ -195,7 +195,7 @@ class SpeechPreparation(Preparation):
         other = self._seen.setdefault(hashlib.sha256(content).digest(), split)
         if other != split:
             raise DataError(
-                f"{utterance.id} of Speech.{split} ({utterance.file}) is in Speech.{other}, too; "
+                f"{utterance.id} of Data.{split} ({utterance.file}) is in Data.{other}, too; "
                 "remove it from one of them"
             )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from brt import config
+from brt.config.checks import name_of
 from brt.data.rows import tables
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
@@ -75,7 +76,9 @@ def choose(table: str, header: Collection[str], section: config.Sentences) -> Co
     exist = f"its columns are {', '.join(header)}"
     for field in ("first_field", "second_field", "label_field", "id_field"):
         if (name := getattr(section, field)) and name not in header:
-            raise DataError(f"{table} has no column '{name}' as Sentences.{field} says; {exist}")
+            raise DataError(
+                f"{table} has no column '{name}' as {name_of(section, field)} says; {exist}"
+            )
     configured = tuple(filter(None, (section.first_field, section.second_field)))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())

@@ -85,7 +85,7 @@ class Preparation(TextPreparation):
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
-                f"Sentences.{split} = {names} is generated with classes for labels, but "
+                f"Data.{split} = {names} is generated with classes for labels, but "
                 "Training.task = 'text_regression' reads numbers; name your own files"
             )
         return made_up.read(
@@ -111,7 +111,7 @@ class Preparation(TextPreparation):
             targets, counts = _label_targets(labels, self._labels)
         if len(self._labels) == 1:
             raise DataError(
-                f"Sentences.{split} = {getattr(section, split)} has one label only, "
+                f"Data.{split} = {getattr(section, split)} has one label only, "
                 f"{self._labels[0]!r}; name sources with two at least"
             )
         texts = {"ids": ids, "labels": self._labels}

@@ -164,5 +164,5 @@ def test_positions_are_those_of_documents_and_summaries(store, buckets):
 
 
 def test_buckets_of_another_store_are_refused(make_store):
-    with pytest.raises(ConfigError, match=r"last of Pairs\.buckets = \(8, 64\) .* cut to, 32"):
+    with pytest.raises(ConfigError, match=r"last of Data\.buckets = \(8, 64\) .* cut to, 32"):
         reader(make_store([3]), buckets=(8, 64))

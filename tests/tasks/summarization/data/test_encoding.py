@@ -57,7 +57,7 @@ def test_the_prefix_stands_before_documents_only(tokenizer):
         ({"buckets": (512, 256, 1024)}, r"buckets = \(512, 256, 1024\) must ascend"),
         ({"buckets": (0, 1024)}, "must ascend and be above 0"),
         ({"buckets": (256, 512)}, r"must end with Pairs\.max_source_length = 1024"),
-        ({"train": ()}, r"Pairs\.train names no source"),
+        ({"train": ()}, r"Data\.train names no source"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message):

@@ -168,16 +168,16 @@ def test_a_split_without_sources_is_absent(make):
 
 def test_a_file_in_two_splits_is_refused(make, files):
     files["test"].write_bytes(files["train"].read_bytes())
-    with pytest.raises(DataError, match=r"of Pairs\.test has the same content as .* Pairs\.train"):
+    with pytest.raises(DataError, match=r"of Data\.test has the same content as .* Data\.train"):
         make()
 
 
 def test_bad_tokenizers_name_their_setting(make):
-    with pytest.raises(ConfigError, match=r"Pairs\.tokenizer = 'train:many' must name a size"):
+    with pytest.raises(ConfigError, match=r"Data\.tokenizer = 'train:many' must name a size"):
         make(tokenizer="train:many")
-    with pytest.raises(DataError, match=r"Pairs\.tokenizer = 'train:90000' asks for more pieces"):
+    with pytest.raises(DataError, match=r"Data\.tokenizer = 'train:90000' asks for more pieces"):
         make(tokenizer="train:90000")
-    with pytest.raises(DataError, match=r"Pairs\.tokenizer = 'train:20' is too small"):
+    with pytest.raises(DataError, match=r"Data\.tokenizer = 'train:20' is too small"):
         make(tokenizer="train:20")
 
 

@@ -92,7 +92,7 @@ def test_labels_are_those_of_train_in_a_fixed_order(make, tmp_path):
         0,
     ]
     with pytest.raises(
-        ConfigError, match=r"Sentences.labels = \('2', '9'\) lacks '10', which Sent"
+        ConfigError, match=r"Sentences.labels = \('2', '9'\) lacks '10', which Data"
     ):
         prepare(make(train=train, labels=("2", "9")))
     one = jsonl(tmp_path, "one", rows[:1])
