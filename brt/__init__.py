@@ -33,7 +33,7 @@ _HOMES = {
     "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
-_MODULES = ("config", "train")  # the module brt.train is a command, and can also be called
+_MODULES = ("config", "train")  # brt.train is a command that can also be called.
 
 
 def __getattr__(name: str) -> Any:

@@ -163,7 +163,7 @@ class Model:
         self.step: int = loaded.step
         self.config: Config = loaded.config
         self.params: PyTree[Array] = loaded.params
-        self._text: Text | None = None  # the text that is being generated
+        self._text: Text | None = None  # The text that is being generated.
 
     def __repr__(self) -> str:
         return f"<{self._task.name} of {self.workdir}, step {self.step}>"
@@ -335,7 +335,7 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            tokenizer: Any = self.tokenizer  # of a language model
+            tokenizer: Any = self.tokenizer  # The tokenizer of a language model.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:

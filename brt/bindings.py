@@ -26,7 +26,7 @@ from brt.config_io import (
 from brt.errors import ConfigError
 from brt.macros import Binding, Macro, Source, check_defined, substituted
 
-COMMAND_LINE = "--gin_bindings"  # the origin of bindings on the command line
+COMMAND_LINE = "--gin_bindings"  # Origin of bindings on the command line.
 
 
 class Resolved(NamedTuple):

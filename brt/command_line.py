@@ -246,7 +246,7 @@ def main(
     except BrokenPipeError:
         if not output.reader_is_gone():
             raise
-        code = 128 + 13  # the exit code that shells report for SIGPIPE
+        code = 128 + 13  # The exit code that shells report for SIGPIPE.
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
             code = _say(f"error: {durable.sentence(error)}", CheckpointError.exit_code)

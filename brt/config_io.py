@@ -48,7 +48,7 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
     new = {
         name: dataclasses.replace(section_of(base, name), **fields)
         if base is not None
-        else types[name](**fields)  # other defaults may depend on these fields
+        else types[name](**fields)  # Other defaults may depend on these fields.
         for name, fields in values.items()
         if name != "Model"
     }

@@ -13,8 +13,8 @@ from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 # Matplotlib reports that it builds its font cache, which does not concern users of brt.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-_COLORS = 10  # number of colours in Matplotlib's default cycle
-_MOST_INSIDE = 5  # largest number of lines whose legend fits inside the axes
+_COLORS = 10  # Number of colours in Matplotlib's default cycle.
+_MOST_INSIDE = 5  # Largest number of lines whose legend fits inside the axes.
 
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:

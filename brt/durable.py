@@ -22,9 +22,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-_NEARLY = 0.01  # a disk with a smaller share of free inodes counts as full
-_FEW_FILES = 32  # smallest number of files of a checkpoint, some of which a failed save deletes
-_MUCH = 0.1  # with a larger free share, something else than the disk must be full, such as a quota
+_NEARLY = 0.01  # A disk with a smaller share of free inodes counts as full.
+_FEW_FILES = 32  # Smallest number of files of a checkpoint; a failed save deletes some of them.
+_MUCH = 0.1  # If a larger share is free, not the disk but a quota must be full.
 
 
 def is_full(error: BaseException) -> bool:

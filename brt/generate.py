@@ -20,7 +20,7 @@ from brt.data.walk import File
 from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
 
-HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # arguments of Model.stream
+HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # Arguments of Model.stream.
 
 
 def main(args: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
         data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
         found = contents.without_containers(name, data)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, found)))
-    elif prompt and re.search("[\udc80-\udcff]", prompt):  # bytes that the locale cannot decode
+    elif prompt and re.search("[\udc80-\udcff]", prompt):  # The locale cannot decode some bytes.
         prompt = plain_text.whole("--prompt", os.fsencode(prompt))
     else:
         prompt = plain_text.checked("--prompt", prompt or "")

@@ -18,9 +18,9 @@ from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
 from brt.macros import DEEPEST, MOST_STRINGS, Binding, Macro, Source
 
-_SHOWN = 100  # characters of a text that an error quotes
-LARGEST_FILE = 1 << 17  # bytes of a .gin file
-_ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # tokens between adjacent strings
+_SHOWN = 100  # Number of characters of a text that an error quotes.
+LARGEST_FILE = 1 << 17  # Largest size of a .gin file in bytes.
+_ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # Tokens between adjacent strings.
 
 
 def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
@@ -84,7 +84,7 @@ def _add(
                 "setting of brt is known without an import"
             )
         case config_parser.BlockDeclaration():
-            pass  # its bindings follow
+            pass  # The bindings of the block follow as statements of their own.
 
 
 def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
@@ -98,7 +98,7 @@ class _Grammar(config_parser.ConfigParser):
     """Gin's grammar, with limits, and refusing dictionaries that have a key twice."""
 
     _keys: set[Any] = set()
-    _depth = _strings = 0  # nesting of brackets, and number of adjacent strings
+    _depth = _strings = 0  # Nesting of brackets, and number of adjacent strings.
 
     def _advance_one_token(self) -> None:
         super()._advance_one_token()
@@ -142,7 +142,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
     def origin(line: int | None) -> str:
         return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
 
-    if (nul := text.find("\0")) >= 0:  # not an error for Python's tokenizer
+    if (nul := text.find("\0")) >= 0:  # Python's tokenizer accepts NULs.
         place = origin(text.count("\n", 0, nul) + 1)
         raise ConfigError(f"{place}: there is a NUL character; remove it")
     values = _Values()

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
-DEEPEST = 50  # deepest nesting of macros, of brackets, and of files that include files
-MOST_STRINGS = 100  # adjacent strings, which Python concatenates
-MOST_VALUES = 10_000  # size of a setting's value after its macros are replaced
+DEEPEST = 50  # Deepest nesting of macros, brackets, and included files.
+MOST_STRINGS = 100  # Largest number of adjacent strings, which Python concatenates.
+MOST_VALUES = 10_000  # Largest size of a value after its macros are replaced.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Binding(NamedTuple):
     """A binding `name = value`; the name is `Section.field`, or `NAME` for a macro."""
 
     name: str
-    value: Any  # a literal, in which Macro stands for %NAME
-    origin: str  # path:line, or the name of the flag
+    value: Any  # A literal, in which Macro stands for %NAME.
+    origin: str  # path:line, or the name of the flag.
 
 
 class Source(NamedTuple):

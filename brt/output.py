@@ -18,7 +18,7 @@ from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
-FLAGS = {"json", "save_state"}  # flags that name a file that is written at the end
+FLAGS = {"json", "save_state"}  # Flags that name a file that is written at the end.
 
 
 def open_streams() -> None:

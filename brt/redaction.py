@@ -27,7 +27,7 @@ _SERVICES = (
 )
 _PORT = r"(?![^/@\s'\"?#:]*:\d{1,5}(?:/|$))"
 _PATTERNS = [
-    # https://user:password@host: everything up to the last @ that a host may follow
+    # https://user:password@host: hides everything up to the last @ that a host may follow.
     (rf"(?<=://){_PORT}[^/@\s'\"?#:]*:(?:(?!://)[^\s'\"])*(?=@[\w.\[-])", HIDDEN),
     (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
     (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),  # https://host/?token=...

@@ -24,12 +24,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-LARGEST = 1 << 30  # default limit in bytes of files that are read into memory as a whole
+LARGEST = 1 << 30  # Default limit in bytes of files that are read into memory.
 NUMBER = int | float  # see `check`
-_CHUNK = 1 << 20  # bytes of an array read at a time
-_DEEPEST = 100  # deepest nesting of lists and objects in JSON
-_RATIO = 1032  # largest compression ratio of deflate
-_UNUSUAL = 0x61  # flags of encrypted or patched members
+_CHUNK = 1 << 20  # Number of bytes of an array that are read at a time.
+_DEEPEST = 100  # Deepest nesting of lists and objects in JSON.
+_RATIO = 1032  # Largest compression ratio of deflate.
+_UNUSUAL = 0x61  # Flags of encrypted or patched members.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OverflowError, struct.error,
 )  # fmt: skip
@@ -185,7 +185,9 @@ def _is(value: Any, kind: Any) -> bool:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    if isinstance(value, int | float) and not abs(value) < 2**63:  # also NaN
+    if (
+        isinstance(value, int | float) and not abs(value) < 2**63
+    ):  # The comparison is False for NaN.
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)
 

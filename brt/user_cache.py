@@ -103,6 +103,6 @@ def _temporary() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="brt-")
 
 
-@functools.cache  # prints each message once
+@functools.cache  # Prints each message only once.
 def _say(text: str) -> None:
     print(f"brt: {text}", file=sys.stderr, flush=True)

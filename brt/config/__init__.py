@@ -78,4 +78,4 @@ SECTIONS = {
     field.type.__name__: field.name
     for field in dataclasses.fields(Config)
     if isinstance(field.type, type)
-}  # {"Model": "model", ...}: the field of each section
+}  # Fields of Config by section: {"Model": "model", ...}.

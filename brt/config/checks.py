@@ -8,9 +8,9 @@ from brt.config.fields import fill_held_out
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 
-PART = "part:"  # prefix of a held-out split that is a share of train's rows
-LARGEST = 2**31 - 1  # the largest count, because indices and steps are int32
-DEEPEST = 1024  # the largest number of layers; compiling more would take hours
+PART = "part:"  # Prefix of a held-out split that is a share of train's rows.
+LARGEST = 2**31 - 1  # Largest count, because indices and steps are int32.
+DEEPEST = 1024  # Largest number of layers; compiling more would take hours.
 
 
 def check(condition: bool, message: str) -> None:

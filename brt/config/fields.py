@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _DECLARED = "setting"
-_SOURCES = "sources"  # prepared data depend on the content of these files
+_SOURCES = "sources"  # Prepared data depend on the content of these files.
 _USUAL = "usual"
 _NESTED = "nested"
-_AUTO: Any = ("auto",)  # sources that the user did not name
+_AUTO: Any = ("auto",)  # Placeholder for sources that the user did not name.
 Path = Literal["", "read", "written"]
-GENERATED = "generated:"  # prefix of sources that are generated instead of read from files
-MEMORY = "memory:"  # prefix of generated documents that test memory (docs/memory.md)
+GENERATED = "generated:"  # Prefix of sources that are generated instead of read.
+MEMORY = "memory:"  # Prefix of documents of memory tasks (docs/memory.md).
 
 
 class Setting(NamedTuple):

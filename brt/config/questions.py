@@ -13,7 +13,7 @@ from brt.config.checks import (
 )
 from brt.config.fields import fixed, free, held_out, sources
 
-SPECIAL = 4  # largest number of special ids in a window
+SPECIAL = 4  # Largest number of special ids in a window.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from brt.config.checks import (
 from brt.config.fields import fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
-SMALLEST_THRESHOLD = 1e-3  # smallest threshold if CrossAttention.raf_parameters = 'bounded'
+SMALLEST_THRESHOLD = 1e-3  # Smallest threshold of raf_parameters = 'bounded'.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
