@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from brt import allocator, bindings, durable, output, platforms, user_files
+from brt import allocator, bindings, durable, hanging, output, platforms, user_files
 from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.names import field_types, section_types
@@ -254,7 +254,7 @@ def main(
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
         else:
             raise
-    sys.exit(code)
+    hanging.leave(code)
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from brt import hanging
 from brt.errors import PeerError
 
 HEARTBEAT_SECONDS = 30  # a process without a heartbeat for this long is considered dead
@@ -57,11 +58,11 @@ class Heartbeat:
     def close(self) -> None:
         """Stops the threads; from here on, other processes may end.
 
-        Python aborts if it exits while a thread is inside the service's code.
+        Python aborts if it exits while a thread is inside the service's code; see `hanging.leave`.
         """
         self._over.set()
         for thread in self._threads:
-            thread.join(JOIN_SECONDS)
+            hanging.join(thread, JOIN_SECONDS)
 
     def _beat(self) -> None:
         beats = 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from brt import durable
+from brt import durable, hanging
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
@@ -282,7 +282,7 @@ def _leave() -> None:
     if is_first():
         gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
         gone.start()
-        gone.join(_LEAVING_SECONDS)
+        hanging.join(gone, _LEAVING_SECONDS)
     else:
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from brt import hanging
 from brt.distributed.heartbeat import JOIN_SECONDS
 from brt.distributed.processes import PATIENCE_SECONDS, gather, peer, service
 from brt.errors import PeerError
@@ -67,11 +68,11 @@ class Agreed:
     def close(self) -> None:
         """Stops the thread; `due` must not be called any more.
 
-        Python aborts if it exits while a thread is inside the service's code.
+        Python aborts if it exits while a thread is inside the service's code; see `hanging.leave`.
         """
         self._over = True
         self._done.set()
-        self._thread.join(JOIN_SECONDS)
+        hanging.join(self._thread, JOIN_SECONDS)
 
     def _watch(self) -> None:
         number = 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from brt import durable
+from brt import durable, hanging
 from brt.training.phases import PhaseTracker, RunStatus
 
 EVERY_SECONDS = 5.0
@@ -46,7 +46,7 @@ def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
     finally:
         over.set()
         changed.set()
-        thread.join(EVERY_SECONDS)  # do not wait for a file system that hangs
+        hanging.join(thread, EVERY_SECONDS)  # do not wait for a file system that hangs
 
 
 def _write(path: Path, now: RunStatus) -> None:

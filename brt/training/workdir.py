@@ -230,7 +230,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
             _remove_partial_files(workdir)
 
         def empty() -> None:
-            with explained(path):
+            with explained(path), permitted(path):
                 file.truncate(0)
 
         stack.enter_context(closing(empty))
@@ -307,13 +307,8 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
       ConfigError: the file cannot be written at this place.
       CheckpointError: the storage fails, or permission was withdrawn.
     """
-    with explained(path):
-        try:
-            durable.write(path, content, below=below)
-        except PermissionError as error:  # the directory was writable when the run started
-            raise CheckpointError(
-                f"cannot write to {path}: {error.strerror}; permit it again, then run again"
-            ) from error
+    with explained(path), permitted(path):
+        durable.write(path, content, below=below)
 
 
 def _holder(file: IO) -> str:
@@ -335,6 +330,22 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+@contextlib.contextmanager
+def permitted(path: Path) -> Iterator[None]:
+    """Turns a PermissionError at a place that was writable when the run started into an error of
+    storage, because the same command may succeed later.
+
+    Raises:
+      CheckpointError: the block raised PermissionError.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(
+            f"cannot write to {path}: {error.strerror}; permit it again, then run again"
+        ) from error
 
 
 def _unwritable(path: Path, error: OSError) -> BrtError:

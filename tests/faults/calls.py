@@ -364,7 +364,7 @@ class Driver:
             yield from self._wrong_result(
                 case.command, here, f"code 0: {life.said[-600:]}: ", _told_to_stay(life.said)
             )
-        elif life.code not in _codes(case, self.hit) or sentences != 1:
+        elif life.code not in _codes(case, self.hit, life.said) or sentences != 1:
             yield f"code {life.code}, {sentences} sentences: {life.said[-600:]}"
 
     def _wrong_result(
@@ -390,12 +390,13 @@ class Driver:
         return here
 
 
-def _codes(case: Case, hit: str) -> set[int]:
+def _codes(case: Case, hit: str, said: str) -> set[int]:
     """Returns the expected exit codes: those of failed storage, and also those of config and data
-    if a file or directory cannot be created because access is denied.
+    if access is denied before a run begins, or if a file or directory cannot be created.
     """
     opens = hit.startswith(("open", "fopen", "mkdir"))
-    return {4, 2, 3} if case.error == "EACCES" and opens else {4}
+    begins = case.command == "train" and "compiling ..." not in said
+    return {4, 2, 3} if case.error == "EACCES" and (opens or begins) else {4}
 
 
 def _told_to_stay(said: str) -> list[Path]:

@@ -1,4 +1,5 @@
 import errno
+import io
 import json
 import os
 import signal
@@ -84,6 +85,25 @@ def test_an_orderly_end_leaves_no_message(tmp_path: Path) -> None:
         with workdir.lock(workdir.create(tmp_path), messages.append):
             assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
     assert messages == []
+
+
+def test_permission_that_is_withdrawn_while_training_is_a_failure_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denied = []
+
+    class Lock(io.FileIO):
+        def truncate(self, size: int | None = None) -> int:
+            if denied:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return super().truncate(size)
+
+    monkeypatch.setattr(durable, "open_file", lambda path, mode, buffering: Lock(path, "a+"))
+    with (
+        pytest.raises(CheckpointError, match="cannot write to .*lock: .*; permit it again"),
+        workdir.lock(workdir.create(tmp_path), print),
+    ):
+        denied.append(True)
 
 
 def test_a_lock_left_on_another_host_is_taken_with_a_warning(tmp_path: Path) -> None:
