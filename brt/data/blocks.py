@@ -11,7 +11,7 @@ from brt.types import Batch
 
 
 def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Returns the number of blocks of each document.
+    """Returns the number of blocks of each document, int [documents].
 
     Args:
       lengths: int [documents], the documents' lengths in tokens.
@@ -22,6 +22,10 @@ def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
 
 def per_segment(segment_length: int, window: int) -> int:
     """Returns the number of blocks in a segment.
+
+    Args:
+      segment_length: tokens per segment, the part of a document that a step reads.
+      window: tokens per block.
 
     Raises:
       ConfigError: the length of the segment is not a multiple of the window.
@@ -41,22 +45,28 @@ def gather(
     window: int,
     lengths: np.ndarray | None = None,
 ) -> Batch:
-    """Builds a batch from blocks of documents.
+    """Returns a batch that consists of the given blocks of documents.
 
-    `document_start` of the batch is True where a document or padding begins. The input of a
-    document's first token is BOS, so targets are the document's tokens and inputs are shifted by
-    one.
+    The input of a document's first token is BOS, so targets are the document's tokens and inputs
+    are
+    the same tokens shifted by one.
 
     Args:
+      store: the tokens of all documents.
       document: int [B, N], the index of each block's document; -1 is a block of padding.
       block: int [B, N], the index of each block in its document.
       window: tokens per block.
       lengths: int64 [documents], the number of tokens to read from each document; None reads all.
+
+    Returns:
+      A batch of B rows with N * window tokens. Its `document_start` [B, N] is True on the first
+      block of a document and on blocks of padding.
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths
-    past = block * window  # tokens of the document before the block
-    left = np.where(real, lengths[document] - past, 0)[..., None]  # may exceed the window
+    past = block * window  # the number of tokens of the document before the block
+    # The number of tokens from the block's start to the document's end; it may exceed the window.
+    left = np.where(real, lengths[document] - past, 0)[..., None]
     # One gather of window + 1 tokens yields both the inputs and the targets of a block.
     column = np.arange(-1, window)
     index = (store.offsets[document] + past)[..., None] + np.minimum(column, left - 1)

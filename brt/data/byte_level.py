@@ -16,12 +16,15 @@ from brt.data import tokenizer_files
 from brt.data.chunks import ChunkTokenizer
 from brt.errors import DataError
 
-CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # refused settings
-START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # pieces that may mark a document's beginning
+# Settings of a tokenizer.json that are refused, because they change the text.
+CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+# Pieces that are used as BOS, which marks a document's beginning; the first that exists is taken.
+START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")
 MASK = "<mask>"
-PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"  # a text that must survive encoding and decoding
+# A tokenizer is refused if it does not decode the ids of this text to the same text.
+PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that do not occur in UTF-8
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # The bytes that never occur in UTF-8.
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
@@ -65,7 +68,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more specific
+        except Exception as error:  # The tokenizers library raises no subclass of Exception.
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         for encoding in encoded:
             yield np.asarray(encoding.ids, np.int32)
@@ -75,7 +78,7 @@ def _opened(path: Path, content: bytes) -> Any:
     settings = _settings(path, content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
     model = settings["model"]
-    # The tokenizers library may panic if these settings are used.
+    # The tokenizers library may panic if one of the settings in CHANGING is used.
     if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):
         raise _loses(path, ": it is " + " with ".join(["BPE", *filter(model.get, CHANGING)]))
     tokenizer = tokenizer_files.json_model(path, content)
@@ -87,7 +90,9 @@ def _opened(path: Path, content: bytes) -> Any:
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
             raise _loses(path, f": {token.content!r} removes the spaces next to it")
-    tokenizer.pre_tokenizer.add_prefix_space = False  # It would add a space to every chunk.
+    tokenizer.pre_tokenizer.add_prefix_space = (
+        False  # A prefix space would be added to every chunk.
+    )
     return tokenizer
 
 

@@ -22,9 +22,10 @@ from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = manifests.CORPUS
-READING = 2  # version of the readers; increased when the same files yield other text or rows
-SEED = 0  # seed for sampling the text that a tokenizer is trained on
-NAMED = 3  # document names per split in a description
+# Version of the readers, which is increased when the same files yield other texts or rows.
+READING = 2
+SEED = 0  # The seed for sampling the text that a tokenizer is trained on.
+NAMED = 3  # The number of document names that `described` returns for each split.
 
 _KIND = {
     "key": str,
@@ -35,7 +36,7 @@ _KIND = {
     "tokenizer?": {"file": str, "name": str},
     "vocabulary?": {"file": str},
 }
-Section = Any  # a section of the config with the fields train, validation, test and cache_dir
+Section = Any  # A section of the config with the fields train, validation, test and cache_dir.
 Hashes = Mapping[str, Sequence[FileHash]]
 
 
@@ -97,7 +98,9 @@ def prepared_split(
     build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
     **more: Any,
 ) -> Path:
-    """Returns the directory of a single split without reading the sources of other splits.
+    """Returns the directory of a single prepared split, which is prepared if necessary.
+
+    The sources of other splits are not read.
 
     Args:
       section: the section of the config that names sources and settings.
@@ -105,7 +108,7 @@ def prepared_split(
       part: True if the split is a part of train, whose sources must be read for it.
       known: a directory from which a run read this split before; it is used again if its sources
         are unchanged.
-      hashes: returns the hashes of the files behind sources.
+      hashes: function from the names of sources to the hashes of their files.
       build: see `prepared`.
       more: see `prepared`.
 
@@ -118,7 +121,7 @@ def prepared_split(
     if reusable and part:
         return reusable
     try:
-        if part or split == "train":  # These splits depend on the names of all sources.
+        if part or split == "train":  # The content of these splits depends on all sources of train.
             split_hashes = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
         else:
             split_hashes = {split: hashes(getattr(section, split))}
@@ -134,10 +137,13 @@ def prepared_split(
 def say_left_out(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
-    """Prints which files in the directories of sources are not read.
+    """Prints to stderr which files in the directories of sources are not read.
 
     Args:
-      left_out: returns a sentence about a source, or "" if all its files are read.
+      section: the section of the config that names the sources.
+      splits: the splits whose sources are examined.
+      left_out: function from the name of a source to a sentence about its unread files, or "" if
+        all files are read.
       show: False prints nothing.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
@@ -146,16 +152,16 @@ def say_left_out(
 
 
 def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
-    """Returns a JSON description of each split.
+    """Returns a JSON description of each split, by the name of the split.
 
-    It contains the number of rows or documents, the size in bytes, the first names, the
-    fingerprint, how the split was held out, and its source files. Sources are empty if the
+    A description contains the number of rows or documents, the size in bytes, the first names, the
+    fingerprint, how the split was held out, and its source files. The source files are empty if the
     directory has no manifest.
 
     Args:
       directory: the directory of prepared data.
       splits: the store of each split.
-      unit: what a store counts, for example "documents".
+      unit: what a store counts, for example "documents"; the key of this number.
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     descriptions = {}
@@ -174,17 +180,22 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
 
 
 def cache_directory(section: Section) -> Path:
-    """Returns the directory that caches prepared data."""
+    """Returns the directory in which all prepared data are cached: `cache_dir` of the section, or
+    the user's cache.
+    """
     if section.cache_dir:
         return untrusted.user_path(section.cache_dir)
     return user_cache.writable()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Reads the manifest of prepared data: sources, settings, tokenizer and its coverage.
+    """Returns the content of the manifest of prepared data: sources, settings, and the tokenizer.
+
+    Args:
+      directory: the directory of prepared data, which contains corpus.json.
 
     Raises:
-      DataError: it is missing or damaged, or names files outside the directory.
+      DataError: the manifest is missing or damaged, or names files outside the directory.
     """
     manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.explaining_damage(directory, "corpus"):
@@ -213,7 +224,11 @@ def _existing_key(directory: Path) -> str | None:
 
 
 def refuse_shared(hashes: Hashes) -> None:
-    """Raises DataError if two splits have a file in common, which would make evaluation invalid."""
+    """Raises DataError if two splits have a file in common, which would make evaluation invalid.
+
+    Args:
+      hashes: the hashes of the files of each split.
+    """
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
         for file in files:
@@ -234,6 +249,6 @@ def bar(split: str, progress: bool, **unit: Any) -> tqdm:
 
 
 def say(text: str, progress: bool) -> None:
-    """Prints a line to stderr if progress is shown."""
+    """Prints a line of text to stderr if `progress` is True."""
     if progress:
         print(text, file=sys.stderr, flush=True)

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-CHUNK = 4096  # the largest number of characters in a chunk; sentencepiece is slow on longer ones
-BATCH = 64  # chunks that are encoded in parallel
+CHUNK = 4096  # The largest number of characters in a chunk; sentencepiece is slow on longer ones.
+BATCH = 64  # The number of chunks that are encoded in parallel.
 
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
 def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """Cuts a text into chunks of at most `size` characters.
+    """Yields a text in chunks of at most `size` characters.
 
-    A chunk ends after its last newline. If there is none, it ends before the last space that
-    follows another character, and without any whitespace after `size` characters.
+    A chunk ends after its last newline. If it has no newline, it ends before the last space that
+    follows another character; if it has no space either, it ends after `size` characters.
 
     Args:
       chunks: the text, in parts of any length.
@@ -52,7 +52,7 @@ def _end(text: str, start: int, stop: int) -> int:
 class ChunkTokenizer(abc.ABC):
     """Base class of tokenizers that encode long texts chunk by chunk, without losing bytes."""
 
-    _bytes: list[bytes]  # the bytes that each id stands for
+    _bytes: list[bytes]  # The bytes that each id stands for.
 
     @abc.abstractmethod
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
@@ -63,11 +63,11 @@ class ChunkTokenizer(abc.ABC):
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text that arrives in parts."""
+        """Yields the ids of a text that arrives in parts, as int32 arrays."""
         pieces = cut(chunks, CHUNK)
         while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the bytes that the ids stand for."""
+        """Returns the UTF-8 bytes that the ids stand for."""
         return b"".join(self._bytes[i] for i in ids)

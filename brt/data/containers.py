@@ -10,11 +10,11 @@ from typing import NamedTuple
 from brt.data import endings
 from brt.data.quarantine import BadRecord
 
-HEAD = 1024  # number of bytes to inspect
+HEAD = 1024  # The number of bytes at the start of a file that are inspected.
 
 
 class Sign(NamedTuple):
-    """The first bytes of a kind of file.
+    """The bytes by which a kind of file is recognised, and what to say about such a file.
 
     Attributes:
       start: the bytes.
@@ -65,7 +65,7 @@ SIGNS = (
          "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-_WIDE = (  # UTF-32 first, because its byte order marks begin with those of UTF-16
+_WIDE = (  # UTF-32 comes first, because its byte order marks begin with those of UTF-16.
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
 )  # fmt: skip

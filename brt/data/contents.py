@@ -13,12 +13,13 @@ from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 from brt.errors import DataError
 
-CHUNK = 1 << 20  # bytes read at a time
-ZSTD_CHUNK = 1 << 10  # compressed bytes per read of zstd, which may expand to 32 MiB
+CHUNK = 1 << 20  # The number of bytes that are read from a file at a time.
+# The number of compressed bytes per read of a zstd file; so few may expand to 32 MiB.
+ZSTD_CHUNK = 1 << 10
 
 
 def text(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a text file in parts.
+    """Yields the decompressed bytes of a text file in parts, and refuses other kinds of files.
 
     Raises:
       BadRecord: the file is damaged or is not text (see `brt.data.containers`).
@@ -32,7 +33,7 @@ def small(path: Path) -> str:
 
     Raises:
       BadRecord: the file is damaged or is not UTF-8 text.
-      DataError: it is missing, too large, or not a regular file.
+      DataError: the file is missing, too large, or not a regular file.
     """
     try:
         untrusted.open_file(path).close()
@@ -44,7 +45,12 @@ def small(path: Path) -> str:
 
 
 def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the bytes unchanged; raises BadRecord if they do not begin like UTF-8 text."""
+    """Yields the bytes unchanged, but raises BadRecord first if they do not begin like UTF-8 text.
+
+    Args:
+      name: the name of the data, for the error message.
+      data: the bytes, in parts.
+    """
     head, left = b"", iter(data)
     for chunk in left:
         head += chunk
@@ -56,7 +62,9 @@ def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file in parts; raises the same errors as `text`."""
+    """Yields the decompressed bytes of a file of any kind in parts; raises the same errors as
+    `text`.
+    """
     try:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
@@ -72,7 +80,12 @@ def content(file: File) -> Iterator[bytes]:
 def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
     """Yields the bytes unchanged; raises DataError if there are more than `max_bytes`.
 
-    This protects against compressed files that expand to a huge size.
+    The limit protects against compressed files that expand to a huge size.
+
+    Args:
+      max_bytes: the largest number of bytes.
+      name: the name of the data, for the error message.
+      data: the bytes, in parts.
     """
     size = 0
     for chunk in data:
@@ -83,14 +96,19 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    r"""Yields the lines of data that arrive in parts, without the final \n.
+    """Yields the lines of data that arrive in parts, without the newline at their end.
 
-    The last line may be empty.
+    The last line is empty if the data end with a newline.
+
+    Args:
+      name: the name of the data, for the error message.
+      data: the bytes, in parts.
+      max_bytes: the largest size of a line.
 
     Raises:
       DataError: a line is longer than `max_bytes`.
     """
-    parts: list[bytes] = []  # the parts of the current line
+    parts: list[bytes] = []  # The parts of the current line that were read so far.
     size = number = 0
     for chunk in data:
         for i, part in enumerate(chunk.split(b"\n")):
@@ -106,7 +124,7 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
 
 
 def too_large(name: str, max_bytes: int) -> DataError:
-    """Returns the error about data that may not fit into memory."""
+    """Returns the error that data are larger than `max_bytes` and may not fit into memory."""
     return DataError(
         f"{name} is larger than {max_bytes:,} bytes; split it, or raise Data.max_document_bytes if "
         "it is a document"

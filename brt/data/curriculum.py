@@ -12,12 +12,12 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedReader(LaneReader):
-    """Reads a growing prefix of a store: each stage adds documents.
+    """Reader of a growing part of a store: each stage adds documents that follow in the store.
 
-    Every stage begins like a run does, with a whole document in each lane.
+    Every stage begins like a run does: each lane (row of the batch) starts without state.
 
     Attributes:
-      stages: (first step, number of documents) of each stage; steps ascend from 0.
+      stages: (first step, number of documents) of each stage; first steps ascend from 0.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class StagedReader(LaneReader):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See the base class; includes the stages."""
+        """JSON of everything that determines the content of a step, including the stages."""
         return {**super().identity, "stages": [list(stage) for stage in self.stages]}
 
 
@@ -45,7 +45,8 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
     """Returns the reader of the training documents, with stages if `data` has a curriculum.
 
     Args:
-      data: the section of the config.
+      data: the section of the config; a stage adds the documents of the next source of
+        `data.train`.
       store: the training documents.
       sizes: further arguments of `LaneReader`.
     """

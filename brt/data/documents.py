@@ -12,7 +12,7 @@ from brt.data.memory import documents as memory
 from brt.data.quarantine import BadRecord, Quarantine
 from brt.data.sources import File
 
-CHUNK = contents.CHUNK  # characters per chunk of a record's text
+CHUNK = contents.CHUNK  # The number of characters in a chunk of a record's text.
 
 
 class Document(NamedTuple):
@@ -32,20 +32,22 @@ def read(
 ) -> Iterator[Document]:
     """Yields the documents of sources (see `brt.data.sources`) in order.
 
-    Text is not changed, except that a byte order mark at the start is removed. The suffix of a
-    file determines how it is read: every record of JSON and every row of a table is a document.
+    Text is not changed, except that a byte order mark at the start is removed. The suffix of a file
+    determines how the file is read: every record of JSON and every row of a table is a document;
+    every other file is a single document.
 
     Args:
       names: the sources.
       text_field: the field of a JSON record or TFDS example, or the column of a table, that
         contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" refuses them.
       max_bytes: the largest size of a record, and of the text of a compressed file.
-      bad: collects damaged documents. If it accepts any, text files are read twice, first to
-        find out whether they are damaged.
+      bad: collects damaged documents. If its limit is above zero, text files are read twice, first
+        to find out whether they are damaged.
 
     Raises:
-      DataError: a file is damaged or cannot be read; also while chunks are read.
+      DataError: a file is damaged or cannot be read. The error may also occur while the chunks of a
+        document are read.
     """
     bad = Quarantine() if bad is None else bad
     for source in names:
@@ -75,6 +77,7 @@ def _read_file(
         case _:
 
             def text() -> Iterator[str]:
+                """Yields the text of the file in chunks."""
                 return _text(file, kind, errors, max_bytes)
 
             if not bad.most or bad.tried(lambda: deque(text(), maxlen=0), file.name) is not None:

@@ -5,7 +5,7 @@ suffixes themselves.
 """
 
 COMPRESSED = (".gz", ".xz", ".zst")
-TEXT = (  # prose, its markup, and source code
+TEXT = (  # Suffixes of prose, its markup, and source code.
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
     ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs",
     ".swift", ".rb", ".php", ".pl", ".lua", ".sh", ".sql", ".r", ".jl", ".hs", ".ml", ".f90",
@@ -20,8 +20,9 @@ KINDS = {
     "html": (".html", ".htm", ".xhtml"),
 }
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
-DOCUMENTS = (*TEXT, *RECORDS)  # suffixes of the files in a directory that are read as documents
-ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")  # suffixes of tables
+# Suffixes of the files in a directory that are read as documents.
+DOCUMENTS = (*TEXT, *RECORDS)
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")  # Suffixes of files that are tables.
 
 
 def packing(name: str) -> str:

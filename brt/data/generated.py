@@ -14,7 +14,12 @@ PREFIX = GENERATED
 
 
 class Name(NamedTuple):
-    """The parts of a source `generated:NAME/COUNT`."""
+    """The parts of the name of a generated source, `generated:NAME/COUNT`.
+
+    Attributes:
+      name: NAME.
+      size: COUNT, the number of items that the source generates.
+    """
 
     name: str
     size: int
@@ -23,8 +28,11 @@ class Name(NamedTuple):
 def parse(source: str) -> Name:
     """Parses the name of a generated source.
 
+    Args:
+      source: the name, such as "generated:train/1000".
+
     Raises:
-      DataError: it does not have the form generated:NAME/COUNT.
+      DataError: the name does not have the form generated:NAME/COUNT.
     """
     name, _, count = source.removeprefix(PREFIX).rpartition("/")
     if not name or not count.isdecimal() or not int(count):
@@ -37,12 +45,12 @@ def read(
     generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """Yields the items of sources in order.
+    """Yields the items of sources in order; an item is a row or a document.
 
     Args:
       sources: names of generated sources and of files.
-      generate: returns the items of a generated source.
-      files: returns the items of several files.
+      generate: function from the name of a generated source to its items.
+      files: function from the names of several files to their items.
     """
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:
@@ -52,16 +60,22 @@ def read(
 
 
 def draw(purpose: str) -> np.random.RandomState:
-    """Returns a generator seeded by a text.
+    """Returns a random number generator whose seed is a hash of the text `purpose`.
 
-    NumPy guarantees that the stream of RandomState never changes; newer generators may change.
+    The generator is a RandomState, because NumPy guarantees that its numbers never change; the
+    numbers of newer generators may change.
     """
     seed = hashlib.sha256(purpose.encode()).digest()[:4]
     return np.random.RandomState(int.from_bytes(seed, "little"))
 
 
 def words(purpose: str, count: int) -> list[str]:
-    """Returns different words of two or three syllables; no word is a prefix of another."""
+    """Returns `count` different words of two or three syllables; no word is a prefix of another.
+
+    Args:
+      purpose: a text that determines the words.
+      count: the number of words.
+    """
     random, result = draw(purpose), []
     while len(result) < count:
         size = random.randint(2, 4)

@@ -13,11 +13,11 @@ from brt.data import contents, endings, plain_text
 from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 
-PEEK = 1 << 16  # number of bytes that are read to find out what a .json file contains
+PEEK = 1 << 16  # The number of bytes that are read to find out what a .json file contains.
 
 
 class Record(NamedTuple):
-    """A value in a file.
+    """A JSON value in a file, or the reason why the value cannot be read.
 
     Attributes:
       name: FILE:LINE, or FILE[INDEX] for a member of an array.
@@ -70,7 +70,14 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Parses the bytes of a record."""
+    """Parses the bytes of a record; if they are not JSON, the result has a `problem`.
+
+    Args:
+      name: the name of the record.
+      number: its line or index.
+      data: the bytes of the record.
+      errors: see `read`.
+    """
     halves = "replace" if errors == "replace" else "keep"
     try:
         text = data.decode("utf-8", errors).removeprefix(plain_text.MARK)
@@ -88,7 +95,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def holds_records(file: File) -> bool:
-    """Returns True if a .json file in a directory is a table, and not one object (package.json).
+    """Returns True if a .json file in a directory is a table, not one object such as package.json.
 
     A damaged file counts as a table, so that reading it reports the damage.
     """

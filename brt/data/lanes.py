@@ -24,7 +24,7 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """Reader whose `reader[step]` is the batch of that step, with the rows of `lanes`.
+    """Reader of documents: `reader[step]` is the batch of a step, with the rows of `lanes`.
 
     Attributes:
       store: the documents.
@@ -59,14 +59,19 @@ class LaneReader(Reader):
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
         count = self.segment_length // self.window
         in_lane = segment * count + np.arange(count)
-        place = lane * total // self.batch_size + in_lane  # index in the epoch's blocks
+        # The index of each block in the sequence of all blocks of the epoch.
+        place = lane * total // self.batch_size + in_lane
         real = place < (lane + 1) * total // self.batch_size
         place = np.where(real, place, 0)
         index = np.searchsorted(begins, place, side="right") - 1
         return np.where(real, order[index], -1), place - begins[index], in_lane == 0
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns the lane, the document and the range of tokens of each part of a step."""
+        """Returns a JSON description of the origin of a step's tokens.
+
+        Each entry names a lane, a document, and the range of the document's tokens that the lane
+        reads: `{"lane": 0, "document": "a.txt", "tokens": [512, 1024]}`.
+        """
         rows = []
         for lane, (documents, indices) in enumerate(
             zip(*self._blocks(step, None)[:2], strict=True)
@@ -91,12 +96,14 @@ class LaneReader(Reader):
 
     @staticmethod
     def positions(batch: Batch) -> int:
-        """Returns the number of tokens in a batch."""
+        """Returns the number of tokens in a batch, including padding."""
         return batch.inputs.size
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See the base class; includes the lengths of segments and windows."""
+        """JSON of everything that determines the content of a step, including `segment_length` and
+        `window`.
+        """
         sizes = {"segment_length": self.segment_length, "window": self.window}
         return {**super().identity, **sizes}
 
@@ -107,10 +114,13 @@ class LaneReader(Reader):
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over batches that are built ahead by a thread; its state is a small JSON object."""
+    """Iterator over the batches of a reader, which a thread builds ahead.
+
+    Its state is a small JSON object: the next step and the identity of the reader.
+    """
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
-        import grain  # This import takes 1.5 seconds, which commands that only evaluate save.
+        import grain  # Importing grain takes 1.5 seconds, which commands that only evaluate save.
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
         self._reader = reader
@@ -125,7 +135,7 @@ class BatchIterator(Iterator[Any]):
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues at the step of a saved state.
+        """Continues at the step of a state that `get_state` returned.
 
         Raises:
           ConfigError: the state belongs to a reader with other data or settings.
@@ -143,12 +153,18 @@ class BatchIterator(Iterator[Any]):
         self._batches.set_state({"next_index": state["step"]})
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stops the thread that builds batches."""
         self._batches.close()
 
 
 def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    """Returns an iterator over the batches from `start_step` on, with `prefetch` built ahead."""
+    """Returns an iterator over the batches of a reader, beginning with those of `start_step`.
+
+    Args:
+      reader: the reader of the batches.
+      start_step: the first step.
+      prefetch: the number of batches that a thread builds ahead.
+    """
     return BatchIterator(reader, start_step, prefetch)
 
 
@@ -160,7 +176,7 @@ def evaluation_batches(
     window: int,
     tokens_per_document: int = 0,
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Reads every document once from its start to its end, in parallel lanes.
+    """Yields batches that read every document once from its start to its end, in parallel lanes.
 
     Args:
       store: the documents.
@@ -170,7 +186,7 @@ def evaluation_batches(
       tokens_per_document: reads only this many tokens of each document; 0 reads all.
 
     Yields:
-      A batch, and int32 [B, N]: the document of each block, -1 for padding.
+      A batch, and int32 [B, N], the index of each block's document, -1 for padding.
     """
     count = blocks.per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max

@@ -10,32 +10,35 @@ import numpy as np
 
 from brt.data.tokenizers import Tokenizer
 
-_PIECE = 1 << 16  # bytes counted at a time
+_PIECE = 1 << 16  # The number of bytes that are counted at a time.
 REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
-    """Compares the bytes of a document with those of its tokens; both may arrive in parts."""
+    """Counts the bytes of a document and those that its tokens decode to; both may arrive in
+    parts.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
         self._digests = hashlib.blake2b(), hashlib.blake2b()
-        self._counts = np.zeros((2, 256), np.int64)  # occurrences of each byte: text, tokens
+        # Row 0 counts how often each byte occurs in the text, row 1 in the decoded tokens.
+        self._counts = np.zeros((2, 256), np.int64)
         self.unknown = 0
 
     def text(self, data: bytes) -> None:
-        """Adds the next bytes of the text."""
+        """Counts the next UTF-8 bytes of the text."""
         self._add(0, data)
 
     def tokens(self, ids: np.ndarray) -> None:
-        """Adds the next tokens; unknown tokens decode to no bytes."""
+        """Counts the bytes that the next tokens decode to; unknown tokens decode to no bytes."""
         known = ids[ids != self._unknown]
         self.unknown += len(ids) - len(known)
         self._add(1, self._tokenizer.decode_bytes(known))
 
     @property
     def lost(self) -> int:
-        """UTF-8 bytes of the text that its tokens do not reproduce; 0 if they reproduce all.
+        """Number of UTF-8 bytes of the text that its tokens do not reproduce.
 
         Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
         """
@@ -48,7 +51,7 @@ class Losses:
     def _add(self, which: int, data: bytes) -> None:
         self._digests[which].update(data)
         values = np.frombuffer(data, np.uint8)
-        # bincount converts its input to int64, so count in pieces to bound the memory.
+        # np.bincount converts its input to int64, so counting in pieces bounds the memory.
         for start in range(0, len(values), _PIECE):
             self._counts[which] += np.bincount(values[start : start + _PIECE], minlength=256)
 
@@ -67,7 +70,9 @@ def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 
 def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Estimates the lost bytes of a text of which only the tokens and the size are known.
+    """Returns an estimate of the number of bytes of a text that its tokens do not reproduce.
+
+    The estimate is used where only the tokens and the size of the text are known.
 
     Args:
       tokenizer: the tokenizer that made the tokens.
@@ -80,7 +85,13 @@ def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
 
 
 def described(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause about lost bytes; "" if none were lost."""
+    """Returns a clause that tells the user how many bytes the tokenizer loses; "" if it loses none.
+
+    Args:
+      lost: the number of lost bytes.
+      size: the number of bytes of the text.
+      unknown: the number of unknown tokens.
+    """
     if not lost:
         return ""
     pieces = f" ({unknown:,} unknown tokens)" if unknown else ""

@@ -16,13 +16,15 @@ from typing import Any
 from brt import durable, locks, untrusted
 from brt.errors import DataError
 
-FORMAT = 1  # format of stores and prepared data; another format is another entry of the cache
-CORPUS = "corpus.json"  # the manifest of a directory with several stores
-_HELD = ".held"  # lock file in a temporary directory, held while a process writes there
+# The number of the format of stores and prepared data; it is part of the key in the cache.
+FORMAT = 1
+CORPUS = "corpus.json"  # The name of the manifest of a directory with several stores.
+# The name of the file in a temporary directory that a process locks while it writes there.
+_HELD = ".held"
 
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
-    """Reads a manifest.
+    """Returns the content of a manifest after checking its format and entries.
 
     Args:
       path: the file.
@@ -61,14 +63,23 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def corpus_directory(store: Path) -> Path:
-    """Returns the directory to prepare again if a store is damaged: all splits of its corpus."""
+    """Returns the directory that must be prepared again if a store is damaged.
+
+    It is the parent directory with all splits if the store belongs to a corpus, otherwise the
+    store.
+    """
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Turns errors while reading a damaged directory into a DataError with a remedy."""
+    """Context that turns errors while reading a damaged directory into a DataError with a remedy.
+
+    Args:
+      directory: the directory that is read.
+      what: what the directory is, for the error message.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -123,7 +134,7 @@ def atomic_directory(
 def _rename(content: Path, directory: Path, shared: bool) -> None:
     """Renames a complete directory; if the name cannot be made durable, removes the name again."""
     try:
-        content.rename(directory)  # This replaces only an empty directory.
+        content.rename(directory)  # Renaming replaces an empty directory, but no other one.
     except OSError:
         if not (shared and directory.exists()):
             raise
@@ -131,7 +142,9 @@ def _rename(content: Path, directory: Path, shared: bool) -> None:
         durable.sync(directory.parent)
     except OSError:
         if not shared:
-            with contextlib.suppress(OSError):  # The first error is raised.
+            with contextlib.suppress(
+                OSError
+            ):  # The error that led here is raised, not one of the cleanup.
                 directory.rename(content)
         raise
 
@@ -144,7 +157,7 @@ def _explained(
 ) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # A NUL in the name raises ValueError.
         if refused(error):
             raise
         reason = getattr(error, "strerror", None) or error
@@ -160,7 +173,7 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as attempt:
             attempt.callback(_remove_or_warn, place)
-            # Until the lock is held, another process may delete the new directory.
+            # Until this process holds the lock, another process may delete the new directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = attempt.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
@@ -178,10 +191,11 @@ def remove_abandoned(directory: Path) -> None:
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
-        with contextlib.suppress(OSError):  # The directory is not empty or no longer exists.
+        # rmdir fails if the directory is not empty or no longer exists.
+        with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
-        # The directory may be in use, belong to another user, be a link, or no longer exist.
+        # A directory may be in use, belong to another user, be a link, or no longer exist.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 if locks.acquire(file):
@@ -199,7 +213,7 @@ def _remove(place: Path) -> None:
 def _remove_or_warn(place: Path) -> None:
     try:
         _remove(place)
-    except FileNotFoundError:  # Another process has deleted it.
+    except FileNotFoundError:  # Another process has deleted the directory.
         pass
     except OSError as error:
         print(
@@ -210,7 +224,7 @@ def _remove_or_warn(place: Path) -> None:
 
 
 def make_empty(directory: Path) -> None:
-    """Creates a directory for a store; raises DataError if it exists and is not empty."""
+    """Creates a directory for a new store; raises DataError if it exists and is not empty."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; name another directory")

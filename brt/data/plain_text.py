@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from brt.data.quarantine import BadRecord
 
 MARK = "\ufeff"
-REPLACE = "Data.errors = 'replace'"  # the setting that accepts documents with such bytes
+# The setting that accepts documents with NULs and bytes that are not UTF-8.
+REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -41,7 +42,9 @@ def checked(name: str, text: str) -> str:
 
 
 def whole(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
-    """Decodes bytes; see `read`."""
+    """Returns the text of bytes that are decoded at once; arguments and errors are those of
+    `read`.
+    """
     return "".join(read(name, [data], errors, remedy))
 
 
@@ -60,7 +63,7 @@ def read(
       BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    offset = 0  # position of the first byte that is not decoded yet
+    offset = 0  # The position of the first byte that is not decoded yet.
     first, characters = True, 0
     for chunk in _ended(data):
         pending = decoder.getstate()[0]
@@ -77,19 +80,19 @@ def read(
 
 
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """Returns the text; a NUL is replaced or refused.
+    """Returns the text with every NUL replaced, or refuses the text.
 
     Files that were not written completely are often filled with NULs.
 
     Args:
       name: the name of the data, for error messages.
       text: a part of the document.
-      errors: "replace" reads NULs as U+FFFD.
+      errors: "replace" reads NULs as U+FFFD; otherwise a NUL is refused.
       before: the number of the document's characters before `text`.
       remedy: the setting that enables this replacement; "" if there is none.
 
     Raises:
-      BadRecord: the text contains a NUL.
+      BadRecord: the text contains a NUL and is refused.
     """
     if "\0" not in text:
         return text

@@ -36,14 +36,14 @@ from brt.formatting import counted
 
 
 class Dataset(NamedTuple):
-    """The opened stores of a prepared directory, with their tokenizer."""
+    """The opened stores of a prepared directory, by split, with the tokenizer that wrote them."""
 
     directory: Path
     tokenizer: Tokenizer
     splits: dict[str, TokenStore]
 
     def split(self, name: str) -> TokenStore:
-        """Returns the store of a split.
+        """Returns the store of the split with this name.
 
         Raises:
           DataError: there is no such split.
@@ -80,6 +80,7 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills the directory `place` and returns the entries of its manifest."""
         plan = Plan(data)
         cache.say_left_out(data, SPLITS, sources.left_out, progress)
         tokenizer, described = _make_tokenizer(data, plan, place, progress)
@@ -98,7 +99,15 @@ def prepare_split(
     known: Path | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """Opens a single split, tokenized by a given tokenizer; see `cache.prepared_split`.
+    """Opens a single split, tokenized by a given tokenizer, and prepares it first if necessary.
+
+    Args:
+      data: the section of the config.
+      split: the name of the split.
+      tokenizer: the tokenizer.
+      known: a directory from which a run read this split before; it is used again if its sources
+        are unchanged.
+      progress: shows a progress bar on a terminal, and otherwise prints a line.
 
     Raises:
       DataError: there is no such split, or its sources cannot be read.
@@ -110,6 +119,7 @@ def prepare_split(
         raise DataError(f"there are no {split} documents; name some with Data.{split}")
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills the directory `place` and returns the entries of its manifest."""
         return _write(Plan(data, (split,)), (split,), tokenizer, place, facts, progress)
 
     directory = cache.prepared_split(
@@ -120,10 +130,10 @@ def prepare_split(
 
 
 def open_corpus(directory: Path) -> Dataset:
-    """Opens a directory that `prepare` wrote.
+    """Opens all splits in a directory that `prepare` wrote.
 
     Raises:
-      DataError: it is missing, unfinished or damaged.
+      DataError: the directory is missing, unfinished or damaged.
     """
     manifest = read_manifest(directory)
     with manifests.explaining_damage(directory, "corpus"):

@@ -12,14 +12,16 @@ T = TypeVar("T")
 
 
 class BadRecord(DataError):
-    """A document that is damaged or has no text; other documents can still be read."""
+    """The error that a document is damaged or has no text, while other documents can still
+    be read.
+    """
 
 
 class Quarantine:
     """Collects bad records up to a limit. A record counts once, even if its file is read again.
 
     Args:
-      most: Data.max_bad_records, the limit; with 0 every bad record is raised.
+      most: the largest number of bad records, Data.max_bad_records; with 0 the first one is raised.
     """
 
     def __init__(self, most: int = 0):
@@ -30,16 +32,16 @@ class Quarantine:
         return len(self._found)
 
     def knows(self, file: str) -> bool:
-        """Returns True if a record of the file was collected."""
+        """Returns True if a bad record of the file was collected before."""
         return any(entry["file"] == file for entry in self._found.values())
 
     def take(self, error: BadRecord, file: str, **place: int) -> None:
-        """Collects a record of a file; without `place`, everything from here to the file's end.
+        """Collects a bad record of a file. Without `place`, the rest of the file cannot be read.
 
         Args:
           error: what is wrong.
           file: the name of the file.
-          place: the number of the line or record.
+          place: the number of the line or record, as `line=` or `record=`.
 
         Raises:
           DataError: there are more bad records than the limit.
@@ -55,7 +57,13 @@ class Quarantine:
             )
 
     def tried(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """Returns the result of `read`, or None after collecting the BadRecord that it raised."""
+        """Returns the result of `read`, or collects the BadRecord that it raises and returns None.
+
+        Args:
+          read: function that reads a record.
+          file: the name of the file.
+          place: see `take`.
+        """
         try:
             return read()
         except BadRecord as error:
@@ -63,7 +71,9 @@ class Quarantine:
             return None
 
     def write(self, directory: Path) -> None:
-        """Writes a line of JSON for each collected record, if there are any."""
+        """Writes quarantine.jsonl with a line of JSON for each collected record; no file if there
+        are none.
+        """
         if self._found:
             lines = (json.dumps(entry) + "\n" for entry in self._found.values())
             (directory / NAME).write_text("".join(lines), encoding="utf-8")

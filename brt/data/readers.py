@@ -15,9 +15,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reader(abc.ABC):
-    """Base class of readers: `reader[step]` is a pure function of the step and the `identity`.
+    """Base class of readers: `reader[step]` is the batch of a step.
 
-    A batch is a NamedTuple of NumPy arrays whose axis 0 is the lanes.
+    The batch depends only on the step and on what `identity` contains. It is a NamedTuple of NumPy
+    arrays whose axis 0 is the lanes, the rows of the batch.
 
     Attributes:
       store: the data; it has a length, and a `fingerprint` of its content.
@@ -51,7 +52,10 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of the origin of each row of a step, without padding."""
+        """Returns a JSON description of the origin of a step's rows, such as document and position.
+
+        Rows of padding are left out.
+        """
 
     @staticmethod
     @abc.abstractmethod
@@ -63,7 +67,9 @@ class Reader(abc.ABC):
         """Returns what each step of an epoch reads, given the order of the store's rows."""
 
     def epoch(self, step: int) -> float:
-        """Returns the number of epochs that were read before a step."""
+        """Returns the number of epochs that were read before a step, including the fraction of the
+        last.
+        """
         return step / self.steps_per_epoch
 
     @property
@@ -80,9 +86,11 @@ class Reader(abc.ABC):
             return cached[1]
         order = np.arange(len(self.store))
         if self.shuffle:
-            # NumPy guarantees the stream of raw bits, but not that of its permutations.
+            # NumPy guarantees that random_raw returns the same bits in every version, but gives no
+            # such guarantee for permutations.
             bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
             order = np.argsort(bits.random_raw(len(order)), kind="stable")
         layout = self._laid_out(order)
-        self.__dict__["_last_layout"] = epoch, layout  # A single assignment is safe among threads.
+        # A single assignment needs no lock, even if several threads read.
+        self.__dict__["_last_layout"] = epoch, layout
         return layout

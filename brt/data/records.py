@@ -16,14 +16,22 @@ from brt.data.rows.tables import Row
 from brt.data.sources import File
 from brt.errors import DataError
 
-READ_RECORDS = 64  # ArrayRecord records fetched at a time
-_SHOWN = 20  # number of fields that an error message lists
+READ_RECORDS = 64  # The number of records of an ArrayRecord file that are fetched at a time.
+_SHOWN = 20  # The largest number of fields that an error message lists.
 
 
 def of_json(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the name and text of every record of a JSON file; see `brt.data.json_files`."""
+    """Yields the (name, text) of every record of a JSON file; see `brt.data.json_files`.
+
+    Args:
+      file: the file.
+      field: the field of a record that contains the text.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      max_bytes: the largest size of a record.
+      bad: collects records that cannot be read.
+    """
     for record in json_files.read(file, errors=errors, max_bytes=max_bytes):
         read = partial(_json_text, record, field, errors)
         if (text := bad.tried(read, file.name, line=record.number)) is not None:
@@ -31,7 +39,14 @@ def of_json(
 
 
 def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the name and text of every row of a table; see `brt.data.rows.tables`."""
+    """Yields the (name, text) of every row of a table; see `brt.data.rows.tables`.
+
+    Args:
+      file: the file.
+      field: the column that contains the text.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      bad: collects rows that cannot be read.
+    """
     for number, row in enumerate(tables.rows(file)):
         read = partial(_row_text, row, field, errors)
         if (text := bad.tried(read, file.name, record=number)) is not None:
@@ -41,7 +56,11 @@ def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterato
 def array_record(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the name and text of every record, which is UTF-8 text or a JSON object."""
+    """Yields the (name, text) of every record of an ArrayRecord file.
+
+    A record is UTF-8 text, or a JSON object whose `field` contains the text; see `of_json` for the
+    arguments.
+    """
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
@@ -65,7 +84,14 @@ def array_record(
 
 
 def tfds(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the name and text of every example of `tfds:NAME/SPLIT`."""
+    """Yields the (name, text) of every example of the TensorFlow dataset `tfds:NAME/SPLIT`.
+
+    Args:
+      source: the name of the dataset and split.
+      field: the feature that contains the text.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      bad: collects examples that cannot be read.
+    """
     for i, example in enumerate(sources.tfds_data(source).examples):
         name = f"{source}:{i}"
         read = partial(_example_text, name, example, field, errors)
@@ -77,7 +103,7 @@ def _json_text(record: Record, field: str, errors: str) -> str:
     if record.problem:
         more = "" if "JSON" in record.problem else f", or read such bytes as U+FFFD with {REPLACE}"
         raise BadRecord(f"{record.name} {record.problem}; repair it{more}")
-    if isinstance(record.value, str):  # a member of an array of texts
+    if isinstance(record.value, str):  # The file is an array of texts instead of objects.
         return _checked(record.name, record.value, errors)
     return _value_text(record.name, _field(record.name, record.value, field), errors)
 
@@ -92,7 +118,7 @@ def _row_text(row: Row, field: str, errors: str) -> str:
     if row.problem:
         raise BadRecord(f"{row.name} {row.problem}")
     value = _field(row.name, row.values, field)
-    if isinstance(value, list):  # paragraphs
+    if isinstance(value, list):  # A list of texts is read as paragraphs.
         return "\n".join(_value_text(row.name, part, errors) for part in value)
     return _value_text(row.name, value, errors)
 

@@ -57,7 +57,8 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
     path = untrusted.user_path(source)
-    if os.path.exists(path):  # Path.exists raises an error if the name is too long.
+    # os.path.exists is used because Path.exists raises an error if the name is too long.
+    if os.path.exists(path):
         return _path_files(path, endings)
     if not glob.has_magic(source):
         raise DataError(f"{source} does not exist")
@@ -106,12 +107,17 @@ def sha256(path: Path) -> str:
 
 
 def hashes(sources: Sequence[str], endings: Sequence[str] = DOCUMENTS) -> list[FileHash]:
-    """Reads all files of some sources, and returns their hashes."""
+    """Returns the name, size and hash of every file of some sources, in reading order.
+
+    Args:
+      sources: names of sources.
+      endings: suffixes of the files to read from directories.
+    """
     return [hashed(file) for source in sources for file in files(source, endings)]
 
 
 def hashed(file: File) -> FileHash:
-    """Returns the hash of a file; raises DataError if it cannot be read."""
+    """Returns the name, size and hash of a file; raises DataError if it cannot be read."""
     try:
         digest = sha256(file.path)
         return FileHash(file.name, file.path.stat().st_size, digest)
@@ -157,11 +163,15 @@ class TfdsData(NamedTuple):
 
 
 def tfds_data(source: str) -> TfdsData:
-    """Opens `tfds:NAME/SPLIT` without TensorFlow and without downloading anything."""
+    """Opens a split of a TensorFlow dataset without TensorFlow and without downloading anything.
+
+    Args:
+      source: `tfds:NAME[/CONFIG][:VERSION]/SPLIT`.
+    """
     name, slash, split = source.removeprefix("tfds:").rpartition("/")
     if not slash:
         raise DataError(f"{source} names no split; write {source}/train")
-    import tensorflow_datasets as tfds  # This import takes half a second.
+    import tensorflow_datasets as tfds  # Importing it takes half a second, so it is imported here.
 
     try:
         examples = tfds.data_source(name, split=split, download=False)

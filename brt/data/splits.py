@@ -14,18 +14,21 @@ from brt.data.quarantine import Quarantine
 from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-SHORTEST = 100  # the fewest characters of an end that is held out
-REACH = 1 << 16  # a paragraph must end within this many characters
-BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")  # places where a document may be cut, the best first
+SHORTEST = 100  # The fewest characters that the held-out end of a document may have.
+REACH = 1 << 16  # The largest number of characters that are searched for the end of a paragraph.
+# Patterns after which a document may be cut: the end of a paragraph, a line or a word.
+BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 
-Parts = dict[str, tuple[int, int | None]]  # the range of a document's characters of each split
+# For each split, the first character of a document that belongs to it and the one after the last.
+Parts = dict[str, tuple[int, int | None]]
 
 
 class Plan:
-    """The splits of the section `Data`. A split without a source gets a part of train's documents.
+    """Assignment of documents to the splits of the section `Data`.
 
-    Documents with the same content are in the same split. If there are fewer documents than
-    splits, the ends of the documents are held out.
+    A split without a source gets a part of train's documents. Documents with the same content are
+    in the same split. If there are fewer documents than splits, the ends of the documents are held
+    out.
 
     Args:
       data: the section of the config.
@@ -45,7 +48,8 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        self._parts: list[Parts] = []  # the parts of each train document, if splits share them
+        # The parts of each document of train, if other splits take a part of train.
+        self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
             names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
@@ -78,7 +82,9 @@ class Plan:
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
-    """Returns the share of train's documents of each split that names no source."""
+    """Returns the fraction of train's documents that is held out for each split without a
+    source.
+    """
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
 
@@ -95,7 +101,8 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     """
     splits = ["train"] * len(names)
     order = sorted(range(len(names)), key=lambda i: (_hash(names[i]), names[i]))
-    free = len(names) - len(fractions) - 1  # documents that remain if each split has one
+    # The number of documents that remain after every split got one.
+    free = len(names) - len(fractions) - 1
     for split, fraction in fractions.items():
         more = min(max(round(fraction * len(names)) - 1, 0), free)
         free -= more
@@ -105,12 +112,14 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
 
 
 def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
-    """Divides a document: its beginning is for training, its end for each held-out split.
+    """Returns the range of a document's characters that belongs to each split.
+
+    The beginning of the document is for training, and its end is divided among the held-out splits.
 
     Args:
       document: the document; its chunks are read.
       length: the number of its characters.
-      fractions: the share of each held-out split.
+      fractions: the fraction of the document for each held-out split.
 
     Raises:
       DataError: the document is too short.
@@ -137,7 +146,7 @@ def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Par
 
 
 class Shares:
-    """Divides rows by their content: rows with the same content are in the same split.
+    """Function from the content of a row to its split; rows with the same content share a split.
 
     Args:
       contents: the content of each row.

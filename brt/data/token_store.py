@@ -53,7 +53,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, directory: Path | str) -> "TokenStore":
-        """Opens a store.
+        """Opens the store in a directory.
 
         Raises:
           DataError: the store is missing, incomplete, damaged, or has another format.
@@ -69,7 +69,7 @@ class TokenStore:
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            lost = columns.get("lost")  # Stores of earlier versions do not have this column.
+            lost = columns.get("lost")  # Stores of earlier versions do not have the column "lost".
             counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
             files.check("documents", *(columns[name] for name in counted))
             columns = {name: columns[name] for name in ("offsets", *counted)}
@@ -82,7 +82,7 @@ class TokenStore:
 
     @property
     def bos_id(self) -> int:
-        """The input before the first token of a document."""
+        """Id of the token that is the input before the first token of a document."""
         return self.manifest["bos_id"]
 
     @property
@@ -92,7 +92,7 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents], the number of tokens of each document."""
+        """Number of tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
     @property
@@ -101,7 +101,11 @@ class TokenStore:
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """Returns a store with `lost`, which is estimated if the store does not have it."""
+        """Returns the store with `lost`, which is estimated if the store does not have it.
+
+        Args:
+          tokenizer: the tokenizer that wrote the store.
+        """
         if self.lost is not None:
             return self
         sizes = enumerate(self.bytes)
@@ -125,7 +129,7 @@ def write(
     settings: Mapping[str, Any] | None = None,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> TokenStore:
-    """Tokenizes documents into a new store, chunk by chunk.
+    """Tokenizes documents into a new store, chunk by chunk, and returns the opened store.
 
     A store that is not finished cannot be opened; callers fill an `atomic_directory`.
 
@@ -198,7 +202,8 @@ class _Counter:
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
         """Yields the chunks unchanged and counts them."""
-        in_word = False  # True if the text so far ends inside a word
+        # True if the chunk before ended inside a word, which must not count twice.
+        in_word = False
         for chunk in filter(None, chunks):
             size = len(data := chunk.encode())
             self._lost.text(data)
@@ -216,7 +221,11 @@ def ids_dtype(vocab_size: int) -> np.dtype:
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """Returns the dtype of a store's tokens; raises ValueError if the manifest has another."""
+    """Returns the dtype of a store's tokens, which its manifest contains.
+
+    Raises:
+      ValueError: the dtype is not one that stores use.
+    """
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
     return np.dtype(manifest["dtype"])

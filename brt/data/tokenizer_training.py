@@ -12,14 +12,17 @@ import sentencepiece
 from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
-PIECE = 1024  # characters per line; sentencepiece silently drops lines above 4192 bytes
-MAX_BYTES = 200_000_000  # the largest sample of text that is held in memory
-FIXED = 260  # pieces that every vocabulary has: 256 bytes and the special ones
-RESERVED = "\u2585"  # sentencepiece drops a line that contains this character
+# Characters per line of training text; sentencepiece silently drops lines above 4192 bytes.
+PIECE = 1024
+MAX_BYTES = 200_000_000  # The size of the largest sample of text that is held in memory.
+FIXED = 260  # The number of pieces that every vocabulary has: 256 bytes and the special ones.
+RESERVED = "\u2585"  # Sentencepiece drops a line that contains this character.
 
 
 class Coverage(NamedTuple):
-    """The amount of text that the training used, and the amount that there is, in UTF-8 bytes."""
+    """Number of UTF-8 bytes of text that the training used (`seen`), and that there are
+    (`total`).
+    """
 
     seen: int
     total: int
@@ -31,7 +34,7 @@ class Coverage(NamedTuple):
 
 
 class Special(NamedTuple):
-    """Ids of special pieces; -1 if there is no such piece."""
+    """Ids of the special pieces of a sentencepiece model; -1 if there is no such piece."""
 
     unk_id: int
     bos_id: int
@@ -78,6 +81,9 @@ def train_sentencepiece(
       special: ids of the special pieces.
       setting: the setting that contains "train:VOCAB_SIZE", for error messages.
 
+    Returns:
+      The amount of text that the training used, and the amount that there is.
+
     Raises:
       DataError: there is no text, or too little for `vocab_size`.
     """
@@ -85,7 +91,8 @@ def train_sentencepiece(
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
-    # Every further piece needs a place where it occurs; searching in vain would take BPE long.
+    # A vocabulary cannot have more pieces than the text has bytes, besides the fixed ones. The
+    # check comes first, because BPE would search for a long time before it fails.
     if vocab_size > coverage.seen + FIXED:
         raise _too_many(f"{setting} = 'train:{vocab_size}'", coverage.seen + FIXED)
     try:
@@ -129,10 +136,10 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
         remove_extra_whitespaces=False,
         byte_fallback=True,
         user_defined_symbols=["\n"],
-        allow_whitespace_only_pieces=True,  # for indentation
+        allow_whitespace_only_pieces=True,  # Indentation becomes a single piece.
         **special._asdict(),
         max_sentence_length=4 * PIECE,
-        num_threads=1,  # The model records this number, which would change its fingerprint.
+        num_threads=1,  # The model file records the number, so another one changes the fingerprint.
         minloglevel=2,
     )
     return model.getvalue()

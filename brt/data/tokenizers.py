@@ -14,7 +14,7 @@ from brt.data.byte_level import ByteLevelTokenizer
 from brt.data.chunks import ChunkTokenizer, Ids
 from brt.errors import ConfigError, DataError
 
-SPACE = "\u2581"  # the character that represents a space in sentencepiece
+SPACE = "\u2581"  # The character that represents a space in sentencepiece.
 
 
 @runtime_checkable
@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     @property
-    def file(self) -> tuple[str, bytes]: ...
+    def file(self) -> tuple[str, bytes]:
+        """Name and content of a file from which `load` can read the tokenizer."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32) of a text."""
@@ -62,7 +63,12 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
-        """Returns the text that is complete now; with `final`, incomplete characters, too."""
+        """Returns the text that is complete after the next ids.
+
+        Args:
+          ids: the next ids.
+          final: True also returns characters whose last byte is missing, as U+FFFD.
+        """
         return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
 
 
@@ -123,7 +129,8 @@ class SentencePieceTokenizer(ChunkTokenizer):
         if not any(SPACE in text for text in batch):
             yield from self._processor.encode(batch, return_type="numpy")
             return
-        for text in batch:  # Encode the character itself in bytes, or it would become a space.
+        # A ▁ in the text is encoded by its bytes, because its piece would be decoded to a space.
+        for text in batch:
             for i, part in enumerate(text.split(SPACE)):
                 if i:
                     yield self._space
@@ -131,7 +138,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """Loads a tokenizer.
+    """Returns the tokenizer with this name.
 
     Args:
       name: "bytes", a sentencepiece .model, or a tokenizer.json.
@@ -159,5 +166,5 @@ def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, i: int) -> byt
     if processor.is_unknown(i):
         return "\ufffd".encode()
     if processor.is_byte(i):
-        return bytes([int(piece[1:-1], 16)])  # <0x0A>
+        return bytes([int(piece[1:-1], 16)])  # The piece of a byte has the form <0x0A>.
     return piece.replace(SPACE, " ").encode()

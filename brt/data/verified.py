@@ -14,14 +14,15 @@ from pathlib import Path
 from brt import user_cache
 from brt.data import sources
 
-SETTLED = 1.0  # seconds after which another change of a file is sure to change its time stamp
+# The number of seconds after which another change of a file surely changes its time stamp.
+SETTLED = 1.0
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Compares files with their SHA-256.
+    """Raises ValueError if the SHA-256 of a file differs from the expected one.
 
     Args:
-      directory: where the files are.
+      directory: the directory of the files.
       hashes: the expected hash of each file.
       whole: True reads all files, also those that are known to be unchanged.
 
@@ -36,7 +37,8 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         if not whole and seal and os.path.exists(seal):
             continue
         actual = sources.sha256(path)
-        with contextlib.suppress(OSError):  # Without a cache, the file is read each time.
+        # If the cache cannot be written, the file is read again each time.
+        with contextlib.suppress(OSError):
             if seal and actual != expected:
                 seal.unlink(missing_ok=True)
             elif seal and time.time() - stat.st_ctime > SETTLED:

@@ -33,7 +33,7 @@ class Walk(NamedTuple):
 
 
 def walk(top: Path) -> Walk:
-    """Lists everything below `top`.
+    """Returns all files below the directory `top`, and the entries that cannot be read.
 
     Directories are visited before links to directories, so that files get their direct names.
     """
@@ -51,7 +51,7 @@ def walk(top: Path) -> Walk:
             result.missed.append((place, CLOSED))
             continue
         for path in (place / name for name in names):
-            if os.path.isdir(path):  # Path.is_dir may raise an error.
+            if os.path.isdir(path):  # Unlike Path.is_dir, os.path.isdir never raises an error.
                 (links if os.path.islink(path) else places).append(path)
             elif os.path.isfile(path):
                 result.files.append(path)

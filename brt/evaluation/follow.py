@@ -49,7 +49,11 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check; raises CheckpointError after the timeout."""
+        """Sleeps until the next check; raises CheckpointError after the timeout.
+
+        Args:
+          what: the event that is waited for, such as "the next checkpoint", for messages.
+        """
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -67,7 +71,12 @@ class Waiter:
 
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config, and returns the config for reading the run."""
+    """Waits until a trainer has written its config, and returns the config for reading the run.
+
+    Args:
+      path: the run directory.
+      waiter: waits between two checks.
+    """
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
@@ -79,8 +88,10 @@ class Follower:
     """Evaluates the checkpoints of a run directory as they appear.
 
     Args:
+      workdir: the run directory.
       config: config of the run; some settings may be changed.
-      ablate: part of the memory that a second evaluation removes.
+      split: the split to evaluate.
+      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
       say: called with a line about every checkpoint that is skipped.
     """
 
@@ -93,16 +104,20 @@ class Follower:
         self._due: set[int] = set()
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
-        """Yields the report of every checkpoint, oldest first, until training has ended."""
+        """Evaluates every checkpoint without a report, oldest first, and yields the report.
+
+        The iteration waits for further checkpoints, and stops after that of the last training step.
+        """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
         workdirs.refuse_links(self._workdir)
-        # TensorBoard shows the directory as a separate run.
+        # The results get a directory of their own, which TensorBoard shows as a separate run.
         directory = self._workdir.tensorboard / "evaluation"
         tensorboard = TensorBoard(directory, max(done, default=0), self._say)
         try:
             while True:
-                # Checking first guarantees that no checkpoint can appear after the last one found.
+                # Whether training has ended is checked before looking for a checkpoint, so that no
+                # checkpoint can appear between the two checks and be missed.
                 over = self._is_over()
                 step = self._next()
                 if step is None and over:

@@ -34,7 +34,8 @@ class SplitEvaluator:
 
     Args:
       config: config of the run with all sizes filled in; some settings may be changed.
-      ablate: part of the memory that a second evaluation removes.
+      split: the name of the split.
+      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
       on_result: called with each result before it is written.
 
     Raises:
@@ -89,7 +90,10 @@ class SplitEvaluator:
 def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore
 ) -> Evaluated:
-    """Evaluates one checkpoint and returns its report; see `SplitEvaluator`."""
+    """Evaluates one checkpoint, writes its report and returns it.
+
+    Arguments and errors are those of `SplitEvaluator`.
+    """
     return SplitEvaluator(model.config, split, ablate, on_result)(model)
 
 
@@ -99,6 +103,8 @@ def inspect(
     """Measures how a model uses its memory; writes evaluations/<step>/<split>_probe.json and plots.
 
     Args:
+      model: the trained model.
+      split: the name of the split to read.
       tokens: approximate number of tokens to read; None selects the default, 0 reads all.
       on_text: called with the report for people before it is written.
 
@@ -114,7 +120,8 @@ def inspect(
     _check_writable(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
-    # The "shuffled" intervention on a split of one document uses a document of the training data.
+    # The "shuffled" intervention reads the memory of another document. If the split has only one
+    # document, the other one is a document of the training data, which may be unavailable.
     with contextlib.suppress(DataError):
         dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():

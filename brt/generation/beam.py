@@ -60,14 +60,23 @@ class _Candidates(NamedTuple):
 def beam_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Returns the best N texts of each source; see `brt.generation.search.search`."""
+    """Returns the best N texts of each source, where N is `decoding.beams`.
+
+    Args:
+      decoder: functions of the model; see `TextDecoder`.
+      state: decoding state before the start token.
+      batch: number of sources, B.
+      decoding: settings.
+    """
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder
 
     def unfinished(search: _Search) -> Bool[Array, ""]:
+        """Returns True while a source needs another step."""
         return (search.length < decoding.max_length) & ~jnp.all(search.done)
 
     def extend(search: _Search) -> _Search:
+        """Returns the search after one more token of every hypothesis."""
         last = jax.lax.dynamic_index_in_dim(search.running, search.length - 1, -1, keepdims=False)
         logits, state = step(last, search.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -76,8 +85,8 @@ def beam_search(
         candidates = _continue(search, log_probs, decoding, ids)
         penalty = jnp.asarray(penalties)[search.length]
         finished = _update_finished(search, candidates, penalty, broken)
-        # Ended candidates get -inf. If top_k selects some because too few others are left, they
-        # count as missing hypotheses.
+        # Candidates that ended get -inf, so top_k selects them only if fewer than N others are
+        # left. A hypothesis with -inf counts as missing.
         scores = jnp.where(candidates.ended, -jnp.inf, candidates.log_probs)
         log_probs, chosen = top_k(scores, decoding.beams)
         return _Search(
@@ -176,8 +185,9 @@ def _is_final(
     none_running = best_running == -jnp.inf
     if decoding.early_stopping == "yes":
         return full | none_running
-    # "never" compares with the best score that is still possible. With a positive penalty exponent
-    # this is the score at the maximum length, otherwise the score at the present length.
+    # early_stopping = "never" compares with the best score that a running hypothesis may reach.
+    # With a positive penalty exponent it reaches that score at the maximum length, otherwise at
+    # the present length.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]

@@ -15,7 +15,7 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Sets the log probabilities of banned tokens to -inf without renormalising the others.
+    """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
 
     A forced token gets log probability 0 and excludes all others, even if it is banned itself.
 
@@ -23,6 +23,8 @@ def constrain(
       log_probs: log probabilities of the next token.
       sequences: tokens so far, including the start token.
       length: number of tokens in `sequences`, at least 1.
+      decoding: settings that ban or force tokens.
+      ids: special ids of the model's vocabulary.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -45,18 +47,21 @@ def repeating(
 
     Args:
       sequences: sequences of which the first `length` tokens count, including the start token.
+      length: number of tokens in `sequences`.
       size: n, at least 1; 1 bans every token that was used.
+      vocabulary: number of tokens of the vocabulary, V.
     """
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # Windows end at the last token at most, so the n-gram to be completed is not among them.
+    # Only windows that end at or before the last token count. The n-gram that the next token would
+    # complete ends later, so it is never compared with itself.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)
         same &= sequences[..., i : i + windows] == last
-    # An id beyond the vocabulary marks windows that differ; the scatter drops it.
+    # Windows that differ get an id beyond the vocabulary, which the scatter below drops.
     ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)
     rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(beams)[None, :, None]
     banned = jnp.zeros((batch, beams, vocabulary), bool)

@@ -10,20 +10,30 @@ LogProbs = Float[np.ndarray, "X C"]
 
 
 class Hypothesis(NamedTuple):
-    """A sequence of tokens and its log probability."""
+    """A sequence of token ids, and its natural log probability."""
 
     tokens: Tokens
     log_prob: float
 
 
 def greedy(log_probs: LogProbs) -> Hypothesis:
-    """Returns the tokens of the most likely alignment, with the probability of that alignment."""
+    """Returns the tokens of the most likely alignment, with the log probability of that alignment.
+
+    Args:
+      log_probs: log probabilities of the tokens at each frame, [frames, tokens]; the last is the
+        blank.
+    """
     best = log_probs.argmax(axis=1)
     return Hypothesis(collapse(best, log_probs.shape[1] - 1), float(log_probs.max(axis=1).sum()))
 
 
 def collapse(alignment: Int[np.ndarray, " X"], blank: int) -> Tokens:
-    """Merges repeated tokens of an alignment, then removes blanks."""
+    """Returns the tokens of an alignment: repeated tokens are merged, then blanks are removed.
+
+    Args:
+      alignment: the token id of each frame.
+      blank: the id of the blank.
+    """
     changes = np.flatnonzero(np.diff(alignment, prepend=-1))
     return tuple(int(i) for i in alignment[changes] if i != blank)
 
@@ -42,11 +52,11 @@ class _Beam(NamedTuple):
 
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
-    """Returns the most likely sequences, summed over alignments, best first.
+    """Returns the most likely sequences, best first, by the sum over all their alignments.
 
     The algorithm is that of Graves (2012) and Hannun (2014), in float64. The result is exact if
-    `beams`
-    is at least the number of possible sequences. Sequences of equal probability keep their order.
+    `beams` is at least the number of possible sequences. Sequences of equal probability keep their
+    order.
 
     Args:
       log_probs: log probabilities of the tokens at each frame.
@@ -65,13 +75,13 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     total = np.logaddexp(beam.blank, beam.token)
     last = np.array([prefix[-1] if prefix else -1 for prefix in prefixes])
     stays = np.where(last >= 0, beam.token + frame[last], -np.inf)
-    # After its last token, a prefix can only be extended by the same token if a blank separates
-    # them.
+    # If a prefix is extended by a token that equals its last token, a blank must separate the two,
+    # or the alignment would collapse to the prefix itself.
     longer = total[:, None] + frame[:-1]
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]
     index = {prefix: i for i, prefix in enumerate(prefixes)}
-    # Merge extensions that equal another prefix of the beam into that prefix.
+    # An extension may equal another prefix of the beam; both probabilities are added there.
     for i, prefix in enumerate(prefixes):
         if prefix and (shorter := index.get(prefix[:-1])) is not None:
             stays[i] = np.logaddexp(stays[i], longer[shorter, prefix[-1]])

@@ -12,14 +12,17 @@ Reorder = Callable[[Any, Array], Any]
 
 
 class TextDecoder(NamedTuple):
-    """Pure functions of a decoding state, which is any tree of arrays.
+    """Interface of a model that generates text: pure functions of a decoding state.
+
+    The decoding state is any tree of arrays. B is the number of sources, N the number of beams of
+    each source, and V the size of the vocabulary.
 
     Attributes:
-      step: (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state). Arrays
-          that belong to a source instead of a beam, such as the encoded source, exist once per
-          source in the state.
-      reorder: (state, beams int32 [B, N]) -> state, in which beam n of source b continues beam
-          beams[b, n]. Not called with one beam.
+      step: function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state).
+        Arrays that belong to a source instead of a beam, such as the encoded source, exist once per
+        source in the state.
+      reorder: function (state, beams int32 [B, N]) -> state, in which beam n of source b continues
+        beam beams[b, n]. It is not called with one beam.
       ids: special ids of the model's vocabulary.
     """
 

@@ -33,17 +33,25 @@ class _Text(NamedTuple):
     done: Bool[Array, "B 1"]
 
 
-# Function from log probabilities [B, 1, V] of the next tokens and the length so far to tokens [B,
-# 1].
+# Type of a function that takes the log probabilities [B, 1, V] of the next tokens and the number
+# of tokens so far, and returns the chosen tokens [B, 1].
 Choose = Callable[[Array, Array], Array]
 
 
 def greedy_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Returns one text for each source (N = 1); see `brt.generation.search.search`."""
+    """Returns the text of each source (N = 1) that takes the most likely token at every step.
+
+    Args:
+      decoder: functions of the model; see `TextDecoder`.
+      state: decoding state before the start token.
+      batch: number of sources, B.
+      decoding: settings.
+    """
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
+        """Returns the most likely tokens."""
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     return one_text(decoder, state, likeliest, batch=batch, decoding=decoding)
@@ -52,13 +60,18 @@ def greedy_search(
 def one_text(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source; `choose` selects each token."""
+    """Generates one text for each source (N = 1); the function `choose` selects each token.
+
+    The other arguments are those of `greedy_search`.
+    """
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:
+        """Returns True while a source needs another token."""
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
 
     def extend(text: _Text) -> _Text:
+        """Returns the texts with one more token."""
         last = jax.lax.dynamic_index_in_dim(text.sequences, text.length - 1, -1, keepdims=False)
         logits, state = step(last, text.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))

@@ -24,10 +24,10 @@ class Hypotheses(NamedTuple):
 
 
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
-    """Returns the divisor of summed log probabilities for each number of written tokens, float32.
+    """Returns the divisor of summed log probabilities for each number of tokens, float32 [L].
 
-    The penalty of n tokens is n ** p for `hf`, and ((5 + n) / 6) ** p for `t5x` (Wu et al. 2016,
-    equation 14). Entry 0 is unused.
+    The penalty of n written tokens is n ** p for `hf`, and ((5 + n) / 6) ** p for `t5x` (Wu et al.
+    2016, equation 14), where p is `decoding.length_penalty`. Entry 0 is unused.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1

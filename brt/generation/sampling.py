@@ -11,11 +11,12 @@ from brt.generation.hypotheses import Hypotheses
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Masks all but the `top_k` tokens, then all but the smallest set with `top_p` of the mass.
+    """Returns logits in which tokens that must not be sampled are -inf.
 
-    Logits are divided by the temperature first. Tokens that tie with the last one remain. The
-    largest logit is shifted to 0 before, so that at low temperatures only unlikely tokens overflow
-    float32.
+    Only the `top_k` most likely tokens remain, and of these the smallest set with the probability
+    `top_p`. Logits are divided by the temperature first. Tokens that tie with the last one remain.
+    The largest logit is shifted to 0 before, so that at low temperatures only unlikely tokens
+    overflow float32.
     """
     inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse
@@ -25,8 +26,8 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
     if sampling.top_p < 1.0:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        # A token remains if the tokens before it hold less than top_p; the first one always
-        # remains.
+        # A token remains if the probability of the more likely tokens is less than top_p. The
+        # most likely token always remains.
         last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
         last = jnp.minimum(last, logits.shape[-1] - 1)
         border = jnp.take_along_axis(ordered, last, axis=-1)
@@ -35,7 +36,9 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of every lane; greedy at temperature 0."""
+    """Returns the next token of every lane (row), int32 [B]: a sample, or the most likely token at
+    temperature 0.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)
@@ -50,9 +53,19 @@ def sample(
     sampling: Sampling,
     key: Array,
 ) -> Hypotheses:
-    """Samples one text for each source; see `brt.generation.search.search`."""
+    """Samples one text for each source (N = 1).
+
+    Args:
+      decoder: functions of the model; see `TextDecoder`.
+      state: decoding state before the start token.
+      batch: number of sources, B.
+      decoding: settings such as the maximum length and banned tokens.
+      sampling: temperature, top-k and top-p.
+      key: random key.
+    """
 
     def draw(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
+        """Returns sampled tokens."""
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
     return one_text(decoder, state, draw, batch=batch, decoding=decoding)

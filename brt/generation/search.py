@@ -18,9 +18,13 @@ def search(
     only.
 
     Args:
+      decoder: functions of the model; see `TextDecoder`.
       state: decoding state before the start token.
       batch: number of sources, B.
       decoding: settings; with one beam the search is greedy.
+
+    Returns:
+      The best `decoding.beams` texts of each source, with their scores.
     """
     if decoding.beams == 1:
         return greedy_search(decoder, state, batch=batch, decoding=decoding)

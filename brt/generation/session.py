@@ -28,17 +28,17 @@ from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
-CHUNK = 16  # Number of tokens per call of the program that reads or writes token by token.
-_NEVER = -1  # An id that no token has.
-_NO_KEY = partial(jax.random.key, 0)  # Key for reading, which draws no random numbers.
+CHUNK = 16  # The number of tokens that one call of the token-by-token program reads or writes.
+_NEVER = -1  # An id that no token has; used as the end token, which language models lack.
+_NO_KEY = partial(jax.random.key, 0)  # The random key for reading a text, which never uses it.
 
 
 class Memory(NamedTuple):
     """The complete state of a session. Its size does not depend on the length of the text.
 
     Attributes:
-      state: carried state after the last full block, as in training.
-      block: keys and values of the open block.
+      state: carried state (caches, recurrent states) after the last full block, as in training.
+      block: keys and values of the tokens in the open block, which is not full yet.
       position: int32, number of tokens in the open block, less than the window.
       logits: float32 [B, V], logits of the next token.
       count: int32, number of tokens read and written including BOS; folded into random keys.
@@ -62,6 +62,7 @@ def _advance(
     )  # fmt: skip
 
     def end_block(memory: Memory) -> Memory:
+        """Returns the memory after the full block, with a new open block."""
         state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
         block = decoder.apply(params, state, model_state, method="begin_block")
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
@@ -118,12 +119,15 @@ def _read_and_write(
     """
 
     def body(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
+        """Returns the memory and tokens after reading or sampling token `i`."""
         memory, tokens = so_far
 
         def read() -> Int[Array, " B"]:
+            """Returns token `i` of the prompt."""
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
+            """Returns a sampled token."""
             return choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
 
         next_tokens = jax.lax.cond(i < prompt_length, read, write)
@@ -150,17 +154,22 @@ def _search(
     """Runs a beam search for one lane; hypotheses have the maximum length, as there is no EOS."""
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
+        """Applies a function to all arrays that have an axis of lanes."""
         arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
+        """Reads a token of every beam, and returns the next logits and the beams."""
+
         def advance() -> Memory:
+            """Returns the memory after reading the tokens."""
             return _advance(decoder, variables, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
         return memory.logits[None], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
+        """Returns beams of which beam n continues the beam chosen[0, n]."""
         memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
         return beams._replace(memory=memory)
 
@@ -201,16 +210,20 @@ class Session:
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
-        """Clears the memory and continues with these variables."""
+        """Clears the memory and continues with these learned values of the model."""
         self._variables = variables
         self.forget()
 
     def forget(self) -> None:
-        """Clears the memory."""
+        """Clears the memory, as if no text had been read."""
         self.memory: Memory = self._new_memory(self._variables)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads a text in all lanes, in whole segments where possible, otherwise token by token."""
+        """Reads a text in all lanes, in whole segments where possible, otherwise token by token.
+
+        Args:
+          tokens: ids of the text. BOS is read before the first text.
+        """
         window, length = self._config.model.window, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
         if self.memory.count == 0:
@@ -233,6 +246,11 @@ class Session:
 
         The tokens depend on the key and the position in the text, not on how the text is split into
         calls.
+
+        Args:
+          count: number of tokens.
+          sampling: temperature, top-k and top-p.
+          key: random key.
         """
         if self.memory.count == 0:
             self.read([])
@@ -254,7 +272,9 @@ class Session:
         return np.asarray(read)[:, :count]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Generates `decoding.max_length` - 1 tokens by beam search, and reads them."""
+        """Generates `decoding.max_length` - 1 tokens by beam search, reads them and
+        returns them.
+        """
         if self.memory.count == 0:
             self.read([])
         best = self._search(self._variables, self.memory, decoding=decoding)
@@ -267,7 +287,7 @@ class Session:
         return jax.tree.map(np.array, self.memory)
 
     def resume(self, memory: Memory) -> None:
-        """Continues from a copy of a snapshot."""
+        """Continues from a memory that `snapshot` returned; the arrays are copied."""
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
@@ -279,7 +299,11 @@ class Session:
         save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Continues from a saved memory.
+        """Continues from a memory that `save` wrote.
+
+        Args:
+          path: the file.
+          identity: description of the present model, which must equal that in the file.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from brt.config import Config
 from brt.errors import CheckpointError
 
-# Names under which transformers looks for tokenizer files.
+# The names under which transformers looks for tokenizer files, by the suffix of our file.
 NAMES = {".model": "spiece.model", ".json": "tokenizer.json"}
 
 
@@ -52,15 +52,15 @@ class ExportSource(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A model to export.
+    """A model to export, with the functions that write it.
 
     Attributes:
       source: path that the model comes from.
       model: parameters and settings.
-      to_format: function of the model and a dtype; raises CheckpointError if the model cannot be
-          expressed in the format.
+      to_format: function of the model and a dtype that returns the content of the exported
+        directory; raises CheckpointError if the model cannot be expressed in the format.
       copy_tokenizer: function that writes the tokenizer's files into a directory and returns their
-          names.
+        names.
       notes: further notes for users of the exported model.
     """
 

@@ -17,7 +17,8 @@ from brt.data.memory.names import Memory, belongs_to, parse
 from brt.errors import DataError
 
 T = TypeVar("T")
-Events = list[tuple[int, str]]  # a position in the filler, and the text to insert there
+# Positions in the filler (the text that separates facts from questions), with the text to insert.
+Events = list[tuple[int, str]]
 Told = dict[bytes, tuple[bytes, int]]
 
 _DIGITS = "0123456789abcdef"
@@ -25,8 +26,10 @@ _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-_DRAWS = 1000  # tries to draw something that belongs to a split; one in eight does
-_NOT_FILLER = re.compile(r"[^\n -;?-~]")  # characters of marks, and those that take several bytes
+# The number of tries to draw a fact that belongs to a split; one in eight draws does.
+_DRAWS = 1000
+# Characters that are removed from filler: < = > mark facts, and others take several bytes.
+_NOT_FILLER = re.compile(r"[^\n -;?-~]")
 
 _FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")
 _SENTENCE = re.compile(
@@ -36,12 +39,12 @@ _EVENT = re.compile(rb"\*|#>(\d)<")
 
 
 class Answer(NamedTuple):
-    """An answer in a document.
+    """An answer in a document; positions count bytes.
 
     Attributes:
       start: the position of its first byte.
       stop: the position after its last byte.
-      told: the position after the fact that determines the answer; of several, the first.
+      told: the position after the fact that determines the answer; of several facts, the first.
       text: the correct answer.
     """
 
@@ -52,7 +55,12 @@ class Answer(NamedTuple):
 
 
 def documents(source: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and texts of a source; its name (and the novels) determine every byte.
+    """Yields the (name, text) of every document of a source.
+
+    The name of the source (and the novels that it takes filler from) determine every byte.
+
+    Args:
+      source: the name of the source; see `brt.data.memory.names`.
 
     Raises:
       DataError: the name is not valid, or asks for more text than the novels have.
@@ -75,7 +83,12 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
 
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:
-    """Yields the answers of the document with this name, in the order of its text."""
+    """Yields the answers in a document, in the order of its text.
+
+    Args:
+      name: the name that `documents` gave the document.
+      text: the UTF-8 text of the document.
+    """
     memory = parse(name)
     return _KINDS[memory.task].solve(memory, text)
 
@@ -100,7 +113,9 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         statements.append((place, f"{before}{name}={value};"))
-        label_size = len(f";{before}{name}>")  # bytes of the distance that are not filler
+        # The mark and the key lie between fact and answer too, so the filler is shorter by their
+        # size.
+        label_size = len(f";{before}{name}>")
         questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
     if spread:
         return statements + questions
@@ -174,7 +189,8 @@ def _where(text: bytes) -> tuple[Told, Told]:
 
 
 def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
-    at, has = _where(text)  # No sentence follows the first question.
+    # The final state answers every question, because no sentence follows the first question.
+    at, has = _where(text)
     for match in _SENTENCE.finditer(text):
         if thing := match[4]:
             who, taken = has[thing]
@@ -186,6 +202,7 @@ def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
     """Returns stars, and a question about their number."""
 
     def draw() -> list[int]:
+        """Returns the sorted positions of a random number of events."""
         count = random.randint(memory.facts + 1)
         return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
 

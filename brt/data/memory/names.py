@@ -29,7 +29,8 @@ from typing import NamedTuple
 from brt.config.fields import MEMORY
 from brt.errors import DataError
 
-SHARES = {"train": range(2, 8), "validation": range(1), "test": range(1, 2)}  # hashes modulo 8
+# The hashes, modulo 8, of the facts of each split.
+SHARES = {"train": range(2, 8), "validation": range(1), "test": range(1, 2)}
 _USUAL: dict[str, dict[str, int]] = {
     "copy": {"distance": 96, "length": 8},
     "recall": {"distance": 96, "facts": 4, "queries": 4, "symbols": 26, "length": 4},
@@ -38,11 +39,16 @@ _USUAL: dict[str, dict[str, int]] = {
     "counting": {"distance": 128, "size": 384, "facts": 19, "symbols": 10},
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
-_SHORTEST = 3  # the fewest digits of a value, so that every split has hundreds of values
+# The fewest digits of a value; with three digits every split has hundreds of values.
+_SHORTEST = 3
 
 
 class Memory(NamedTuple):
-    """The settings of a source, with defaults for those that its name leaves out."""
+    """The settings in the name of a source; the module describes each of them.
+
+    `documents` is the COUNT of the name, and `distance` contains all values that documents take in
+    turn.
+    """
 
     task: str
     split: str
@@ -57,12 +63,16 @@ class Memory(NamedTuple):
 
     @property
     def novels(self) -> str:
-        """The source of the filler; "" if it is dots."""
+        """The source of the novels that the filler is taken from; "" if the filler consists of
+        dots.
+        """
         return f"corpus:novels/{self.split}" if self.task in ("needle", "tracking") else ""
 
 
 def parse(source: str) -> Memory:
-    """Parses the name of a source, or of a document, which ends in `#NUMBER`.
+    """Returns the settings in the name of a source, or of a document, whose name ends in `#NUMBER`.
+
+    Settings that the name leaves out have their defaults.
 
     Raises:
       DataError: there is no such task, split or setting, or the settings contradict each other.
@@ -96,7 +106,7 @@ def parse(source: str) -> Memory:
 
 
 def belongs_to(fact: str, split: str) -> bool:
-    """Returns True if a fact or value belongs to a split."""
+    """Returns True if the hash of a fact or value assigns it to the split."""
     return hashlib.sha256(fact.encode()).digest()[0] % 8 in SHARES[split]
 
 

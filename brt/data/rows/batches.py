@@ -31,12 +31,17 @@ class RowReader(Reader):
 
     @property
     def longest(self) -> int:
-        """The length that every row fits into."""
+        """The length that no row exceeds."""
         return int(self.store.lengths.max())
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns the batch of some rows, padded to a length; row -1 is an empty row."""
+        """Returns the batch of the rows with these indices, padded to a length.
+
+        Args:
+          rows: int [B], indices of rows in the store; -1 is an empty row.
+          length: the length that rows are padded to.
+        """
 
     @staticmethod
     def positions(batch: Any) -> int:
@@ -50,7 +55,10 @@ class RowReader(Reader):
         return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns the lane, the index and the id of each row of a step."""
+        """Returns a JSON description of a step's rows: lane, index in the store, and id.
+
+        The id is left out if the rows of the store have no ids.
+        """
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
         return [
@@ -65,7 +73,11 @@ class RowReader(Reader):
         return -(-len(self.store) // self.batch_size)
 
     def once(self, limit: int = 0) -> Iterator[Any]:
-        """Yields batches that read every row once; with a limit, one batch of the first rows."""
+        """Yields batches that together contain every row once.
+
+        Args:
+          limit: above 0, yields a single batch of the first `limit` rows instead.
+        """
         if limit:
             yield self.gather(np.arange(min(limit, len(self.store))), self.longest)
         else:
@@ -75,19 +87,21 @@ class RowReader(Reader):
     def evaluation(
         cls, store: Any, *, batch_size: int, limit: int = 0, **settings: Any
     ) -> Iterator[Any]:
-        """Yields every row once, in batches of similar lengths; the last may have empty rows.
+        """Yields batches of rows of similar lengths, which together contain every row once.
+
+        Only the last batch may have empty rows.
 
         Args:
           store: the rows.
           batch_size: the number of rows of a batch.
-          limit: see `once`.
+          limit: above 0, yields a single batch of the first `limit` rows instead.
           settings: further attributes of the reader.
         """
         yield from cls(store=store, batch_size=batch_size, shuffle=False, **settings).once(limit)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See the base class; includes the lengths of buckets."""
+        """JSON of everything that determines the content of a step, including the buckets."""
         return {**super().identity, "buckets": list(self.lengths)}
 
     @property
@@ -96,7 +110,7 @@ class RowReader(Reader):
         return self.buckets or (self.longest,)
 
     def largest(self) -> Any:
-        """Returns a batch of the largest shape, which has no rows."""
+        """Returns a batch of the largest shape, all of whose rows are empty."""
         return self.gather(np.full(self.batch_size, -1, np.int32), self.lengths[-1])
 
     @functools.cached_property
@@ -108,7 +122,7 @@ class RowReader(Reader):
         """Returns the epoch's rows, int [batches, B] (-1 for none), and the padded lengths."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        left = np.zeros(0, np.int64)  # places in the order whose rows are in no batch yet
+        left = np.zeros(0, np.int64)  # The indices in `order` of rows that are in no batch yet.
         batches, lengths = [], []
         for i in used:
             places = np.concatenate([np.flatnonzero(bucket == i), left])
@@ -120,9 +134,8 @@ class RowReader(Reader):
             lengths += [self.lengths[i]] * len(batches[-1])
             left = places[full:]
         chosen = np.concatenate(batches)
-        by_last = np.argsort(
-            chosen.max(axis=1), kind="stable"
-        )  # order by the last row of each batch
+        # Batches are read in the order in which their last row occurs in `order`.
+        by_last = np.argsort(chosen.max(axis=1), kind="stable")
         return np.append(order, -1)[chosen[by_last]], np.array(lengths)[by_last]
 
 
@@ -135,11 +148,11 @@ def padded(
     width: tuple[int, ...] = (),
     fill: int = 0,
 ) -> tuple[Shaped[np.ndarray, "B T ..."], Bool[np.ndarray, "B T"]]:
-    """Concatenates rows to an array, and returns a mask that is False on padding.
+    """Returns rows as one padded array [B, T, *width], and a mask [B, T] that is False on padding.
 
     Args:
       rows: int [B], indices of rows; -1 is an empty row.
-      read: returns a row, [T, *width].
+      read: function from the index of a row to the row, [length of the row, *width].
       length: the length T to which rows are padded.
       dtype: the dtype of the array.
       width: the shape of an element of a row.

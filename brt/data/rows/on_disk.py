@@ -48,14 +48,11 @@ class OnDisk:
         return values
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns values at indices that are close to each other along the last axis.
+        """Returns the values at the given indices, an array of the same shape as the indices.
 
         Args:
           places: int64 [..., K], indices below `size`. Everything between the smallest and the
-            largest index of a row is read.
-
-        Returns:
-          dtype [..., K].
+            largest of K indices is read, so these should be close to each other.
 
         Raises:
           DataError: the file was truncated or cannot be read.

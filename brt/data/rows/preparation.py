@@ -29,7 +29,7 @@ Store = TypeVar("Store")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowCorpus(Generic[Encoder, Store]):
-    """The opened stores of a prepared directory.
+    """The opened stores of a prepared directory, by split, with the object that encodes rows.
 
     Attributes:
       rows: what a row is called, in the plural.
@@ -42,7 +42,7 @@ class RowCorpus(Generic[Encoder, Store]):
     splits: dict[str, Store]
 
     def split(self, name: str) -> Store:
-        """Returns the store of a split; raises DataError if there is none."""
+        """Returns the store of the split with this name; raises DataError if there is none."""
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
@@ -59,11 +59,11 @@ class Preparation(abc.ABC):
     """Base class that prepares and opens the rows of a section; each kind of rows has a subclass.
 
     Attributes:
-      dataset: the class of the result.
+      dataset: the subclass of RowCorpus that `open` returns.
       kind: the name of the kind of rows, part of the key in the cache.
-      encoding: what encodes rows, such as "tokenizer" or "vocabulary".
+      encoding: the kind of object that encodes rows, such as "tokenizer" or "vocabulary".
       tokenizer: the object that encodes rows, once it exists.
-      shares: the share of train's rows of each split that is a part of train.
+      shares: for each split that is a part of train, its share of train's rows.
       endings: suffixes of the files to read from directories.
     """
 
@@ -79,7 +79,7 @@ class Preparation(abc.ABC):
         self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
-        """Opens the data, and prepares them first if necessary.
+        """Returns the opened data, a `dataset`; prepares them first if necessary.
 
         Raises:
           DataError: a source cannot be read, or is part of two splits.
@@ -97,7 +97,12 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """Opens a single split, encoded by a given encoder; see `cache.prepared_split`.
+        """Returns a single opened split, encoded by a given encoder; see `cache.prepared_split`.
+
+        Args:
+          split: the name of the split.
+          encoder: the object that encodes rows, such as the tokenizer of a trained model.
+          known: a directory from which a run read this split before.
 
         Raises:
           DataError: there is no such split, or its sources cannot be read.
@@ -125,7 +130,9 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
-        """Yields the rows of a split; train is divided if other splits are a part of it."""
+        """Yields the rows of a split; rows of train that belong to other splits are left out of
+        train.
+        """
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
         return (row for row in self._train() if self._split_of(row) == split)
@@ -143,19 +150,32 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
-        """Yields all rows and BadRows of sources; `split` is named in error messages."""
+        """Yields all rows of some sources, and a BadRow for each row that cannot be used.
+
+        Args:
+          split: the name of the split, for error messages.
+          names: the sources.
+        """
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
-        """Returns the content of a row that must not occur in two splits."""
+        """Returns the content of a row as a text; rows with the same content belong to the same
+        split.
+        """
 
     def of_train(self) -> dict[str, Any]:
-        """Returns JSON of what the training data determine in other splits, besides the encoder."""
+        """Returns JSON of values that train determines in other splits, besides the encoder.
+
+        The values are part of the key under which a single split is cached.
+        """
         return {}
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
-        """Loads the object that encodes rows, which has a `fingerprint`, from a file or setting.
+        """Returns the object that encodes rows, which has a `fingerprint`.
+
+        Args:
+          name: the path of a file with the object, or the value of the setting that names it.
 
         Raises:
           DataError: the file is missing or damaged.
@@ -164,14 +184,21 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def open_store(self, directory: Path, encoder: Any) -> RowStore:
-        """Opens the store of a split."""
+        """Returns the opened store of a split.
+
+        Args:
+          directory: the directory of the store.
+          encoder: the object that encoded its rows.
+        """
 
     @abc.abstractmethod
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of the files behind sources."""
+        """Returns the hashes of the files that belong to the sources with these names."""
 
     def left_out(self, name: str) -> str:
-        """Describes the files of a source that are not read; see `sources.left_out`."""
+        """Returns a sentence about the files of a source that are not read, or "" if all
+        are read.
+        """
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
@@ -179,19 +206,30 @@ class Preparation(abc.ABC):
         cache.refuse_shared(hashes)
 
     def decisive(self) -> dict[str, Any]:
-        """Returns what determines the content besides settings and sources."""
+        """Returns JSON of values that determine the data, besides settings and sources.
+
+        The values are part of the key in the cache.
+        """
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Called before any row is written. A task creates the object that encodes rows here, saves
-        it in `directory`, and returns what the manifest says about it. By default there is nothing
-        to create.
+        """Creates the object that encodes rows and saves it in `directory`; no row is written yet.
+
+        Returns:
+          Entries of the manifest that describe the object. The default creates nothing and returns
+          no entries.
         """
         return {}
 
     @abc.abstractmethod
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split (train is the first), and returns a line about it."""
+        """Writes the store of a split, and returns a line that tells the user what was written.
+
+        Args:
+          split: the name of the split; train is written first.
+          directory: the directory of the store.
+          tally: counts the rows, and removes those that cannot be used.
+        """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         cache.say_left_out(self.section, SPLITS, self.left_out, self.progress)
@@ -237,11 +275,17 @@ class TokenizedPreparation(Preparation):
         return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")
 
     def decisive(self) -> dict[str, Any]:
-        """Returns the fingerprint of a tokenizer that the section names."""
+        """Returns the fingerprint of the tokenizer if the section names one; it determines the
+        content.
+        """
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Trains or loads the tokenizer, stores it, and returns its entry of the manifest."""
+        """Trains or loads the tokenizer, and saves it in `directory`.
+
+        Returns:
+          The entry of the manifest that describes the tokenizer.
+        """
         if size := self._size:
             cache.say(f"training a tokenizer of {size} pieces", self.progress)
             path = directory / "tokenizer.model"

@@ -11,7 +11,7 @@ from brt.data.rows.on_disk import OnDisk
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]].
+    """Rows of different lengths in one array; row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
       values: the elements of all rows, one after another.
@@ -30,16 +30,23 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows], the length of each row."""
+        """Length of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """Returns values and offsets under the names that `store.Files.ragged` reads."""
+        """Returns `values` and `offsets` as columns `name` and `name_offsets` of a store.
+
+        `store.Files.ragged` reads these columns.
+        """
         return {name: self.values[:], f"{name}_offsets": self.offsets}
 
 
 def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
-    """Returns rows after checking the offsets; raises ValueError if they do not fit the values."""
+    """Returns `values` and `offsets` as rows, after checking the offsets.
+
+    Raises:
+      ValueError: the offsets do not ascend from 0 to the number of values.
+    """
     if (
         offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
         or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()
@@ -49,25 +56,29 @@ def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
 
 
 def joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
-    """Concatenates rows that are in memory."""
+    """Returns rows that are in memory, concatenated to one array."""
     empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
     return Ragged(np.concatenate([empty, *rows]).astype(dtype), offsets([len(row) for row in rows]))
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns int64 [rows + 1], where each row begins and the last one ends."""
+    """Returns int64 [rows + 1], the index where each row begins and where the last one ends.
+
+    Args:
+      lengths: the length of each row.
+    """
     return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
 class Writer:
-    """Appends rows to a file; used as a context, which closes the file."""
+    """Appends rows to a file. It is a context manager, which closes the file."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype = open(path, "wb"), dtype
         self._lengths: list[int] = []
 
     def extend(self, rows: Iterable[np.ndarray]) -> None:
-        """Appends rows."""
+        """Appends rows to the file."""
         for row in rows:
             self._file.write(np.ascontiguousarray(row, self._dtype).data)
             self._lengths.append(len(row))
@@ -80,7 +91,7 @@ class Writer:
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 [rows + 1], the offsets of the rows so far."""
+        """Offsets of the rows that were written so far, int64 [rows + 1]."""
         return offsets(self._lengths)
 
 

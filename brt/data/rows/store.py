@@ -43,12 +43,14 @@ class RowStore:
 
     @property
     def written_with(self) -> str:
-        """Fingerprint of what encoded the rows; "" if the manifest does not contain it."""
+        """Fingerprint of the tokenizer or vocabulary that encoded the rows; "" if it is
+        not known.
+        """
         return ""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that a model reads or learns from the rows."""
+        """SHA-256 of everything in the store that a model reads or learns."""
         return self.manifest["fingerprint"]
 
 
@@ -68,17 +70,37 @@ class Files(NamedTuple):
     columns: Mapping[str, Any]
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns the rows whose values and offsets are two columns."""
+        """Returns the rows whose values are one column and whose offsets are another.
+
+        Args:
+          name: the name of the column of values.
+          offsets: the name of the column of offsets; "" stands for `name` followed by "_offsets".
+        """
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns the rows of a file; raises ValueError if their number is not the manifest's."""
+        """Returns the rows of a file of values.
+
+        Args:
+          file: the name of the file.
+          dtype: the dtype of its values.
+          offsets: int64 [rows + 1], the index of each row's first value.
+          count: the entry of the manifest that contains the number of rows.
+
+        Raises:
+          ValueError: the number of rows differs from that of the manifest.
+        """
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)
         return rows
 
     def check(self, count: str, *columns: Any) -> None:
-        """Raises ValueError if the columns do not have the number of rows of the manifest."""
+        """Raises ValueError if a column does not have as many rows as the manifest says.
+
+        Args:
+          count: the entry of the manifest that contains the number of rows.
+          columns: the columns.
+        """
         if {self.manifest[count]} != {*map(len, columns)}:
             raise ValueError(f"{self.npz} has another length than its manifest says")
 
@@ -92,10 +114,10 @@ def opened(
     npz: str = "rows.npz",
     what: str = "store",
 ) -> Iterator[Files]:
-    """Opens a directory that `finish` completed.
+    """Context that opens a store which `finish` completed, and yields its content.
 
     Args:
-      directory: the directory.
+      directory: the directory of the store.
       lists: names of the columns that are lists; None takes them from the manifest.
       facts: types of further entries of the manifest; see `untrusted.check`.
       npz: the name of the file that contains the columns.
@@ -140,7 +162,13 @@ def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
 
 
 def within(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
-    """Raises ValueError unless all integers are indices below the counts."""
+    """Raises ValueError unless all integers in `places` are at least 0 and below the counts.
+
+    Args:
+      name: the name of the column, for the error message.
+      places: the array to check.
+      counts: the number of things that the indices point to; an array must have a compatible shape.
+    """
     if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
         raise ValueError(f"{name} points where nothing is")
 
@@ -154,7 +182,7 @@ def finish(
     identity: bytes = b"",
     npz: str = "rows.npz",
 ) -> None:
-    """Completes a store with the columns and the manifest.
+    """Completes a store: writes its columns, and then the manifest with the hashes of all files.
 
     Args:
       directory: the directory of the store.

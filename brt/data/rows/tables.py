@@ -16,7 +16,7 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 FORMATS = endings.ROWS
-READ_ROWS = 64  # Parquet rows that are converted to Python at a time
+READ_ROWS = 64  # The number of Parquet rows that are converted to Python objects at a time.
 
 
 class Row(NamedTuple):
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows that have the same columns."""
+    """A name, and an iterator over rows that have the same columns."""
 
     name: str
     rows: Iterator[Row]
@@ -44,13 +44,13 @@ class Table(NamedTuple):
 def tables(
     source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
 ) -> Iterator[Table]:
-    """Yields the tables behind a source (see `brt.data.sources`).
+    """Yields the tables that belong to a source (see `brt.data.sources`).
 
     Args:
       source: the name of the source.
       formats: suffixes of the files to read, `FORMATS` or more.
-      header: names for the columns of .tsv files, where "" leaves out a column; () takes the
-        names from the first line.
+      header: names for the columns of .tsv files, where "" leaves out a column; () takes the names
+        from the first line.
 
     Raises:
       DataError: there is no table, or a file is damaged or has another format.
@@ -98,7 +98,12 @@ def read(
 
 
 def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Yields the rows of a file, whose suffix says how it is read; see `tables`."""
+    """Yields the rows of a file, whose suffix determines the format.
+
+    Args:
+      file: the file.
+      header: see `tables`.
+    """
     match endings.kind(file.path.name):
         case "parquet":
             return _parquet(file)
@@ -154,15 +159,18 @@ def name(value: Any, number: int) -> str:
     Raises:
       ValueError: the id is a text that cannot be used; see `text`.
     """
-    if value is None or value != value:  # NaN means that a table of numbers has no value here.
+    if value is None or value != value:  # A table of numbers represents a missing id by NaN.
         return str(number)
-    if isinstance(value, float) and value.is_integer():  # pandas converts ints to floats.
+    # pandas writes integer ids as floats if some are missing.
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int | float) else text(value, "id")
 
 
 class Unread(NamedTuple):
-    """A value of a type that brt does not read, such as a struct."""
+    """A value of a type that brt does not read, such as a struct; it stands for the value in
+    a row.
+    """
 
     type: str
 
@@ -184,7 +192,8 @@ def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
 
 def _csv(file: File) -> Iterator[Row]:
     """Yields records as defined by RFC 4180; bytes that are not UTF-8 affect only their own row."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # Documents exceed the default of 128 kB.
+    # Documents may exceed the csv module's default limit of 128 kB for a field.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     lines = (
         (line + b"\n").decode("utf-8", "surrogateescape")
         for line in contents.lines(file.name, contents.text(file))

@@ -5,19 +5,19 @@ from typing import Any, NamedTuple
 
 from brt.errors import DataError
 
-SHOWN = 3  # bad rows that an error message lists
-KEPT = 20  # bad rows that a manifest lists
+SHOWN = 3  # The number of bad rows that an error message lists.
+KEPT = 20  # The number of bad rows that a manifest lists.
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used, and why, such as "has an empty summary"."""
+    """The name of a row that cannot be used, and the problem, such as "has an empty summary"."""
 
     name: str
     problem: str
 
 
 class Tally:
-    """Counts rows, and removes the bad ones.
+    """Counts the rows of a split, and removes the bad ones.
 
     Attributes:
       rows: the number of rows so far.
@@ -32,10 +32,10 @@ class Tally:
     def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
         self.rows = self.bad = 0
         self._split, self._skip, self._progress = split, skip, progress
-        self._bad: list[str] = []  # the first bad rows
+        self._bad: list[str] = []  # Descriptions of the first bad rows.
 
     def usable(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items that are not BadRows."""
+        """Yields the items that are not BadRows, and counts all items."""
         for item in items:
             self.rows += 1
             self._progress()
@@ -68,5 +68,7 @@ class Tally:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns the counts and the first bad rows, for a manifest."""
+        """Returns JSON for a manifest: the numbers of rows and bad rows, and descriptions of the
+        first bad rows.
+        """
         return {"rows": self.rows, "bad": self.bad, "first": self._bad}

@@ -21,11 +21,16 @@ class TextReader(RowReader):
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens in a row."""
+        """The number of tokens that no row exceeds."""
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
-        """Returns the batch of some rows, padded to a length; row -1 is an empty row."""
+        """Returns the batch of the rows with these indices, padded to a length.
+
+        Args:
+          rows: int [B], indices of rows in the store; -1 is an empty row.
+          length: the number of tokens that rows are padded to.
+        """
         rows = np.asarray(rows, np.int32)
         targets = self.store.row_targets
         scored = np.repeat(rows[:, None] >= 0, targets.shape[1], axis=1)

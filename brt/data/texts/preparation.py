@@ -34,5 +34,5 @@ class TextPreparation(TokenizedPreparation):
         return result
 
     def load(self, name: str) -> TextTokenizer:
-        """Loads a tokenizer."""
+        """Returns the tokenizer that a file or the setting Data.tokenizer names."""
         return tokenization.load(name, "Data.tokenizer")

@@ -24,11 +24,11 @@ START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
 
 
 class Encoding(NamedTuple):
-    """An encoded text.
+    """The ids of a text, with the characters that each id stands for.
 
     Attributes:
-      ids: the ids of the text.
-      spans: for each id, its first character and the character after its last one.
+      ids: int32 [T], the ids of the text.
+      spans: int32 [T, 2], for each id, its first character and the character after its last one.
     """
 
     ids: Int[np.ndarray, " T"]
@@ -64,7 +64,9 @@ class TextTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encodes texts without special ids, even if a text contains their names."""
+        """Returns the encoding of each text without special ids, even if a text contains their
+        names.
+        """
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
         for ids, spans in self.encode_texts(list(texts)):
@@ -73,13 +75,13 @@ class TextTokenizer:
         return encodings
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
-        """Decodes ids that `wrap` returned into the separate texts."""
+        """Returns the one or two texts whose ids `wrap` concatenated."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
         return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
-        """Concatenates one or two encoded texts with the special ids around them."""
+        """Returns one or two encoded texts, concatenated with the special ids around them."""
         parts: list[Sequence[int] | np.ndarray] = [self.between] * (2 * len(texts) - 1)
         parts[::2] = texts
         return np.concatenate([self.begin, *parts, self.end]).astype(np.int32)
@@ -90,7 +92,7 @@ class TextTokenizer:
 
 
 def load(name: str, setting: str) -> TextTokenizer:
-    """Loads a tokenizer.
+    """Returns the tokenizer with this name.
 
     Args:
       name: "bytes", a sentencepiece .model, or a tokenizer.json of Hugging Face's tokenizers.
@@ -114,6 +116,7 @@ def load(name: str, setting: str) -> TextTokenizer:
 
 def _bytes() -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
+        """Encodes each text as its UTF-8 bytes."""
         encodings = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -122,6 +125,7 @@ def _bytes() -> TextTokenizer:
         return encodings
 
     def decode_ids(ids: list[int]) -> str:
+        """Decodes ids as UTF-8 bytes."""
         return bytes(ids).decode(errors="replace")
 
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
@@ -134,6 +138,7 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     processor = tokenizer_files.sentencepiece_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
+        """Encodes each text with the sentencepiece model."""
         rows = processor.encode(texts, return_type="offset_mapping")
         return [_spelt(row["ids"], row["offsets"]) for row in rows]
 
@@ -150,6 +155,7 @@ def _json(path: Path) -> TextTokenizer:
     tokenizer = tokenizer_files.json_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
+        """Encodes each text with the tokenizer of the file."""
         rows = tokenizer.encode_batch(texts, add_special_tokens=False)
         return [_spelt(row.ids, row.offsets) for row in rows]
 

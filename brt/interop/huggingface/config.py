@@ -12,7 +12,9 @@ from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
-CROSS_KEY = "brt_cross_attention"  # Key of ours in their config.json, which keeps unknown keys.
+# The key in Hugging Face's config.json for brt's cross-attention settings. transformers keeps keys
+# that it does not know.
+CROSS_KEY = "brt_cross_attention"
 GENERATION = (
     "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
     "no_repeat_ngram_size",
@@ -39,7 +41,7 @@ _BART = {
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
     "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
 }  # fmt: skip
-# Defaults of their classes for keys that config.json lacks.
+# The values that transformers' classes use for keys that config.json lacks.
 _T5_DEFAULTS = {
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1, "feed_forward_proj": "relu",
@@ -57,9 +59,12 @@ _ENCODERS = {"local": "local", "transient-global": "transient_global"}
 
 
 class Described(NamedTuple):
-    """Settings of a model without its parameters.
+    """Settings of an encoder-decoder model without its parameters.
 
     Attributes:
+      model: sizes and kinds of the layers.
+      cross: settings of cross-attention.
+      special: special ids.
       generation: generation settings under Hugging Face's names.
       tasks: generation settings for named tasks, with `prefix`; used if a task is requested.
     """
@@ -74,7 +79,7 @@ class Described(NamedTuple):
 def from_theirs(
     config: Mapping[str, Any], generation: Mapping[str, Any], *, tied: bool
 ) -> Described:
-    """Converts their settings to ours.
+    """Returns brt's settings for those of a Hugging Face checkpoint.
 
     Args:
       config: content of config.json.
@@ -107,10 +112,13 @@ def from_theirs(
 def convert_fields(
     section: str, table: Mapping[str, str], config: Mapping[str, Any], file: str = "config.json"
 ) -> dict[str, Any]:
-    """Converts fields of one of our sections.
+    """Returns values of the fields of a section of brt's config, read from a Hugging Face config.
 
     Args:
-      table: their names by ours.
+      section: the name of the section.
+      table: Hugging Face's name of each field.
+      config: the content of their file.
+      file: the name of their file, for error messages.
 
     Raises:
       CheckpointError: a field is missing or has an invalid value.
@@ -127,7 +135,7 @@ def convert_fields(
 
 
 def check_type(config: Mapping[str, Any]) -> str:
-    """Returns the architecture.
+    """Returns the architecture of a Hugging Face config, such as "t5" or "bart".
 
     Raises:
       CheckpointError: the architecture is not supported.
@@ -147,7 +155,7 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = convert_fields("Seq2Seq", _T5, config)
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
     scaled = config.get("scale_decoder_outputs")
-    # Before transformers 5, this flag was the difference between T5 1.1 and T5 1.0.
+    # Before transformers 5, tie_word_embeddings told T5 1.0, which scales its logits, from T5 1.1.
     fields["scale_logits"] = (
         config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
     )
@@ -191,7 +199,11 @@ def _special(config: Mapping[str, Any]) -> SpecialTokens:
 
 
 def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns config.json and generation_config.json; `dtype` is the dtype of the weights.
+    """Returns the contents of config.json and generation_config.json for a model.
+
+    Args:
+      described: the settings of the model.
+      dtype: the dtype of the weights.
 
     Raises:
       CheckpointError: a setting has no counterpart.
@@ -221,7 +233,7 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
     config = {theirs: getattr(model, ours) for ours, theirs in _T5.items()}
     theirs_of = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     config["feed_forward_proj"] = theirs_of[model.activation]
-    # Transformers 5 reads the first key, earlier versions only the second.
+    # Transformers 5 reads scale_decoder_outputs, earlier versions only tie_word_embeddings.
     config["scale_decoder_outputs"] = config["tie_word_embeddings"] = model.scale_logits
     if model.encoder_attention == "full":
         return {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **config}
@@ -265,6 +277,6 @@ def decoding(described: Described, task: str = "") -> Decoding:
     table = {ours[name]: name for name in ours if wanted.get(name) is not None}
     fields = convert_fields("Decoding", table, wanted, file="generation_config.json")
     stopping = {True: "yes", False: "heuristic", "never": "never"}
-    # The default of transformers is the heuristic.
+    # Early stopping by the heuristic is the default of transformers.
     early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
     return Decoding(**fields, early_stopping=early)

@@ -17,7 +17,11 @@ from brt.models import seq2seq
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
-    """Reads a Hugging Face checkpoint: our model, the original arrays, and what did not match.
+    """Reads a Hugging Face checkpoint.
+
+    Returns:
+      The model in brt's form, the arrays of the checkpoint by name, and a report of the arrays that
+      did not match.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or of an unsupported architecture.
@@ -35,11 +39,14 @@ def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Im
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts a checkpoint and yields lines that report what was done.
+    """Converts a Hugging Face checkpoint, and yields lines that report what was done.
 
     Args:
+      source: directory of the checkpoint.
+      target: directory to write.
       verified: compare the converted model with the original.
       positions: number of positions to which BART's table is extended with `method`; 0 keeps it.
+      method: how new positions are filled.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.
@@ -60,18 +67,19 @@ def from_hf(
         if verified:
             reloaded = pretrained.load(directory)
             yield from _compare(model, reloaded, arrays, source)
-        if positions:  # The comparison above needs the original number of positions.
+        if positions:  # Positions are added after the comparison, which needs the original number.
             pretrained.save(directory, _extended(model, positions, method))
             yield f"extended to {positions:,} positions ({method})"
     yield f"wrote {target}"
 
 
 def to_format(model: Pretrained, dtype: str) -> ExportFormat:
-    """Returns the model in the format of T5, LongT5 or BART."""
+    """Returns the model in the format of T5, LongT5 or BART, with weights of the given dtype."""
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
 
     def verify_directory(directory: Path) -> Iterator[str]:
+        """Yields the lines of a comparison of the written directory with the model."""
         reloaded, arrays, _ = read(directory)
         compared = {name: exported[name] for name in arrays}
         return _compare(model, reloaded, compared, directory, arrays)
@@ -89,7 +97,18 @@ def to_format(model: Pretrained, dtype: str) -> ExportFormat:
 def to_hf(
     exported: Exported, target: Path, *, verified: bool, dtype: str = "float32"
 ) -> Iterator[str]:
-    """Writes any exportable model; arguments, results and errors are those of `from_hf`."""
+    """Writes a model in Hugging Face's format, and yields lines that report what was done.
+
+    Args:
+      exported: the model.
+      target: directory to write.
+      verified: compare the written model with the original.
+      dtype: dtype of the written weights.
+
+    Raises:
+      ConfigError: `target` is not empty.
+      CheckpointError: the model cannot be converted, or with `verified` the result differs.
+    """
     content = exported.to_format(exported.model, dtype)
     with files.new_directory(target) as directory:
         dtype_class = files.DTYPES[dtype]
@@ -109,7 +128,7 @@ def to_hf(
 
 
 def load_converted(source: Path) -> Exported:
-    """Loads a directory that --to=brt wrote, for export.
+    """Loads a directory that `brt.convert --to=brt` wrote, so that it can be exported.
 
     Raises:
       CheckpointError: the directory contains no such model.
@@ -136,7 +155,7 @@ def _compare(
     """Yields the lines of a comparison; `theirs` is the directory in Hugging Face's format."""
     if after is None:
         after = weights.export_arrays(reloaded.params, reloaded.described.model)
-    # Arrays on only one side were reported as initialised or as unused already.
+    # Arrays that only one of the models has were already reported as initialised or unused.
     checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield verify.text(checks)
     verify.check(checks)

@@ -24,7 +24,7 @@ from brt.ops.gates import GateWeights
 
 CODE = Path(__file__).with_name("modeling_brt.py")
 KINDS = ("window", "recurrent")
-# Parameters that the export folds into `bias`, `scale` and `cross_scale`.
+# Parameters that are not exported themselves, but folded into `bias`, `scale` and `cross_scale`.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
 
 
@@ -43,7 +43,11 @@ class TrainedDecoder(NamedTuple):
 
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
-    """Returns the exported form of a language model.
+    """Returns the content of an exported directory: settings, arrays and the code to run them.
+
+    Args:
+      trained: the model.
+      dtype: dtype of the written weights.
 
     Raises:
       CheckpointError: the model has kinds of layers, or biases, that modeling_brt.py lacks.
@@ -74,7 +78,7 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 
 
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
-    """Returns config.json, with the usual names of transformers where they exist."""
+    """Returns the content of config.json, with the usual names of transformers where they exist."""
     m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
         recurrence.gate_layout == "single"
@@ -114,7 +118,10 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields float32 arrays by name, with position biases as one array by distance."""
+    """Yields (name, float32 array) of every exported parameter.
+
+    Position biases of a layer become one array, indexed by the distance of key and query.
+    """
     params, model, first = trained.params, trained.model, 0
     for name in ("embedding", "norm"):
         yield f"decoder.{name}", np.asarray(params[name], np.float32)
