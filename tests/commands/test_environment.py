@@ -28,6 +28,7 @@ TINY = (
     "Model.layers = 1", "Recurrence.layers = ()", "Model.model_dim = 16", "Model.heads = 2",
     "Model.head_dim = 8", "Model.mlp_dim = 16", "Model.window = 8", "Model.vocab_size = 32",
     "Training.segment_length = 16", "Training.batch_size = 6", "Mesh.data = 3",
+    "Optimizer.name = 'adamw'", "Optimizer.clip_norm = 0.0",
 )  # fmt: skip
 SETTINGS = [f"--gin_bindings={binding}" for binding in TINY]
 

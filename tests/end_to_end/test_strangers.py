@@ -152,7 +152,8 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a short run that every command takes."""
     run = tmp_path_factory.mktemp("plain") / "run"
-    commands.train(run, "Memorizing.layers = ()", "Training.steps = 2")
+    small = "Model.layers = 1", "Memorizing.layers = ()", "Recurrence.layers = ()"
+    commands.train(run, *small, "Training.steps = 2", "Training.gradient_accumulation = 1")
     return run
 
 

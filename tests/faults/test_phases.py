@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import PHASES, TASKS, Runs, small_disk
+from .harness import PHASES, QUICK_TASK, TASKS, Runs, small_disk
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_a_kill_and_a_hang_change_nothing(
     runs: dict[tuple[str, int], Runs], tmp_path: Path
 ) -> None:
     """The quick case: the run is killed while it commits a checkpoint, and later hangs."""
-    one, workdir = runs["language", 1], tmp_path / "run"
+    one, workdir = runs[QUICK_TASK, 1], tmp_path / "run"
     assert one.strike(workdir, "committing", "kill").struck
     hung = one.strike(workdir, "stepping", "hang")
     assert "brt: no sign of life for" in hung.said and "while stepping after step 0" in hung.said

@@ -27,7 +27,8 @@ EACH = [
 
 @pytest.mark.parametrize(("name", "mesh"), EACH)
 def test_devices_that_share_a_run_equal_one(name: str, mesh: str, case: Callable) -> None:
-    config, (nats, state) = case(name)
+    # AdamW compiles in three quarters of the time of Adafactor, which the slow cases have.
+    config, (nats, state) = case(name, "adamw" if (name, mesh) == QUICK else "adafactor")
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE
     assert worst(after.carry, state.carry) < TOLERANCE

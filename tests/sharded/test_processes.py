@@ -123,23 +123,28 @@ def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
     ("model", "devices", "mesh", "other"),
     [
         pytest.param(
-            "Recurrence.layers = ()", 2, ("Mesh.data = 2",), ("Mesh.fsdp = 2",), id="window"
+            ("Recurrence.layers = ()", "Optimizer.name = 'adamw'"), 2, ("Mesh.data = 2",),
+            ("Mesh.fsdp = 2",), id="window"
         ),
         pytest.param(
-            "Recurrence.layers = (0,)", 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
+            ("Recurrence.layers = (0,)",), 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
             id="recurrent", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
 def test_two_processes_are_one_run_which_one_process_goes_on_with(
-    trainer: Trainer, model: str, devices: int, mesh: tuple[str, ...], other: tuple[str, ...]
+    trainer: Trainer,
+    model: tuple[str, ...],
+    devices: int,
+    mesh: tuple[str, ...],
+    other: tuple[str, ...],
 ) -> None:
     """Metrics are written once; what two have saved, one resumes on another mesh."""
     one, two = f"one {devices}", f"two {devices}"
-    trainer.alone(one, model, "Training.steps = 8")
-    out = trainer.run(two, model, *mesh, "Training.steps = 4", devices=devices)
+    trainer.alone(one, *model, "Training.steps = 8")
+    out = trainer.run(two, *model, *mesh, "Training.steps = 4", devices=devices)
     assert "[0] " in out and "step 4/4" in out
-    trainer.alone(two, model, *other, "Training.steps = 8")
+    trainer.alone(two, *model, *other, "Training.steps = 8")
     assert_same_curve(trainer.rows(two), trainer.rows(one))
     assert sorted(p.name for p in (trainer.place / two).iterdir()) == sorted(
         p.name for p in (trainer.place / one).iterdir()
