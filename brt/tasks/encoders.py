@@ -22,10 +22,11 @@ from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.transformer_flops import encoder_flops
 from brt.tasks import resolving
-from brt.tasks.interface import Dataset, Task
+from brt.tasks.interface import Dataset, LossInputs, Task
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
 from brt.types import Batch
 
+_DROPOUT, _ATTENTION = 0, 1  # Folded into the random key of a step, one for each purpose.
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
 # Exact counterparts of approximate kinds of attention; the counterpart of all others is "full".
 _EXACT = {"reformer": "shared_full"}
@@ -89,6 +90,17 @@ class EncoderTask(Task):
             rngs=None if dropout is None else {"dropout": dropout}, **options,
         )  # fmt: skip
         return outputs
+
+    def training_logits(
+        self, config: Config, params: PyTree[Array], loss_inputs: LossInputs, **options: Any
+    ) -> Float[Array, "B ..."]:
+        """Returns `predict` of a batch, with dropout and attention drawn from the step's key."""
+        dropout, attention = (
+            jax.random.fold_in(loss_inputs.key, i) for i in (_DROPOUT, _ATTENTION)
+        )
+        return self.predict(
+            config, params, loss_inputs.batch, dropout=dropout, attention=attention, **options
+        )
 
     def flops(self, config: Config, batch: Any) -> int | None:
         """Returns the FLOPs of a training step; None unless attention is exact."""

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
@@ -18,8 +17,6 @@ from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionDatase
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
-
-_DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
 
 
 class ExtractiveQa(EncoderTask):
@@ -71,12 +68,7 @@ class ExtractiveQa(EncoderTask):
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed cross-entropy of starts and ends."""
-        batch, key = inputs.batch, inputs.key
-        logits = self.predict(
-            config, params, batch,
-            dropout=jax.random.fold_in(key, _DROPOUT),
-            attention=jax.random.fold_in(key, _ATTENTION),
-        )  # fmt: skip
+        batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 

@@ -22,7 +22,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
-_DROPOUT, _ATTENTION, _MASKS = range(3)  # Folded into a step's key, one for each purpose.
+_MASKS = 2  # Folded into a step's key for the masks; `EncoderTask` uses 0 and 1.
 
 
 class SpeechRecognition(EncoderTask):
@@ -118,19 +118,15 @@ class SpeechRecognition(EncoderTask):
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed CTC loss of the transcripts."""
-        batch, key, speech = inputs.batch, inputs.key, config.speech
+        batch, speech = inputs.batch, config.speech
         features = batch.features
         if speech.time_masks or speech.feature_masks:
             features = spec_augment(
-                features, batch.valid, jax.random.fold_in(key, _MASKS),
+                features, batch.valid, jax.random.fold_in(inputs.key, _MASKS),
                 time_masks=speech.time_masks, time_mask_frames=speech.time_mask_frames,
                 feature_masks=speech.feature_masks, feature_mask_width=speech.feature_mask_width,
             )  # fmt: skip
-        logits = self.predict(
-            config, params, batch, inputs=features,
-            dropout=jax.random.fold_in(key, _DROPOUT),
-            attention=jax.random.fold_in(key, _ATTENTION),
-        )  # fmt: skip
+        logits = self.training_logits(config, params, inputs, inputs=features)
         nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 

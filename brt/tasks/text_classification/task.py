@@ -20,8 +20,6 @@ from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.tasks.text_classification.data.preparation import Preparation, SentenceDataset
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
 
-_DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
-
 
 class TextClassification(EncoderTask):
     """Predicts the label of a sentence or of a pair of sentences."""
@@ -94,12 +92,7 @@ class TextClassification(EncoderTask):
         """Returns the sum of the labels' cross-entropies, smoothed by Training.label_smoothing, and
         an `Aux` with the sum without smoothing.
         """
-        batch, key = inputs.batch, inputs.key
-        logits = self.predict(
-            config, params, batch,
-            dropout=jax.random.fold_in(key, _DROPOUT),
-            attention=jax.random.fold_in(key, _ATTENTION),
-        )  # fmt: skip
+        batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
         aux = Aux(nats, count_scored(batch.scored))
         share = config.training.label_smoothing
