@@ -69,8 +69,9 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
     """Reads a directory that `save` wrote.
 
     Args:
+      directory: the directory.
       cross: replaces the saved settings of cross-attention; parameters that are missing are
-          initialised.
+        initialised.
 
     Raises:
       CheckpointError: a file is missing, damaged, of a newer format, or does not fit.
@@ -85,15 +86,16 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
 
 def write_params(directory: Path, params: dict[str, Any]) -> None:
-    """Writes parameters in the form that `read_params` reads."""
+    """Writes a tree of parameters to a directory, from which `read_params` reads them."""
     flat = by_layer(params)
     files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
 
 
 def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Reads the parameters of a directory, float32.
+    """Returns the float32 parameters of a directory as a tree.
 
     Args:
+      directory: the directory.
       expected: shapes by names like "encoder/layers_0/mlp/wi/kernel".
 
     Raises:
@@ -112,7 +114,7 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
 
 
 def describe(directory: Path) -> Described:
-    """Reads the settings without the parameters.
+    """Returns the settings that a directory contains, without reading the parameters.
 
     Raises:
       CheckpointError: the files are missing, damaged or of a newer format.
@@ -154,7 +156,7 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies the files of a tokenizer and returns their names."""
+    """Copies the tokenizer's files from one directory to another, and returns their names."""
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
         copyfile(source / name, target / name)

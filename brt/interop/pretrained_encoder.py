@@ -32,7 +32,7 @@ class PretrainedEncoder(NamedTuple):
 
 
 def is_one(directory: Path) -> bool:
-    """Returns True if `save` of this module wrote the directory."""
+    """Returns True if the directory contains an encoder that `save` wrote."""
     path = directory / MODEL
     return path.is_file() and "Encoder" in files.read_json(path)
 
@@ -58,7 +58,9 @@ def load(directory: Path) -> PretrainedEncoder:
 
 
 def describe(directory: Path) -> Described:
-    """Reads the settings without the parameters; raises the errors of `load`."""
+    """Returns the settings that a directory contains, without the parameters; raises as `load`
+    does.
+    """
     content = read_model(directory)
     task, kept = content.get("task"), content.get("kept")
     if "Encoder" not in content or task not in HEADS or not isinstance(kept, dict):
@@ -69,7 +71,13 @@ def describe(directory: Path) -> Described:
 def extend_positions(
     pretrained: PretrainedEncoder, length: int, method: str = "copy"
 ) -> PretrainedEncoder:
-    """Extends the learned positions to `length` tokens; see `brt.models.seq2seq.extended`."""
+    """Returns the encoder with learned positions for `length` tokens.
+
+    Args:
+      pretrained: the encoder.
+      length: new number of positions.
+      method: how new positions are filled; see `brt.models.seq2seq.extended`.
+    """
     params, described = pretrained
     inputs = params["encoder"]["inputs"]
     table = extended(inputs["pos_embed"], length, method)

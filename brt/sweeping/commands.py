@@ -22,9 +22,10 @@ _TAIL_BYTES = 20_000
 
 
 class Command(NamedTuple):
-    """A running subprocess.
+    """A running subprocess of a point, one run of a sweep.
 
     Attributes:
+      process: the subprocess.
       output: file with the output of all subprocesses of the point.
       offset: position in the file where the output of this subprocess begins.
     """
@@ -37,7 +38,15 @@ class Command(NamedTuple):
 def start(
     arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
-    """Starts `python -m` with these arguments; the output is appended to the point's file."""
+    """Starts `python -m` with these arguments; the output is appended to the point's file.
+
+    Args:
+      arguments: module and arguments.
+      directory: the directory of the point.
+      slot: number of the parallel job, below `jobs`.
+      jobs: number of parallel jobs.
+      lock: open file that locks the point; the subprocess inherits it.
+    """
     arguments = [*arguments, *user_files.flags()]
     with (
         explained(directory.output),
@@ -51,14 +60,16 @@ def start(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=environment(os.environ, slot, jobs),
-            process_group=0,  # Ctrl-C reaches only the sweep, which forwards it once.
-            pass_fds=(lock.fileno(),),  # The point stays locked if the sweep is killed.
+            # In a process group of its own it gets no Ctrl-C, which the sweep forwards once.
+            process_group=0,
+            # The subprocess holds the lock, too, so the point stays locked if the sweep is killed.
+            pass_fds=(lock.fileno(),),
         )  # fmt: skip
     return Command(process, directory.output, offset)
 
 
 def threads(jobs: int) -> int:
-    """Returns the number of threads for each of `jobs` parallel jobs; 0 means no limit."""
+    """Returns the number of threads for one of `jobs` parallel jobs; 0 means no limit."""
     return 0 if jobs == 1 else max(1, cores() // jobs)
 
 
@@ -70,10 +81,15 @@ def cores() -> int:
 
 
 def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]:
-    """Returns the environment of the job in a slot, with its share of the cores and GPUs.
+    """Returns the environment variables of a job, with its share of the cores and GPUs.
 
     Settings of the user for XLA's threads are kept. GPUs are only distributed if
     CUDA_VISIBLE_DEVICES lists them.
+
+    Args:
+      base: environment variables of the sweep.
+      slot: number of the job, below `jobs`.
+      jobs: number of parallel jobs.
     """
     result = dict(base)
     if jobs > 1:
@@ -85,7 +101,9 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if the command was asked to stop, saved its state, and can be continued."""
+    """Returns True if a command that has ended was asked to stop, saved its state, and can be
+    continued.
+    """
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 

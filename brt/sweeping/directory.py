@@ -24,7 +24,7 @@ Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointProgress:
-    """Progress of a point.
+    """Progress of a point, one run of a sweep.
 
     Attributes:
       status: state of the point.
@@ -49,28 +49,32 @@ _POINT = {
 
 @dataclasses.dataclass(frozen=True)
 class PointDirectory:
-    """Paths of a point; creates nothing."""
+    """Paths of the files of a point, one run of a sweep. Creating the object creates no file."""
 
     path: Path
 
     @property
     def gin(self) -> Path:
+        """Path of the config for brt.train."""
         return self.path / "point.gin"
 
     @property
     def json(self) -> Path:
+        """Path of the config and the progress as JSON."""
         return self.path / "point.json"
 
     @property
     def output(self) -> Path:
+        """Path of the output of all commands."""
         return self.path / "output.txt"
 
     @property
     def run(self) -> Workdir:
+        """Run directory of the point, which brt.train writes."""
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """Returns the report of the last checkpoint, or None if there is no report.
+        """Returns the path of the last checkpoint's report on a split; None if there is no report.
 
         The step is taken from the checkpoints, because the config does not contain the last step if
         the length of training is given in epochs.
@@ -121,7 +125,8 @@ class PointDirectory:
         with explained(path), contextlib.ExitStack() as stack:
             file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
             try:
-                locks.acquire(file)  # brt.train warns if the file system does not support locks.
+                # The result is ignored: if the file system does not support locks, brt.train warns.
+                locks.acquire(file)
             except BlockingIOError:
                 return None
             stack.pop_all()

@@ -21,8 +21,10 @@ def run(
     """Runs all unfinished points and writes the report; returns the table and the report's path.
 
     Args:
+      workdir: directory of the sweep.
       points: all points, for the report.
       chosen: points to run.
+      sweep: settings of the sweep.
       jobs: number of points that run in parallel.
 
     Raises:
@@ -47,7 +49,7 @@ def run(
 
 
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report of the results so far; returns the table and the report's path.
+    """Writes the report of the results so far; returns a text with the table and the report's path.
 
     Raises:
       ConfigError: the workdir does not exist, or contains another sweep.

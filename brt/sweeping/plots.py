@@ -22,11 +22,11 @@ _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
-_PANELS = 4  # Maximum number of panels side by side.
+_PANELS = 4  # The maximum number of panels side by side.
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the first metric of the table that any of the groups has."""
+    """Returns the first metric of the tasks' tables for which any of the groups has a value."""
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 
@@ -36,7 +36,12 @@ def _seeds(metric: Metric, group: Group) -> list[float]:
 
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
-    """Draws all plots for which there are results; returns the names of the files.
+    """Draws all plots for which there are results, and returns the names of the PNG files.
+
+    Args:
+      groups: groups of points that differ only in their seed.
+      directory: where to write the files.
+      baseline: name of the group that others are compared with; "" selects the first.
 
     Raises:
       ConfigError, CheckpointError: the directory cannot be written.
@@ -65,7 +70,10 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
 
 
 def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Plots the metric against the step time, or the time per 1,000 tokens if step sizes differ."""
+    """Returns a plot of the metric against the time of a step, with a point for each group.
+
+    If groups read different numbers of tokens per step, the time per 1,000 tokens is shown.
+    """
     figure, (axes,) = new_figure(1, height=5.5)
     steps = same_step(groups)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -93,7 +101,7 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
 
 
 def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Plots the metric of every group as a bar, with its seeds as dots."""
+    """Returns a plot with the mean of the metric of each group as a bar, and its seeds as dots."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
@@ -114,7 +122,7 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 
 def training_curves(groups: Sequence[Group]) -> Figure:
-    """Plots the smoothed bits per token of every point in training, in one color per group."""
+    """Returns a plot of the smoothed bits per token during training, in one color per group."""
     figure, (axes,) = new_figure(1, height=5.5)
     tails = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -125,7 +133,9 @@ def training_curves(groups: Sequence[Group]) -> Figure:
                 continue
             smooth = smoothed(bits)
             axes.plot(tokens, smooth, color=color, linewidth=1.2, alpha=0.8, label=label)
-            tails.append(smooth[len(smooth) // 10 :])  # Large early values would hide the rest.
+            # The first tenth does not determine the limits of the axis, because its large values
+            # would hide the differences in the rest.
+            tails.append(smooth[len(smooth) // 10 :])
             label = None
     if tails:
         low, high = min(t.min() for t in tails), max(t.max() for t in tails)
@@ -137,7 +147,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
-    """Plots the metric on the validation split against the training time."""
+    """Returns a plot of the metric on the validation split against the minutes of training."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         label: str | None = g.name
@@ -155,9 +165,9 @@ def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
 
 
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
-    """Plots exact answers on the validation split during training, with a panel for each group.
+    """Returns a plot of exact answers on the validation split during training.
 
-    A line is a seed. The baseline is drawn in grey in every panel.
+    Every group has a panel, and a line is a seed. The baseline is drawn in grey in every panel.
     """
     others = [g for g in groups if g is not baseline] or [baseline]
     across = min(_PANELS, len(others))
@@ -167,7 +177,8 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     for axes in panels[len(others) :]:
         axes.set_axis_off()
     for number, (axes, g) in enumerate(zip(panels, others, strict=False)):
-        axes.tick_params(labelbottom=number + across >= len(others))  # Lowest panel of a column.
+        # Only the lowest panel of each column has labels below its axis.
+        axes.tick_params(labelbottom=number + across >= len(others))
         for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
             for row in one.rows:
                 axes.plot(*curve(row.records, f"eval/validation/{EXACT_ANSWERS.name}"), color=color)

@@ -16,9 +16,9 @@ from brt.formatting import printable
 from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
-RESERVED = ("plots", "slurm")  # Names of other directories in a sweep's workdir.
-MOST = 10_000  # Maximum number of points.
-_LONGEST = 96  # Maximum length of a directory's name.
+RESERVED = ("plots", "slurm")  # Names that no point may have, because other directories do.
+MOST = 10_000  # The maximum number of points in a sweep.
+_LONGEST = 96  # The maximum number of characters in a directory's name.
 _HASH = 8
 
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
@@ -45,6 +45,7 @@ class Point(NamedTuple):
 
     @property
     def config(self) -> Config:
+        """The config of the run."""
         return self.resolved.config
 
 
@@ -52,11 +53,12 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep: named points outermost, then samples, then the grid.
 
     Args:
-      resolve: function from bindings, which override all others, and files to include, to a config.
+      sweep: settings of the sweep.
+      resolve: function (bindings that override all others, files to include) -> config of a run.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
-          the baseline is not a point.
+        the baseline is not a point.
     """
     named = sweep.points or (NamedPoint("", (), {}),)
     cells = sum(math.prod(map(len, point.grid(sweep.grid).values())) for point in named)
@@ -103,7 +105,11 @@ def _cells(
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
-    """Returns all points, or the point of --array_index; ConfigError if it does not exist."""
+    """Returns the points to run: all, or the one with the index of --array_index.
+
+    Raises:
+      ConfigError: no point has this index.
+    """
     if index is None:
         return list(points)
     if not 0 <= index < len(points):

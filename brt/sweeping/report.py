@@ -17,7 +17,7 @@ _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report into the sweep's workdir and returns the table of the groups."""
+    """Writes the report into the sweep's workdir and returns the table of the groups as text."""
     rows = results.read(workdir, points, sweep.split)
     groups = results.group(rows, sweep.baseline)
     pictures = plots.draw(groups, workdir / "plots", sweep.baseline)
@@ -29,7 +29,15 @@ def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
 def text(
     workdir: Path, rows: Sequence[Row], groups: Sequence[Group], pictures: list[str], sweep: Sweep
 ) -> str:
-    """Returns the report in Markdown."""
+    """Returns the report in Markdown.
+
+    Args:
+      workdir: directory of the sweep.
+      rows: results of each point.
+      groups: means over points that differ only in their seed.
+      pictures: names of the plots.
+      sweep: settings of the sweep.
+    """
     counts = Counter(row.status for row in rows)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
     baseline = results.reference(groups, sweep.baseline).name

@@ -21,7 +21,7 @@ _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
-    """Results of a point; None for results that do not exist yet.
+    """Results of a point, one run of a sweep; None for results that do not exist yet.
 
     Attributes:
       metrics: metrics by which the task compares runs, by name.
@@ -76,15 +76,22 @@ class Group(NamedTuple):
 
 
 def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
-    """Returns a row for every point, including those that have not started."""
+    """Returns the results of every point, including points that have not started.
+
+    Args:
+      workdir: directory of the sweep.
+      points: the points.
+      split: split on which points are evaluated.
+    """
     return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
 
 
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
-    """Groups rows by everything but the seed, in the order of their first points.
+    """Returns groups of rows that differ only in their seed, in the order of their first points.
 
     Args:
-      baseline: see `reference`.
+      rows: results of the points.
+      baseline: name of the group, or of a point in it, whose step time is the reference.
     """
     members: dict[str, list[Row]] = {}
     for row in rows:
@@ -100,7 +107,7 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 
 def same_step(groups: Sequence[Group]) -> bool:
-    """Returns True if steps of all groups read about as many tokens, so that times are comparable.
+    """Returns True if steps of all groups read about as many tokens, so times are comparable.
 
     A tolerance of 2 % allows for batches of padded rows, which differ from step to step.
     """
@@ -109,7 +116,11 @@ def same_step(groups: Sequence[Group]) -> bool:
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
-    """Returns the group whose name, or whose point's name, is `baseline`; else the first."""
+    """Returns the group that others are compared with.
+
+    It is the group with the name `baseline`, or with a point of this name, otherwise the first
+    group.
+    """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
         if baseline in names or g.name.startswith(f"{baseline},"):
@@ -153,7 +164,15 @@ def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
-    """Reads the report of a point; raises CheckpointError if it is not a report of its task."""
+    """Returns the content of a point's evaluation report.
+
+    Args:
+      path: the file.
+      task: the task of the point.
+
+    Raises:
+      CheckpointError: the file is not a report of this task.
+    """
     try:
         content = evaluations.read(path)
         untrusted.check(content, _REPORT)
@@ -166,7 +185,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics by which the tasks of these rows compare runs, if any row has them."""
+    """Returns the metrics that become columns of a table: those of the tasks that any row has."""
     known = {
         metric.name: metric
         for row in rows
@@ -176,7 +195,10 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median, over all records with these tags, of the product of their values."""
+    """Returns the median over records of the product of the values of some tags.
+
+    Records that lack a tag are left out; the result is None if all do.
+    """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
     return statistics.median(values) if values else None
@@ -186,10 +208,16 @@ def _group(name: str, rows: list[Row]) -> Group:
     finished = [row for row in rows if row.status == "finished"]
 
     def mean(value: Callable[[Row], float | None]) -> float | None:
+        """Returns the mean of a value over the finished rows that have it; None if no
+        row has it.
+        """
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
     def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
+        """Returns the mean of each entry of a mapping over the finished rows that have
+        the entry.
+        """
         collected: dict[T, list[float]] = {}
         for row in finished:
             for name, value in field(row).items():

@@ -31,9 +31,10 @@ class _Job:
 
 
 class Runner:
-    """Runs unfinished points, each in its own subprocesses.
+    """Runs unfinished points (runs of a sweep), each in its own subprocesses.
 
     Args:
+      workdir: directory of the sweep.
       split: split on which trained points are evaluated.
       jobs: number of points that run in parallel.
       say: called with a line for every event.
@@ -61,7 +62,7 @@ class Runner:
                     self._running = [job for job in map(self._advance, self._running) if job]
                     time.sleep(_POLL_SECONDS)
             finally:
-                self._stop()  # Stops running points if the loop raised an exception.
+                self._stop()  # If the loop raised an exception, running points are stopped.
 
     def finished(self, point: Point) -> bool:
         """Returns True if a point is trained and evaluated."""
@@ -78,7 +79,7 @@ class Runner:
                 self._wait(point)
                 continue
             rest = [other for other in waiting if other is not point]
-            if self.finished(point):  # Another process has finished the point meanwhile.
+            if self.finished(point):  # Another process may have finished the point meanwhile.
                 lock.close()
                 return rest
             slots = {job.slot for job in self._running}

@@ -29,8 +29,9 @@ from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 from brt.macros import Binding
 
-SEED = "Training.seed"  # Points that differ only in this setting form a group.
-_SAMPLED_DIGITS = 4  # Significant digits of a random number; few digits keep names readable.
+SEED = "Training.seed"  # The setting in which the points of a group differ.
+# The number of significant digits of a random number; few digits keep names readable.
+_SAMPLED_DIGITS = 4
 _SPLITS = ("train", "validation", "test")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
@@ -44,23 +45,39 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the sweep's grid with the seeds of the point, if it has any."""
+        """Returns the sweep's grid for this point, whose own seeds replace those of the grid.
+
+        Args:
+          common: the grid of the sweep, values by setting.
+        """
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep: every combination of a named point, a random sample and a point of the grid."""
+    """Settings of a sweep: combinations of named points, random samples and points of a grid.
 
-    base: tuple[str, ...] = ()  # .gin files that all points include
-    points: tuple[NamedPoint, ...] = ()  # named points
+    Attributes:
+      base: .gin files that all points include.
+      points: named points.
+      grid: values of each setting that varies on the grid.
+      random: distribution of each setting that is sampled, such as ("uniform", low, high).
+      samples: number of samples of all settings in `random` together.
+      seed: seed of the samples, independent of Training.seed.
+      split: split on which points are compared.
+      baseline: point whose step time is the reference; "" for the first point.
+      origins: file and line where each of these fields is bound.
+    """
+
+    base: tuple[str, ...] = ()
+    points: tuple[NamedPoint, ...] = ()
     grid: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     random: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    samples: int = 0  # number of samples of all settings in `random` together
-    seed: int = 0  # seed of the samples, independent of Training.seed
-    split: str = "validation"  # split on which points are compared
-    baseline: str = ""  # point whose step time is the reference; "" for the first point
-    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where each is bound
+    samples: int = 0
+    seed: int = 0
+    split: str = "validation"
+    baseline: str = ""
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.points or self.grid or self.random):
@@ -86,7 +103,9 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Returns random values, which depend only on Sweep.seed, the setting and the index."""
+        """Returns random values by setting; they depend only on Sweep.seed, the setting and the
+        index.
+        """
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
             for name, rule in self.random.items()
@@ -94,14 +113,14 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """Returns the sweep that the bindings of its section describe.
+    """Returns the sweep that the bindings of the section `Sweep` describe.
 
     Args:
       bound: bindings by field.
 
     Raises:
       ConfigError: a field, name or value is invalid. The message begins with file and line if it is
-          about a single binding.
+        about a single binding.
     """
     values = {}
     for field, binding in bound.items():

@@ -11,7 +11,7 @@ from brt import user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
-# launch/slurm/sweep.sh ends with the same lines.
+# The commands of the script; launch/slurm/sweep.sh ends with the same lines.
 BODY = """\
 # A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
 # queued again; it goes on from its checkpoint.
@@ -40,6 +40,7 @@ def script(
 
     Args:
       points: number of points.
+      workdir: directory of the sweep.
       files: values of --gin_file.
       bindings: values of --gin_bindings.
       options: further options of sbatch, as on its command line.
@@ -93,7 +94,8 @@ def submit(text: str, workdir: Path) -> str:
     Raises:
       ConfigError: sbatch is not installed or refuses the job.
     """
-    check_writable(workdir / "slurm", below=workdir)  # sbatch does not create the directory.
+    # The directory of the logs is created here, because sbatch does not create it.
+    check_writable(workdir / "slurm", below=workdir)
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -62,6 +62,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that their task rejects or that no code would read.
 
     Args:
+      config: the config.
       origins: place where each setting was bound; a setting bound to its default is accepted.
     """
     task = from_config(config)

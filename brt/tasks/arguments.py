@@ -103,8 +103,13 @@ class InspectionRequest(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """Results of a probe: JSON, the same as text for people, and a function that draws PNGs by
-    name."""
+    """Results of a probe of a model's memory.
+
+    Attributes:
+      metrics: JSON.
+      text: the same results as text for people.
+      draw: function that returns PNGs by file name.
+    """
 
     metrics: dict[str, Any]
     text: str

@@ -28,7 +28,8 @@ from brt.types import Batch
 
 _DROPOUT, _ATTENTION = 0, 1  # Folded into the random key of a step, one for each purpose.
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
-# Exact counterparts of approximate kinds of attention; the counterpart of all others is "full".
+# For each approximate kind of attention, the exact kind that it approximates; "full" is the exact
+# kind for all that are not listed.
 _EXACT = {"reformer": "shared_full"}
 
 
@@ -46,8 +47,9 @@ class EncoderTask(Task):
     exports = True
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Includes the primary metric with exact attention, if the report compares with exact
-        attention."""
+        """Returns the metrics of a report, including the primary metric with exact attention if it
+        exists.
+        """
         exact_metrics = {
             name: value
             for name, value in report.items()
@@ -79,10 +81,14 @@ class EncoderTask(Task):
         """Returns the head's logits, or what `options` requests from the network.
 
         Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          batch: a batch with `tokens` or frames, and `valid`.
           inputs: replaces the batch's tokens.
           dropout: random key for dropout in a training step; None disables dropout.
           attention: random key for attention that draws random numbers; None always uses the same
-              key.
+            key.
+          options: further arguments of `EncoderWithHead`.
         """
         attention = jax.random.key(0) if attention is None else attention
         outputs: Any = self.network(config, training=dropout is not None).apply(
@@ -110,11 +116,11 @@ class EncoderTask(Task):
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError unless the encoder reads tokens and supports the given sequence
-        lengths.
+        """Raises ConfigError unless the encoder reads tokens and supports some sequence lengths.
 
         Args:
-          lengths: pairs of a setting's name and its value.
+          config: the config.
+          lengths: pairs of a setting's name and its value, a length in tokens.
         """
         model = config.encoder
         if model.features:
@@ -132,8 +138,11 @@ class EncoderTask(Task):
             config.attention.check_length(length, f"{name} = {length}")
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Fills in vocabulary size and dtype; raises ConfigError if key projections would stay
-        untrained."""
+        """Returns the config with vocabulary size and dtype filled in.
+
+        Raises:
+          ConfigError: key projections would stay untrained.
+        """
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             raise ConfigError(
@@ -144,8 +153,9 @@ class EncoderTask(Task):
         return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
     def export(self, source: ExportSource) -> Exported:
-        """Converts the encoder to the RoBERTa format of transformers, which defines its own
-        attention."""
+        """Returns the encoder in the RoBERTa format of transformers, which always uses exact
+        attention.
+        """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
         encoder_with_task = PretrainedEncoder(source.params, Described(model, self.head, {}))
@@ -160,6 +170,7 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
+            """Writes the tokenizer's file into `target`, and returns its name in a list."""
             name, content = source.tokenizer().file
             if name not in pretrained.TOKENIZER_FILES:
                 return []
@@ -168,10 +179,14 @@ class EncoderTask(Task):
 
         return Exported(source.path, encoder_with_task, roberta.to_format, copy, tuple(notes))
 
-    # # Warm starts
+    # The following methods initialise a model from the weights of another one.
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Loads an encoder that brt.convert wrote."""
+        """Returns the weights of an encoder that brt.convert wrote.
+
+        Raises:
+          CheckpointError: the directory contains no encoder.
+        """
         if not (where / pretrained.MODEL).is_file():
             raise CheckpointError(
                 f"{where} holds no encoder: neither what python -m brt.convert --from=hf DIR "
@@ -193,10 +208,12 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary for all ids, which may include special ids of the
-        task.
+        """Returns the config with a vocabulary for all ids, including special ids of the task.
 
-        The tokenizer of converted weights is unknown; only their number of ids can be compared.
+        The tokenizer of converted weights is unknown, so only the numbers of ids can be compared.
+
+        Raises:
+          ConfigError: the weights were trained with another tokenizer.
         """
         known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
         if weights.tokenizer is None and known != ids:
@@ -213,7 +230,10 @@ class EncoderTask(Task):
         return dataclasses.replace(config, encoder=model)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Takes all encoder parameters, and the head's if the weights are of the same task."""
+        """Returns the initial parameters: all of the encoder are taken from the weights.
+
+        The parameters of the head are taken only if the weights are of the same task.
+        """
         same = weights.task in (self.name, self.head)
         return merge_weights(
             weights, initial, optional=("head/",), drop_optional=not same, growing=_EMBEDDING
@@ -221,8 +241,10 @@ class EncoderTask(Task):
 
 
 def with_exact_attention(config: Config) -> Config | None:
-    """Returns the config with the exact attention that it approximates; None if it is exact
-    already."""
+    """Returns the config with the exact kind of attention that the config's kind approximates.
+
+    The result is None if the attention of the config is exact already.
+    """
     kind = _EXACT.get(config.attention.kind, "full")
     if config.attention.kind in ("full", "shared_full"):
         return None
@@ -237,18 +259,23 @@ def refuse_ablation(ablate: str | None) -> None:
 
 
 def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns commands for after training: evaluation with the trained and with exact attention."""
+    """Returns commands that evaluate after training, with the trained and with exact attention."""
     evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 
 
 def own_data_binding(section: str, ending: str) -> str:
-    """Returns the part of a command that binds the user's own training data."""
+    """Returns the part of a command that binds the user's own training data.
+
+    Args:
+      section: name of the config section of the data.
+      ending: suffix of the file.
+    """
     return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 
 
 class TimedFunction:
-    """A compiled function of parameters and a batch that measures its run time.
+    """A compiled function of parameters and a batch, which measures how long its calls take.
 
     Attributes:
       seconds: time spent in the function since `restart`, without compilation.
@@ -286,8 +313,11 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def speed(self, inputs: str) -> dict[str, int | float]:
-        """Returns number of inputs, time and throughput as metrics; `inputs` is "tokens" or
-        "frames"."""
+        """Returns the number of inputs, the seconds and the throughput as metrics by name.
+
+        Args:
+          inputs: what inputs are called, "tokens" or "frames".
+        """
         return {
             inputs: self.inputs,
             "seconds": self.seconds,

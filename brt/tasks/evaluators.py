@@ -38,13 +38,17 @@ class Evaluator(Protocol):
         """Returns example outputs of the model on the split, or None if `control` stopped it.
 
         Args:
+          variables: the learned values of the model.
           step: training steps that the model has completed; random numbers depend on it.
+          control: functions that stop the work and report its progress.
         """
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores texts. The variables may change between calls; the first call compiles."""
+    """Computes the loss of single texts. The variables may change between calls; the first call
+    compiles.
+    """
 
     def __call__(self, variables: Variables, tokens: np.ndarray) -> Float[np.ndarray, " T"]:
         """Returns the negative log-likelihood in nats of each token of one document."""

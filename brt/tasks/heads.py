@@ -69,11 +69,16 @@ class HeadEvaluator(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns the function to compile: (params, batch, *extra) -> arrays with the rows on axis
-        0."""
+        """Returns the function that is compiled and evaluated for each batch.
+
+        Its arguments are params, a batch and `extra_inputs`; its results are arrays with the rows
+        on axis 0.
+        """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """Returns inputs that `forward` needs in addition to the batch."""
+        """Returns inputs that the function of `forward` needs in addition to the batch; by default
+        none.
+        """
         return ()
 
     @abc.abstractmethod
@@ -84,11 +89,22 @@ class HeadEvaluator(abc.ABC):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Computes the result of all rows; `outputs` has the outputs of `forward` by row."""
+        """Returns the result of all rows.
+
+        Args:
+          config: config of the model, with the evaluated kind of attention.
+          outputs: the results of the function of `forward` by row.
+          timed: this function, with the time that it took.
+        """
 
     @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of the report for people, without examples."""
+        """Returns the lines of a table with the results, one row for each kind of attention.
+
+        Args:
+          report: the complete report as JSON.
+          results: the result of each kind of attention.
+        """
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -105,7 +121,9 @@ class HeadEvaluator(abc.ABC):
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a few rows with the model's predictions."""
+        """Returns a text with a few rows and the model's predictions, or None if `control` stopped
+        it.
+        """
         stop_only = Control(control.stop)
         result = self._evaluate(variables.params, *self._functions[0], self.sampled, stop_only)
         return result and "\n".join(
@@ -153,6 +171,8 @@ def metric_table(
     """Returns the lines of a table with a row for each kind of attention.
 
     Args:
+      report: the complete report as JSON.
+      results: the result of each kind of attention.
       forms: format of each metric that becomes a column, if the report contains it.
     """
     shown = [name for name in forms if name in report]

@@ -64,22 +64,36 @@ class Task(abc.ABC):
     generates_text: ClassVar[bool] = False
     exports: ClassVar[bool] = False
 
-    # # Data
+    # The following methods open and read the data.
 
     def check(self, config: Config) -> None:  # noqa: B027, most tasks have nothing to check
         """Raises ConfigError for settings that contradict each other or that this task does not
-        support."""
+        support.
+        """
 
     @abc.abstractmethod
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the data and prepares them first if necessary; raises DataError if that fails."""
+        """Returns the opened data of all splits, which are prepared first if necessary.
+
+        Args:
+          config: the config.
+          progress: True reports the progress of preparing data on stderr.
+
+        Raises:
+          DataError: the data cannot be prepared.
+        """
 
     def open_split(
         self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
-        """Opens one split, encoded with the tokenizer of a run, without reading other data.
+        """Returns the opened data of one split, encoded with the tokenizer of a run.
+
+        Other data are not read.
 
         Args:
+          config: the config.
+          split: name of the split.
+          tokenizer: the tokenizer.
           known: path of the data that the run was trained on, if the config names the same data.
         """
         return self.open(config)
@@ -97,7 +111,7 @@ class Task(abc.ABC):
         """Returns the reader that yields the training batch of each step."""
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that must be divisible by the mesh axes that they are sharded over."""
+        """Returns the sizes that are sharded over mesh axes, and that these axes must divide."""
         training, section = config.training, getattr(config, self.model)
         lanes = training.batch_size // training.gradient_accumulation
         return {
@@ -114,17 +128,27 @@ class Task(abc.ABC):
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns one row of the largest batch, or None if its shape depends on the data."""
+        """Returns one row of the largest batch, or None if the row's shape depends on the data."""
         return None
 
-    # # Model
+    # The following methods define the model, its loss and its state.
 
     @abc.abstractmethod
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters, each boxed with the names of its axes."""
+        """Returns newly initialised parameters, each boxed with the names of its axes.
+
+        Args:
+          config: config of the model, with all sizes filled in.
+          key: random key.
+        """
 
     def initial_carry(self, config: Config, lanes: int) -> PyTree[Array]:
-        """Returns the carry of lanes that have read nothing yet."""
+        """Returns the carry (caches, recurrent states) of lanes that have read nothing yet.
+
+        Args:
+          config: config of the model.
+          lanes: number of rows of a batch whose state is carried from step to step.
+        """
         return ()
 
     def carry_axes(self, config: Config) -> PyTree[Names]:
@@ -132,33 +156,47 @@ class Task(abc.ABC):
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:
-        """Returns the initial values of what is learned without gradients."""
+        """Returns the initial values of the state that is learned without gradients."""
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
-        """Returns the model state after a step; called once a step, after all its microbatches."""
+        """Returns the state that is learned without gradients, as the next step starts from it.
+
+        It is called once a step, after all its microbatches.
+
+        Args:
+          config: config of the model.
+          model_state: the state after the last microbatch.
+        """
         return model_state
 
     @abc.abstractmethod
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a batch, summed over what is scored, and its other results."""
+        """Returns the loss of a batch, summed over what is scored, and its other results.
+
+        Args:
+          config: config of the model.
+          params: parameters.
+          inputs: batch, random key, carry and model state.
+        """
 
     @abc.abstractmethod
     def predict(self, config: Config, params: PyTree[Array], batch: Any, **options: Any) -> Any:
-        """Runs the forward pass that loss, evaluation and generation share.
+        """Returns the hidden vectors or logits of a batch.
 
-        Returns hidden vectors or logits. Without random keys in `options` there is no dropout, and
-        random choices are the same in every call.
+        Loss, evaluation and generation share this forward pass. Without random keys in `options`
+        there is no dropout, and random choices are the same in every call.
         """
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step, three times those of its forward pass, or None if
-        unknown."""
+        """Returns the FLOPs of a training step, three times those of its forward pass; None if
+        unknown.
+        """
         return None
 
-    # # Evaluation
+    # The following methods evaluate a trained model.
 
     @abc.abstractmethod
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
@@ -170,18 +208,26 @@ class Task(abc.ABC):
         """
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics that a JSON report contains, at least one; data may rule out the
-        others."""
+        """Returns the metrics of this task that a JSON report contains, at least one.
+
+        The data may rule out other metrics of the task.
+        """
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
-        """Returns a cheap function from parameters and carry to metrics by tag, or None if there
-        are none."""
+        """Returns a cheap function from parameters and carry to metrics by tag; training logs them.
+
+        The result is None if the task has no such metrics.
+        """
         return None
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         """Measures how a model uses its memory, for `brt.inspect --probe`.
+
+        Args:
+          variables: the learned values of the model.
+          request: the data to read.
 
         Raises:
           ConfigError: the model has no memory.
@@ -189,7 +235,9 @@ class Task(abc.ABC):
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the name and the validation metric of a simple comparison method, or None."""
+        """Returns the name and the validation metric of a simple method to compare with,
+        or None.
+        """
         return None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
@@ -197,25 +245,28 @@ class Task(abc.ABC):
         return self.metrics[0]
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the factor from bits per token in training to the unit of the primary metric."""
+        """Returns the factor that converts bits per token to the unit of the primary metric."""
         return 1.0
 
-    # # Generation and export
+    # The following methods generate and score texts, and export a model.
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> Writer:
-        """Returns a text generator; only for tasks that generate text."""
+        """Returns a text generator; only called for tasks that generate text."""
         raise self.cannot_generate()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
-        """Returns a scorer of single texts; raises ConfigError if the model predicts no text by
-        itself."""
+        """Returns a scorer of single texts.
+
+        Raises:
+          ConfigError: the model predicts no text by itself.
+        """
         raise ConfigError(
             f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
             "python -m brt.evaluate computes its metrics"
         )
 
     def cannot_generate(self) -> ConfigError:
-        """Returns the error to raise if text is requested from a model that generates none."""
+        """Returns the error that a model of this task generates no text."""
         return ConfigError(
             f"Training.task = {self.name!r} trains a model that writes no text; "
             "python -m brt.evaluate shows what it does"
@@ -226,16 +277,18 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def export(self, source: ExportSource) -> Exported:
-        """Converts a trained model to another library's format; only for tasks with `exports`."""
+        """Returns a trained model in another library's format; only called for tasks with
+        `exports`.
+        """
         raise no_export_format(source.path)
 
-    # # Warm starts
+    # The following methods initialise a model from the weights of another one (a warm start).
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Loads weights that brt.convert wrote.
+        """Returns weights that brt.convert wrote.
 
         Raises:
-          CheckpointError: `where` contains no weights that this task can start from.
+          CheckpointError: the directory `where` contains no weights that this task can start from.
         """
         raise CheckpointError(
             f"{where} is no workdir of a run with checkpoints, and {self.name} starts from nothing "
@@ -246,8 +299,7 @@ class Task(abc.ABC):
         """Raises ConfigError if the weights belong to a model that reads another kind of input."""
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary that contains all ids of the weights and the
-        tokenizer.
+        """Returns the config with a vocabulary for all ids of the weights and the tokenizer.
 
         Raises:
           ConfigError: the ids of the weights mean other tokens.
@@ -256,8 +308,12 @@ class Task(abc.ABC):
         return config
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns initial parameters from weights; parameters that they lack are taken from
-        `initial`.
+        """Returns the parameters that training starts with, taken from another model's weights.
+
+        Args:
+          config: config of the model to train.
+          weights: the weights.
+          initial: newly initialised parameters, which replace those that the weights lack.
 
         Raises:
           CheckpointError: the weights do not fit the model.
@@ -267,7 +323,13 @@ class Task(abc.ABC):
     def start_model_state(
         self, config: Config, weights: Weights, initial: PyTree[Array]
     ) -> PyTree[Array]:
-        """Returns the initial model state of a warm start; `initial` is that of a new model."""
+        """Returns the model state that training starts with, taken from that of another model.
+
+        Args:
+          config: config of the model to train.
+          weights: the weights.
+          initial: model state of a new model.
+        """
         return initial
 
 

@@ -23,7 +23,7 @@ class Metric(NamedTuple):
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
 EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
-# `score_name` in a report says which score this is.
+# The metric "score" is different for each data set; `score_name` in a report says which it is.
 SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)
 
 
@@ -36,7 +36,7 @@ class EvaluationResult(NamedTuple):
       rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
       text: the report for people; its first line continues "workdir, step, split: ".
       name: suffix of the file names, not empty if the evaluation used other settings than training.
-      draw: function that returns a plot as PNG, or None.
+      draw: function that returns a plot as PNG; None if there is no plot.
     """
 
     metrics: dict[str, Any]

@@ -13,7 +13,9 @@ def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: 
     """Returns the config with the model's vocabulary size and dtype filled in.
 
     Args:
+      config: the config.
       section: field of `Config` that holds the model's section.
+      tokenizer: the tokenizer, for error messages.
       ids: number of token ids that the model needs.
 
     Raises:

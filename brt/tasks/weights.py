@@ -10,18 +10,19 @@ from jaxtyping import Array, PyTree
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 
-_SHOWN = 4  # Number of parameter names in an error.
+_SHOWN = 4  # The number of parameter names that an error lists.
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Properties that the tokenizers of all tasks have."""
+    """Properties that the tokenizers (or vocabularies) of all tasks have."""
 
     name: str
     fingerprint: str
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of ids."""
 
     @property
     def file(self) -> tuple[str, bytes]:
@@ -49,7 +50,7 @@ class Weights(NamedTuple):
 
 
 class WarmStart(NamedTuple):
-    """Parameters that training starts from.
+    """Initial parameters that were taken from the weights of another model.
 
     Attributes:
       missing: names of newly initialised parameters, which the weights lack.
@@ -62,7 +63,7 @@ class WarmStart(NamedTuple):
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the tokenizer assigns other ids than the weights were trained with.
+    """Raises ConfigError if the weights were trained with a tokenizer that assigns other ids.
 
     Tokenizers of bytes agree on the bytes, whatever special ids they add.
     """
@@ -84,9 +85,11 @@ def merge_weights(
     drop_optional: bool = False,
     growing: str = "",
 ) -> WarmStart:
-    """Replaces new parameters by the weights of the same names.
+    """Returns the parameters of a new model, replaced by the weights of the same names.
 
     Args:
+      weights: the weights.
+      initial: newly initialised parameters.
       optional: prefixes of names that the weights may lack, such as the head of a task.
       drop_optional: keep new parameters for all names with these prefixes.
       growing: name of an array that may have more rows in the model; the additional rows stay new.

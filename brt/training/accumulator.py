@@ -24,8 +24,8 @@ class MetricAccumulator:
     Args:
       saved: result of `state`; None at step 0.
       spike_factor: Training.spike_factor.
-      on_skip: called with the number of every step that left the train state unchanged, and the
-        reason.
+      on_skip: called with the number of every step that left the train state unchanged, and with
+        the reason.
 
     Attributes:
       tokens_seen: number of scored tokens since step 0.
@@ -57,7 +57,7 @@ class MetricAccumulator:
         self._pending: tuple[int, StepMetrics] | None = None
 
     def limit(self, step: int) -> float:
-        """Returns the loss above which this step is bad."""
+        """Returns the loss above which the step with this number counts as bad."""
         return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
@@ -70,7 +70,7 @@ class MetricAccumulator:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Waits for the running step and counts its metrics; raises as `add`."""
+        """Waits for the running step and counts its metrics; raises the errors of `add`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -105,7 +105,9 @@ class MetricAccumulator:
         )
 
     def bits_per_token(self) -> float:
-        """Returns the mean since the last report, without starting a new interval."""
+        """Returns the mean bits per token since the last report, without starting a new
+        interval.
+        """
         self.flush()
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 

@@ -28,13 +28,13 @@ from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
-RECENT = 64  # number of steps whose median loss is the normal one
-FEWEST = 16  # number of losses below which no loss is called a jump
+RECENT = 64  # The number of recent steps whose median loss counts as normal.
+FEWEST = 16  # A loss is not called a jump before so many losses are known.
 _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": list}
 
 
 class BadStep(NonFiniteError):
-    """A step whose update must not be used.
+    """The error that the update of a step must not be used.
 
     Attributes:
       step: its number, from 1.
@@ -68,14 +68,16 @@ class RecentLosses:
             self._losses.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """Returns the highest normal loss of a step; infinity while too few losses are known."""
+        """Returns the loss above which the loss of a step is a jump; infinity while too few are
+        known.
+        """
         known = [loss for other, loss in self._losses if other < step - 1][-RECENT:]
         if len(known) < FEWEST:
             return math.inf
         return float(np.float32(self._factor * statistics.median(known)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Returns the steps and losses, for a checkpoint, as JSON."""
+        """Returns the steps and losses as JSON, for a checkpoint."""
         return list(self._losses)
 
 
@@ -87,7 +89,7 @@ class BadSteps:
       file: bad_batches.jsonl, which process 0 writes.
       start: the step that the run starts from. Later skipped steps are forgotten, since the run
         reaches them again.
-      describe: returns which documents the batch of a step (from 0) consists of.
+      describe: function from a step (counted from 0) to a description of its batch's documents.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -107,7 +109,11 @@ class BadSteps:
         return self._training.on_bad_step == "rollback"
 
     def skip_to(self, step: int) -> int:
-        """Returns the step at which a run at `step` continues, or 0 if no batch is left out."""
+        """Returns the step at which the run continues if batches must be left out, otherwise 0.
+
+        Args:
+          step: number of completed steps.
+        """
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
     def record_skip(self, step: int, reason: str) -> str:

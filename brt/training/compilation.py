@@ -10,14 +10,15 @@ import jax
 from brt import user_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# Options for programs on CPUs, each with its reason. Options unknown to this jaxlib are left out.
+# Compiler options for programs on CPUs. Options that this version of jaxlib does not know are left
+# out.
 _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        # XLA's newer library for CPUs multiplies many small matrices, as attention does, on one
-        # thread: without it the step of a small model takes an eighth less.
+        # XLA's newer library for CPUs multiplies many small matrices, as attention does, on a
+        # single thread. Without this library a step of a small model takes an eighth less time.
         "xla_cpu_experimental_ynn_fusion_type": "",
-        # LLVM's third level of optimization takes a quarter more of the compile time than its
-        # second, and the programs are no faster.
+        # LLVM's optimization level 3 takes a quarter more compile time than level 2, and the
+        # programs are no faster.
         "xla_backend_optimization_level": "2",
     }
 )
@@ -39,7 +40,7 @@ def use_cache() -> None:
 
 @functools.cache
 def options() -> Mapping[str, str]:
-    """Returns the compiler options of the train step and of its first state on this backend.
+    """Returns the compiler options of the programs that train on the current backend.
 
     Evaluation uses no options: tasks jit their functions themselves, and jax accepts options only
     at the outermost jit.

@@ -13,7 +13,7 @@ from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
-SPLIT = "validation"  # the split that is evaluated during training
+SPLIT = "validation"  # The split that is evaluated during training.
 _REPORT = {
     "step?": int,
     "ablation?": {"protocol?": dict},
@@ -22,7 +22,7 @@ _REPORT = {
 
 
 class Evaluated(NamedTuple):
-    """An evaluation as it was written.
+    """The report of an evaluation, in the forms in which it was written.
 
     Attributes:
       report: the metrics with their step, JSON.
@@ -44,7 +44,7 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
     Args:
       split: the split.
       evaluator: the evaluator.
-      whole: whether the whole split was evaluated.
+      whole: True if the whole split was evaluated.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
@@ -52,8 +52,12 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that the task selects from a report, under keys of the form
-    `<tag>/<name>` (see `tag` for the arguments).
+    """Returns the metrics that the task selects from a report, by `<tag>/<name>`.
+
+    Args:
+      task: the task.
+      evaluator, split, whole: determine the tag; see `tag`.
+      report: the report.
     """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
@@ -66,17 +70,17 @@ def write(
     result: EvaluationResult,
     tell: Callable[[Evaluated], object] = lambda evaluated: None,
 ) -> Evaluated:
-    """Writes the rows, text and picture of an evaluation, and finally its metrics.
+    """Writes the files of an evaluation, with the metrics last, and returns its report.
 
-    The file of metrics therefore says that the report is complete. With several processes, only
-    the first one writes.
+    Since the file of metrics is written last, it shows that the rows, the text and the picture are
+    complete. With several processes, only the first one writes.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       step: the step of the evaluated checkpoint.
       split: the evaluated split.
       result: the evaluation.
-      tell: called with the report before it is written, so that it is shown even if that fails.
+      tell: called with the report before it is written, so that it is shown even if writing fails.
 
     Raises:
       ConfigError: the directory cannot be written.
@@ -101,7 +105,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads the metrics that `write` wrote.
+    """Returns the metrics that `write` wrote.
 
     Raises:
       OSError, ValueError: the file cannot be read, or is not a report.

@@ -11,7 +11,7 @@ from brt.training.workdir import Workdir
 
 
 def export(directory: Path) -> Exported:
-    """Exports the weights that brt.convert wrote, or those of a run's newest checkpoint.
+    """Returns a model to export: weights that brt.convert wrote, or a run's newest checkpoint.
 
     Raises:
       CheckpointError: the directory has neither, or other libraries have no such model.

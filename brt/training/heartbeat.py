@@ -17,7 +17,7 @@ EVERY_SECONDS = 5.0
 
 @contextlib.contextmanager
 def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
-    """Keeps a JSON file up to date during the block: at each new phase, and every few seconds.
+    """Context that keeps a JSON file up to date: at each new phase, and every few seconds.
 
     The file holds `phase`, `step` (completed steps), `beside` (the phase of the background thread,
     "" if it is idle), `moved` (time of the last progress) and `time` (when the file was written),
@@ -33,6 +33,7 @@ def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
     phases.listen(lambda now: changed.set())
 
     def keep_updated() -> None:
+        """Writes the file again and again until the block has ended."""
         while not over.is_set():
             _write(path, phases.now)
             changed.wait(EVERY_SECONDS)
@@ -46,7 +47,9 @@ def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
     finally:
         over.set()
         changed.set()
-        hanging.join(thread, EVERY_SECONDS)  # do not wait for a file system that hangs
+        hanging.join(
+            thread, EVERY_SECONDS
+        )  # The wait is limited, because the file system may hang.
 
 
 def _write(path: Path, now: RunStatus) -> None:
@@ -61,7 +64,8 @@ def _write(path: Path, now: RunStatus) -> None:
         "host": socket.gethostname(),
     }
     workdir = path.parent.parent
-    with contextlib.suppress(OSError):  # for example a full disk, which saving a checkpoint reports
+    # Errors such as a full disk are ignored here, because saving a checkpoint reports them.
+    with contextlib.suppress(OSError):
         with (
             durable.directory(path.parent, below=workdir, make=True),
             durable.replacing(

@@ -81,10 +81,11 @@ def probe(session: Session) -> None:
 
 
 def evaluate(session: Session) -> None:
-    """Evaluates held-out data; after the last step also all of them, if a part is usual.
+    """Evaluates held-out data and writes the metrics, every Training.evaluate_every steps.
 
-    A request to stop interrupts the evaluation, of which then nothing is written. A resumed run
-    evaluates the step of its checkpoint only if that is missing in metrics.jsonl.
+    After the last step, all data are evaluated even if usually only a part is. A request to stop
+    interrupts the evaluation, of which then nothing is written. A resumed run evaluates the step of
+    its checkpoint only if that is missing in metrics.jsonl.
     """
     if not session.evaluates_now:
         return

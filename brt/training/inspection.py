@@ -28,10 +28,10 @@ _META = {
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
-    """Verifies all checkpoints of a workdir, and describes one of them.
+    """Verifies all checkpoints of a run directory, and describes one of them.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       step: the step of the checkpoint to describe; None for the newest intact one.
 
     Returns:
@@ -54,7 +54,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
             break
         except CheckpointError:
             if step is not None or intact[-1] in reader.present(directory):
-                raise  # else a trainer has removed it since it was verified
+                raise  # Otherwise a trainer has removed the checkpoint, and the survey is repeated.
     result: dict[str, Any] = {
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],
@@ -79,7 +79,7 @@ def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
-    """Counts all parameters of a checkpoint, and those outside of the token embedding.
+    """Returns the number of all parameters of a checkpoint, and of those outside the embedding.
 
     Args:
       meta: the checkpoint's metadata.
@@ -110,9 +110,9 @@ def add_state_hash(
     If a trainer has removed that checkpoint since, the newest one is described and hashed.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       result: the result of `survey`, in which `check` found nothing.
-      step: the step that was asked for, which is not replaced by another; None for the newest.
+      step: the step that the user requested, which is not replaced by another; None for the newest.
 
     Raises:
       CheckpointError: the checkpoint cannot be read, or `step` was removed.
@@ -131,7 +131,7 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
     """Verifies all bytes of a run's prepared data.
 
     Returns:
-      A phrase that says where each split is, by its name.
+      For each split, a phrase that says where its data are.
 
     Raises:
       DataError: the data are damaged or missing.
@@ -147,15 +147,16 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
 
 
 def check(result: dict[str, Any], step: int | None = None) -> None:
-    """Raises CheckpointError if the newest checkpoint, or that of `step`, is damaged.
+    """Raises CheckpointError if a checkpoint is damaged.
 
     Args:
       result: the result of `survey`.
-      step: None for the newest checkpoint.
+      step: the step of the checkpoint; None for the newest one.
     """
     steps, directory = result["steps"], Workdir(Path(result["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
-        found = reader.find(directory, step)  # raises an error that lists the checkpoints
+        # If there still is no such checkpoint, `find` raises an error that lists the existing ones.
+        found = reader.find(directory, step)
         raise CheckpointError(
             f"checkpoint {found.step} of {directory} was saved while the others were verified; run "
             "the same command again"
@@ -169,7 +170,7 @@ def check(result: dict[str, Any], step: int | None = None) -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Formats the result of `survey` as text."""
+    """Returns the result of `survey` as text for people."""
     lines = [result["workdir"], ""]
     for entry in result["checkpoints"]:
         state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
@@ -191,7 +192,7 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
     except CheckpointError as error:
         problems = [str(error)]
     size = 0
-    with contextlib.suppress(FileNotFoundError):  # a trainer has just removed it
+    with contextlib.suppress(FileNotFoundError):  # A trainer may have just removed the checkpoint.
         for path in (directory / str(step)).rglob("*"):
             size += path.lstat().st_size * path.is_file()
     return {"step": step, "bytes": size, "whole": not problems, "problems": problems}

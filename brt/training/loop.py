@@ -21,24 +21,29 @@ from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir
 
-# The order matters. A step is reported and evaluated before it is saved, so that a run resumed from
-# its checkpoint only has to repeat the evaluation or sample that a request to stop interrupted.
-WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)  # an earlier stop may have interrupted them
+# The hooks are called in this order, which matters: a step is reported and evaluated before it is
+# saved, so that a run resumed from its checkpoint only has to repeat the evaluation or sample that
+# a request to stop interrupted.
+WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)
 BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
     stop_profile, report, probe, evaluate, sample, save, answer_requests,
 )  # fmt: skip
-AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)  # if the last batches are left out
+# These hooks are called if the last batches of a run are left out.
+AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
-    """Trains in a workdir until Training.steps, from its newest checkpoint if it has one.
+    """Trains in a run directory until Training.steps; resumes from its newest checkpoint.
 
     Args:
-      config: the run's.
-      path: the workdir.
+      config: config of the run.
+      path: the run directory.
       allowed: settings, as "Training.seed", that may differ from the checkpoint's although that
         makes a different run.
+
+    Returns:
+      The run, and its directory.
 
     Raises:
       Preempted: the run was asked to stop, and everything is saved.
@@ -73,7 +78,8 @@ def _advance(session: Session) -> None:
     except BadStep as error:
         if not session.bad_steps.rolls_back:
             raise
-        # The error refers to the train state, whose memory is needed for the restored one.
+        # Only the values of the error are kept, because the error refers to the train state, whose
+        # memory is needed for the restored state.
         bad_step, reason = error.step, error.reason
     session.rewind(bad_step, reason)
 

@@ -7,10 +7,11 @@ from jaxtyping import Array
 
 from brt.distributed.rules import Names
 
-# Names of the axes of every parameter, by its path.
+# The names of the axes of every parameter, by the parameter's path.
 Axes = Mapping[str, Names]
 
-_MERGED = ("heads", "whole_heads", "stack", "head_dim")  # axes that are merged into one
+# The names of the axes that are merged into one axis of the matrix.
+_MERGED = ("heads", "whole_heads", "stack", "head_dim")
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -18,7 +19,7 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     Args:
       axes: names of the kernel's axes.
-      shape: the kernel's.
+      shape: shape of the kernel.
     """
     if "head_dim" not in axes:
         return shape
@@ -49,12 +50,12 @@ def as_matrix(axes: Names, x: Array) -> Array:
 
 
 def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the kernel of a matrix, the inverse of `as_matrix`.
+    """Returns the kernel whose matrix is given; the inverse of `as_matrix`.
 
     Args:
       axes: names of the kernel's axes.
       matrix: result of `as_matrix`.
-      shape: the kernel's.
+      shape: shape of the kernel.
     """
     if not axes:
         return matrix

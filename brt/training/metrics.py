@@ -24,7 +24,7 @@ from brt.training.workdir import Workdir
 
 _TENSORBOARD_FLUSH_SECONDS = 10
 _RECORD = {"step": int, str: untrusted.NUMBER | None}
-_SHOWN = 3  # number of damaged lines that a message names
+_SHOWN = 3  # The number of damaged lines that a message names.
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class MetricsWriter:
     warning. `perf/time` is the time at which a line was begun, in seconds since 1970.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
       warn: called with a message about damaged lines, or about TensorBoard's failure.
       trackers: further receivers of the metrics.
@@ -76,11 +76,13 @@ class MetricsWriter:
             self._line = _drop_after(self._path, step)
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
-        if self._line:  # the last line may still grow
+        if self._line:  # The last line is written again, because its step may get more metrics.
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
-        """Drops later metrics from metrics.jsonl and TensorBoard; trackers keep them."""
+        """Drops the metrics of later steps from metrics.jsonl and TensorBoard; trackers
+        keep them.
+        """
         with self._explain_errors():
             self._file.close()
         self._open(step)
@@ -111,7 +113,9 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Returns True if `step` is the step written last, and has a metric `tag`."""
+        """Returns True if `step` is the step written last, and its line contains the
+        metric `tag`.
+        """
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
@@ -133,7 +137,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl, ordered by step; damaged lines are left out."""
+    """Returns the records of a metrics.jsonl, ordered by step; damaged lines are left out."""
     valid = filter(None, map(_record, _lines(path)))
     records = {record["step"]: record for record in valid}
     return [records[step] for step in sorted(records)]
@@ -145,7 +149,7 @@ def damaged_lines(path: Path) -> list[int]:
     A last line that a crash interrupted is not counted.
     """
     *lines, last = _lines(path) or [b""]
-    torn = re.fullmatch(rb"{[^}\0]*", last)  # a write that was interrupted
+    torn = re.fullmatch(rb"{[^}\0]*", last)  # A match means that writing the line was interrupted.
     lines += [] if torn else [last]
     return [i for i, line in enumerate(lines, 1) if line.strip() and not _record(line)]
 
@@ -160,7 +164,7 @@ class Rate(NamedTuple):
     """Speed of training over an interval, without pauses.
 
     Attributes:
-      flops_per_second: None if the FLOPs of a step are not known.
+      flops_per_second: FLOPs per second; None if the FLOPs of a step are not known.
     """
 
     tokens_per_second: float
@@ -190,8 +194,8 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time of the block (compiling, evaluating, saving or sampling) from the time
-        of training.
+        """Context whose time (compiling, evaluating, saving or sampling) is not time of
+        training.
         """
         begin = self._clock()
         try:

@@ -13,13 +13,16 @@ from brt.config import Optimizer
 from brt.distributed.rules import constrain
 from brt.training.matrices import Axes, as_matrix, from_matrix, matrix_shape
 
-# Names of axes of tables. Their rows are looked up and not multiplied, so Nadam updates them.
+# The names of axes of tables. Rows of a table are looked up and not multiplied, so Nadam updates
+# tables, not Muon.
 _TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
-_RMS = 0.2  # root mean square of an update, which matches AdamW's (Liu et al., 2025, section 2.2)
+# The root mean square of an update, which matches that of AdamW (Liu et al., 2025, section 2.2).
+_RMS = 0.2
 _MOMENTUM = 0.95
-# Coefficients of x, x^3 and x^5. Each polynomial is the best one for the range of singular values
-# that its predecessors leave of [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The
-# last one is their limit, and is repeated if more steps are requested.
+# Coefficients of x, x^3 and x^5 in the polynomials that make a matrix orthogonal, one for each
+# step. Each is the best polynomial for the range to which the steps before have mapped singular
+# values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last one is the
+# limit of the sequence, and is repeated if more steps are requested.
 _POLYNOMIALS = (
     (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
     (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
@@ -29,15 +32,16 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.GradientTransformation:
-    """Builds Muon for the matrices of each layer, with Nadam for tables, biases and norms.
+    """Returns Muon for the matrices of each layer, combined with Nadam for all other parameters.
 
-    All matrices of the same shape, of whichever layer, are made orthogonal by one batched matmul,
-    because many small matmuls in sequence leave most of a device idle. Devices that share
-    parameters distribute these matrices, and each device has whole matrices.
+    Nadam updates tables, biases and norms. All matrices of the same shape, of whichever layer, are
+    made orthogonal by one batched matmul, because many small matmuls in sequence leave most of a
+    device idle. Devices that share parameters distribute these matrices, and each device has whole
+    matrices.
 
     Args:
       optimizer: settings.
-      schedule: the learning rate of a step.
+      schedule: function from a step to its learning rate.
       axes: names of the parameters' axes, by path.
     """
     steps = optimizer.orthogonal_steps
@@ -52,11 +56,13 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     )  # fmt: skip
 
     def init(params: PyTree[Array]) -> optax.OptState:
+        """Returns the initial state of the optimizer."""
         return transform.init(_grouped(params, axes))
 
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
+        """Returns the updates of the parameters, and the new state of the optimizer."""
         updates, new_state = transform.update(
             _grouped(gradients, axes), state, _grouped(params, axes)
         )

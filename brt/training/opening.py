@@ -84,15 +84,15 @@ def open_files(
     phases: PhaseTracker,
     stack: contextlib.ExitStack,
 ) -> OpenRun:
-    """Restores or creates a run, and opens the files that it writes.
+    """Restores or creates a run, opens the files that it writes, and returns the opened run.
 
     Args:
       run: the run.
-      workdir: the run's, as `enter_workdir` returned it.
+      workdir: the run directory, as `enter_workdir` returned it.
       checkpoint: the newest one before the workdir was locked; None if there was none.
       allowed: settings that may differ from the checkpoint's; see `Session.open`.
       stop: receives SIGTERM and Ctrl-C.
-      phases: told of the phases "restoring" and "seeking".
+      phases: receives the phases "restoring" and "seeking".
       stack: closes the files.
 
     Raises:
@@ -100,7 +100,8 @@ def open_files(
     """
     config = run.config
     settings = config.checkpoint
-    writer = CheckpointWriter(  # opened first, because it removes what a killed run left behind
+    # The writer is opened first, because it removes the files that a killed run left behind.
+    writer = CheckpointWriter(
         workdir.checkpoints, keep=settings.keep, keep_every=settings.keep_every,
         in_background=phases.in_background,
     )  # fmt: skip
@@ -123,7 +124,8 @@ def open_files(
     _check_processes_agree(run, restored.step if restored else None, provenance)
     if restored:
         data_manifest.check_unchanged(workdir, run.dataset.described())
-    saves = min(settings.keep, 2)  # at least one, and another while the old one is replaced
+    # The disk needs space for a checkpoint, and for a second one while the old one is replaced.
+    saves = min(settings.keep, 2)
     check_disk(workdir.checkpoints, saves * tree_utils.required_bytes(run.abstract))
     batches = _open_batches(run, workdir, restored, changes, phases, progress, stack)
     _write_description(run, workdir, provenance, progress)
@@ -149,10 +151,12 @@ def open_files(
 
 
 def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
-    """Locks the workdir for this trainer; processes other than the first get a shadow of it.
+    """Locks the run directory for this trainer, and returns the directory to write to.
+
+    With several processes, all but the first write to a temporary directory (a shadow).
 
     Args:
-      workdir: the run's, whose directories exist.
+      workdir: the run directory, which exists.
       stack: releases the lock and removes the shadow.
 
     Raises:
@@ -180,7 +184,8 @@ def _find_again(
     """
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
-        # Another trainer saved before this one had the lock, or the newest checkpoint is damaged.
+        # Either another trainer saved a checkpoint before this one had the lock, or the newest
+        # checkpoint is damaged.
         warned = checkpoint.problems if checkpoint else ()
         checkpoint = checkpoints.newest(workdir.path, warned)
     if checkpoint is None:

@@ -21,7 +21,7 @@ def learning_rate(
 ) -> Callable[[Int[Array, ""] | Float[Array, ""]], Float[Array, ""]]:
     """Returns the function from a step, counted from 1, to its learning rate.
 
-    A linear warm-up is followed by one of the schedules: "rsqrt" is the paper's 1 / sqrt(step);
+    A linear warm-up is followed by one of the schedules: "rsqrt" is 1 / sqrt(step) as in the paper;
     "cosine" and "linear" decrease to `final_learning_rate` at step `steps` and stay there.
 
     Args:
@@ -42,6 +42,7 @@ def learning_rate(
     shape, decays = shapes[optimizer.schedule], optimizer.schedule in ("cosine", "linear")
 
     def rate(step: Int[Array, ""] | Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the learning rate of a step."""
         t = jnp.maximum(jnp.asarray(step, jnp.float32), max(warmup, 1))
         warm = jnp.minimum(jnp.asarray(step, jnp.float32) / max(warmup, 1), 1.0)
         return warm * shape(jnp.minimum(t, steps) if decays else t)
@@ -62,18 +63,21 @@ class LayerwiseState(NamedTuple):
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Applies an optimizer to each layer of a stack separately, and to kernels as matrices.
+    """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
 
     Adafactor clips and scales by the root mean square of a parameter. Over a stack of layers that
     would mix the layers, and the model would train differently than without stacking. It also
     factors the second moments of matrices, for which the columns of all heads form one matrix.
 
     Args:
-      transform: the optimizer.
+      transform: the optimizer that is applied to each layer.
       axes: names of the parameters' axes, by path.
     """
 
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
+        """Returns parameters outside of stacks, and stacked ones by the number of layers, all by
+        path.
+        """
         outside, stacked = {}, {}
         for name, leaf in flatten_dict(tree, sep="/").items():
             names = axes.get(name, ())
@@ -84,11 +88,13 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         return outside, stacked
 
     def joined(updates: dict[str, Array], like: Parameters) -> Parameters:
+        """Returns updates by path as a tree with the shapes of `like`."""
         shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
         kernels = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
         return unflatten_dict(kernels, sep="/")
 
     def init(params: Parameters) -> LayerwiseState:
+        """Returns the initial state of the optimizer."""
         outside, stacked = split(params)
         state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)
@@ -96,6 +102,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
+        """Returns the updates of the parameters, and the new state of the optimizer."""
         (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
         updates, outside_state = transform.update(outside, state.outside, p_outside)
         stacked_states = {}
@@ -110,7 +117,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
-    """Builds the optimizer of a run, whose `update` needs the parameters.
+    """Returns the optimizer of a run, whose `update` needs the parameters.
 
     Adafactor is that of the original: second moments are factored; updates are clipped to a root
     mean square of 1, multiplied by the learning rate and the scale of the parameter, and smoothed
@@ -125,7 +132,8 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
     rate = learning_rate(optimizer, steps)
 
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
-        return rate(count + 1)  # optax counts from 0, where a warm-up would have no effect
+        """Returns the learning rate after `count` steps."""
+        return rate(count + 1)  # optax counts steps from 0, where a warm-up would yield the rate 0.
 
     if optimizer.name == "muon":
         transform = muon.build(optimizer, schedule, axes)

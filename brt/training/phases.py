@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Phases in which a run makes no visible progress until the phase ends.
+# The phases in which a run makes no visible progress until the phase ends.
 WITHOUT_PROGRESS = (
     "starting", "compiling", "restoring", "seeking", "saving", "committing", "ending",
 )  # fmt: skip
-_INTERRUPTIBLE = ("stepping", "evaluating", "sampling")  # phases that check for requests to stop
+# The phases that regularly check for requests to stop.
+_INTERRUPTIBLE = ("stepping", "evaluating", "sampling")
 
 
 class RunStatus(NamedTuple):
-    """The state of a run at a moment.
+    """What a run is doing at a moment.
 
     Attributes:
-      phase: "starting", "compiling", "restoring", "seeking", "stepping", "evaluating",
-        "sampling", "saving", "committing" or "ending".
+      phase: "starting", "compiling", "restoring", "seeking", "stepping", "evaluating", "sampling",
+        "saving", "committing" or "ending".
       step: number of completed training steps.
       last_progress: `time.monotonic` of the last sign of progress: a completed step, an evaluated
         batch, or the beginning of a phase.
@@ -49,7 +50,9 @@ class PhaseTracker:
         return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Registers a function to be called when a phase begins, before anything is done in it."""
+        """Registers a function that is called at the beginning of every phase with the
+        new status.
+        """
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -60,7 +63,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """Enters a phase for the block, and the previous phase again after the block.
+        """Context that enters a phase, and enters the previous phase again at its end.
 
         If the block raises an error, the status stays in the phase in which the error occurred.
         """
@@ -71,7 +74,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Says, for the block, what the calling background thread does."""
+        """Context in which `background` of the status is the phase of the calling thread."""
         self._background = phase
         self._notify()
         try:
@@ -87,7 +90,7 @@ class PhaseTracker:
 
     @property
     def uninterruptible(self) -> str:
-        """The current phase if a request to stop has to wait until the phase ends, else ""."""
+        """The current phase if a request to stop has to wait until the phase ends, otherwise ""."""
         return "" if self._status.phase in _INTERRUPTIBLE else self._status.phase
 
     def _notify(self) -> None:

@@ -13,7 +13,7 @@ from brt.tasks.report import Metric
 from brt.training.metrics import read_metrics
 from brt.training.workdir import Workdir, check_writable, write_bytes
 
-Baseline = tuple[str, float]  # name and value of a simpler method on the same data, such as xz
+Baseline = tuple[str, float]  # The name and value of a simpler method on the same data, such as xz.
 _TRAIN, _HELD_OUT, _BASELINE = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 
 

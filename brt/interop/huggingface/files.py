@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # Registers bfloat16 with NumPy for safetensors.
+import ml_dtypes  # The import registers bfloat16 with NumPy, which safetensors needs.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,15 +25,16 @@ _READ = {
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
 SHARD_BYTES = 5 * 10**9
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}  # dtypes of written weights
+# The dtypes in which weights can be written.
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Reads all arrays of a checkpoint in their own dtypes.
+    """Returns all arrays of a checkpoint by name, in their own dtypes.
 
     Raises:
       CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are
-          damaged.
+        damaged.
     """
     if (directory / INDEX).is_file():
         return {
@@ -53,7 +54,14 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the files that an index names, which must lie in the index's directory."""
+    """Returns the names of the files that an index names, which must lie in the index's directory.
+
+    Args:
+      index: path of model.safetensors.index.json.
+
+    Raises:
+      CheckpointError: the index is damaged or names a file elsewhere.
+    """
     try:
         locations: Any = read_json(index).get("weight_map")
         untrusted.check(locations, {str: str}, "weight_map")
@@ -66,7 +74,7 @@ def shards(index: Path) -> list[str]:
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of one file.
+    """Returns the arrays of one safetensors file by name.
 
     Raises:
       CheckpointError: the file is missing or damaged.
@@ -81,14 +89,21 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
                         "float16 or bfloat16"
                     )
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: more axes than NumPy has
+    # An array with more axes than NumPy supports raises ValueError.
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def write_tensors(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes one file, or several of at most `shard_bytes`, or of one larger array each."""
+    """Writes arrays as safetensors: one file if they fit, otherwise several with an index.
+
+    Args:
+      directory: directory to write into.
+      tensors: arrays by name.
+      shard_bytes: maximum size of a file; a larger array gets a file of its own.
+    """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
         size = sum(other.nbytes for other in shards[-1].values())
@@ -108,7 +123,7 @@ def write_tensors(
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes one file; raises CheckpointError if writing fails.
+    """Writes one safetensors file; raises CheckpointError if writing fails.
 
     The metadata contains `format`, which transformers requires.
     """
@@ -138,7 +153,9 @@ def write_json(path: Path, content: Mapping) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Creates a directory that appears under its name only when all files have been written.
+    """Context that yields a temporary directory, which finally becomes the directory `target`.
+
+    The directory appears under its name only when all files have been written.
 
     Raises:
       ConfigError: `target` exists and is not empty.

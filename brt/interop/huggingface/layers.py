@@ -10,7 +10,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arrays or shapes by names like "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the arrays (or shapes) of a tree by names such as "encoder/layers_0/mlp/wi/kernel".
+
+    Models stack the arrays of all layers along axis 0; here, each layer has its own arrays.
+    """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
         if "/layers/" not in name:

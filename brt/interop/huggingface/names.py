@@ -12,12 +12,13 @@ import numpy as np
 
 from brt.config import Seq2Seq
 
-# Names of copies of the embedding, which newer files omit.
+# Names of arrays that are copies of the embedding; newer files omit the copies.
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-# An array of the first T5 files that no model uses.
+# The name of an array in the first T5 files that no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
-# Hugging Face has no such recurrence; these are the names of the authors of SRformer.
+# Names of the parameters of recurrent attention fusion. Hugging Face has no such layer, so the
+# names are those of the authors of SRformer.
 _RAF = {
     "raf/kernel": "SNN_kv.weight",
     "raf/bias": "SNN_kv.bias",
@@ -30,7 +31,7 @@ _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlo
 
 
 def table(model: Seq2Seq) -> dict[str, str]:
-    """Returns their names by ours; {i} stands for a layer's index."""
+    """Returns Hugging Face's name of each of brt's parameters; {i} stands for a layer's index."""
     return _bart(model) if model.family == "bart" else _t5(model)
 
 
@@ -96,16 +97,21 @@ def _bart(model: Seq2Seq) -> dict[str, str]:
 
 
 def their_name(names: Mapping[str, str], ours: str) -> str | None:
-    """Returns their name of one of our parameters; None if they have no counterpart."""
+    """Returns Hugging Face's name of a parameter of brt; None if there is no counterpart.
+
+    Args:
+      names: the result of `table`.
+      ours: brt's name, such as "encoder/layers_0/mlp/wi/kernel".
+    """
     layer = re.search(r"layers_(\d+)", ours)
     pattern = names.get(re.sub(r"layers_\d+", "layers_{i}", ours))
     return None if pattern is None else pattern.format(i=layer[1] if layer else "")
 
 
 def is_optional(ours: str) -> bool:
-    """Returns True for parameters that a file may lack.
+    """Returns True if a checkpoint may lack the parameter with this name of brt.
 
-    These are the parameters of the recurrence, and the bias of logits, which BartModel lacks.
+    Optional are the parameters of the recurrence, and the bias of logits, which BartModel lacks.
     """
     if ours == "logits_bias":
         return True
@@ -114,7 +120,12 @@ def is_optional(ours: str) -> bool:
 
 
 def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of one of our arrays in their files."""
+    """Returns the shape that an array of brt has in Hugging Face's files.
+
+    Args:
+      ours: brt's name of the parameter.
+      shape: brt's shape.
+    """
     if ours.endswith("kernel"):
         inputs = 2 if ours.endswith("/o/kernel") else 1
         return math.prod(shape[inputs:]), math.prod(shape[:inputs])
@@ -126,7 +137,7 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Converts one of our arrays to their layout."""
+    """Returns an array of brt in Hugging Face's layout; `ours` is brt's name of the parameter."""
     shape = their_shape(ours, array.shape)
     if ours.endswith("kernel"):
         return np.ascontiguousarray(array.reshape(shape[::-1]).T)
@@ -134,5 +145,11 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts one of their arrays to our layout with this shape."""
+    """Returns an array of Hugging Face in brt's layout.
+
+    Args:
+      ours: brt's name of the parameter.
+      array: the array in their layout.
+      shape: brt's shape.
+    """
     return (array.T if ours.endswith("kernel") else array).reshape(shape)

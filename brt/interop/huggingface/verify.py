@@ -14,13 +14,16 @@ from brt.interop.huggingface.config import Described
 from brt.models import seq2seq
 from brt.models.targets import shift_right
 
-LOGIT_TOLERANCE = 1e-4  # Relative to the largest logit, in float32.
-# Maximum rounding error of a dtype, relative to the largest magnitude of an array.
+# The allowed difference of float32 logits, relative to the largest logit.
+LOGIT_TOLERANCE = 1e-4
+# The maximum rounding error of each dtype, relative to the largest magnitude in an array.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
 class TensorCheck(NamedTuple):
-    """Comparison of one array before and after: the largest and the allowed difference."""
+    """Comparison of an array before and after conversion: the largest and the allowed
+    difference.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +33,9 @@ class TensorCheck(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Random pairs from a fixed seed; the second source is half as long as the first."""
+    """Two random pairs of source and target from a fixed seed; the second source is half as
+    long.
+    """
 
     source: np.ndarray
     mask: np.ndarray
@@ -38,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two pairs of at most 64 and 16 tokens."""
+    """Returns two pairs of at most 64 source tokens and 16 target tokens that suit the model."""
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
     known = model.max_positions if model.family == "bart" else 64
@@ -51,7 +56,13 @@ def inputs(described: Described) -> Inputs:
 
 
 def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.ndarray:
-    """Returns float32 logits [2, T, V] of our model."""
+    """Returns the float32 logits [2, T, V] that brt's model computes.
+
+    Args:
+      params: parameters of the model.
+      described: settings of the model.
+      x: the pairs to read.
+    """
     network = seq2seq.Seq2Seq(described.model, described.cross)
     mask = jnp.asarray(x.mask)
     encoded = seq2seq.encode(network, params, jnp.asarray(x.source), mask)
@@ -60,9 +71,13 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """Returns the logits of Hugging Face's model in `directory`; None if it is not installed.
+    """Returns the logits [2, T, V] that transformers computes; None if it is not installed.
 
     No code in the directory is run, and nothing is unpickled.
+
+    Args:
+      directory: directory of the Hugging Face checkpoint.
+      x: the pairs to read.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
@@ -82,7 +97,7 @@ def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
 def tensor_checks(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> list[TensorCheck]:
-    """Compares every array of `before` with that of `after`.
+    """Returns a comparison of every array of `before` with the array of the same name in `after`.
 
     Raises:
       CheckpointError: an array is missing.
@@ -125,9 +140,11 @@ def check(checks: list[TensorCheck]) -> None:
 
 
 def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
-    """Returns a line with the largest difference between logits.
+    """Compares logits, and returns a line with their largest difference.
 
     Args:
+      actual: logits of the converted model.
+      expected: logits of the original model.
       name: model that `expected` was computed with.
       rounding: relative rounding of the weights; logits may differ by a multiple of it.
 
@@ -145,5 +162,10 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
 
 
 def allowed(expected: np.ndarray, rounding: float) -> float:
-    """Returns the difference of logits that arithmetic and rounding can explain."""
+    """Returns the largest difference between logits that rounding can explain.
+
+    Args:
+      expected: logits of the original model.
+      rounding: relative rounding of the weights.
+    """
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

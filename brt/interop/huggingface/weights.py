@@ -16,17 +16,17 @@ from brt.interop.huggingface.layers import by_layer, stack_layers
 from brt.models import seq2seq
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 4  # Number of names in an error.
+_SHOWN = 4  # The number of names that an error lists.
 
 
 class Imported(NamedTuple):
     """Imported parameters, and the names that did not match.
 
     Attributes:
-      params: float32, with the names of `Seq2Seq`.
-      initialised: names of our parameters that the file lacks: those of the cross-attention, and
-          BART's bias of logits, which is initialised to zero.
-      unexpected: names of their arrays that have no counterpart.
+      params: float32 parameters with brt's names.
+      initialised: names of brt's parameters that the file lacks: those of the cross-attention, and
+        BART's bias of logits, which is initialised to zero.
+      unexpected: names of Hugging Face's arrays that have no counterpart.
     """
 
     params: dict[str, Any]
@@ -35,7 +35,7 @@ class Imported(NamedTuple):
 
 
 def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
-    """Renames arrays to the names of current versions: without copies, with the usual prefix.
+    """Returns arrays under the names of current versions: without copies, with the usual prefix.
 
     Raises:
       CheckpointError: encoder and decoder have different embeddings.
@@ -43,7 +43,7 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
     arrays = {name: array for name, array in arrays.items() if name != names.UNUSED}
     prefix = "model." if family == "bart" else ""
     outside = ("lm_head.weight", "final_logits_bias")
-    if prefix:  # Files of the class BartModel have no prefix.
+    if prefix:  # Files of the class BartModel lack the usual prefix of names, "model.".
         arrays = {
             name if name.startswith(prefix) or name in outside else prefix + name: array
             for name, array in arrays.items()
@@ -65,12 +65,17 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of our parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
 
 def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Imported:
-    """Converts their arrays (see `normalize_names`) to our parameters.
+    """Converts arrays of a Hugging Face checkpoint to brt's parameters.
+
+    Args:
+      arrays: arrays with the names that `normalize_names` returns.
+      model: settings of the model.
+      cross: settings of cross-attention, whose parameters are initialised if they are missing.
 
     Raises:
       CheckpointError: an array is missing or has another shape.
@@ -85,10 +90,13 @@ def match_arrays(
     initial: Callable[[], dict[str, Any]],
     is_optional: Callable[[str], bool],
 ) -> Imported:
-    """Converts their arrays to our parameters by a table of their names by ours.
+    """Converts arrays of a Hugging Face checkpoint to brt's parameters by a table of names.
 
     Args:
-      initial: function that initialises our parameters; used for optional ones that are missing.
+      arrays: arrays by Hugging Face's names.
+      table: Hugging Face's name of each of brt's parameters.
+      initial: function that initialises brt's parameters; used for optional ones that are missing.
+      is_optional: function from brt's name of a parameter to True if a checkpoint may lack it.
 
     Raises:
       CheckpointError: a required array is missing, or an array has another shape.
@@ -124,7 +132,7 @@ def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dic
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """Converts parameters to another cross-attention and initialises what is missing."""
+    """Returns parameters for another kind of cross-attention; missing ones are initialised."""
     have, want = by_layer(params), template(model, cross)
     missing = [name for name in want if name not in have]
     new = _initialise(partial(_initial, model, cross), missing)
@@ -132,7 +140,7 @@ def with_cross_attention(
 
 
 def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.ndarray]:
-    """Converts our parameters to their arrays and names.
+    """Returns brt's parameters as arrays with Hugging Face's names and layouts.
 
     Raises:
       CheckpointError: Hugging Face has no name for a parameter.
@@ -147,8 +155,8 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
     if nameless:
         raise CheckpointError(f"Hugging Face has no names for {listed(nameless)}")
     if model.family == "t5" and model.tied_logits and not model.scale_logits:
-        # Versions of transformers before 5 do not scale logits if lm_head.weight is stored
-        # separately.
+        # A separate lm_head.weight is stored, because versions of transformers before 5 would scale
+        # the logits without it.
         result["lm_head.weight"] = result["shared.weight"].copy()
     return result
 
@@ -164,6 +172,6 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns the first few names, and the number of the others."""
+    """Returns the first few names as a text, followed by the number of the others."""
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

@@ -22,6 +22,7 @@ class WindowPrediction(NamedTuple):
     """A model's prediction for one window.
 
     Attributes:
+      row: index of the window in the store.
       start, end, score: positions and score of the best span.
       no_answer: sum of the logits of the first token, which stand for "no answer".
       nats: cross-entropy of start and end, as in training.
@@ -51,13 +52,19 @@ class AnswerEvaluator(HeadEvaluator):
         self._section = request.config.questions
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns a function that computes the best span, the no-answer score and the training
-        loss."""
+        """Returns the function that is compiled and evaluated for each batch.
+
+        Its arguments are params, a batch and a mask of the context's tokens. Its results are the
+        fields of WindowPrediction except `row`, all [B].
+        """
         longest = config.questions.max_answer_length
 
         def read(
             params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
         ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
+            """Returns start, end and score of the best span, the no-answer score and the nats, all
+            [B].
+            """
             logits = self.task.predict(config, params, batch)
             nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
             no_answer = logits[:, 0].sum(axis=-1)
@@ -70,7 +77,9 @@ class AnswerEvaluator(HeadEvaluator):
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields the windows in batches; see the base class."""
+        """Yields batches that contain every window once, or one batch of the first
+        `limit` windows.
+        """
         return QuestionReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -79,7 +88,13 @@ class AnswerEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Computes the metrics and one prediction per question; see the base class."""
+        """Returns the metrics of all windows, with one prediction per question.
+
+        Args:
+          config: config of the model.
+          outputs: the outputs of `forward` by window.
+          timed: the function that computed them, with its speed.
+        """
         section, store = self._section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
         for row, arrays in outputs.items():
@@ -110,7 +125,9 @@ class AnswerEvaluator(HeadEvaluator):
         )
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns a table of exact match, F1 and bits; see the base class."""
+        """Returns the lines of a table of exact match, F1 and bits, with a row per kind of
+        attention.
+        """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = (
             f"{report['questions']:,} questions{left_out}, trained with {report['trained_with']}"
@@ -122,11 +139,17 @@ class AnswerEvaluator(HeadEvaluator):
 def best_answer(
     store: QuestionStore, windows: list[WindowPrediction], no_answer: bool, margin: float
 ) -> dict[str, Any]:
-    """Returns the best answer in the windows of a question.
+    """Returns the prediction for a question as JSON: the best answer in its windows, and its score.
 
     The prediction is "" if the lowest no-answer score of all windows exceeds the score of the best
     span by more than `margin`, as in the baselines of SQuAD 2.0: every window has to agree that the
     answer is missing.
+
+    Args:
+      store: the store of the split.
+      windows: predictions for all windows of the question.
+      no_answer: True if questions may have no answer.
+      margin: see above.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -140,8 +163,13 @@ def best_answer(
 
 
 def scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns exact match and F1 in percent, also separately for questions with and without
-    answers."""
+    """Returns the averages of exact match and F1 over questions, in percent, by name.
+
+    If some questions have no answer, the averages of both sorts of questions are included.
+
+    Args:
+      rows: one prediction for each question.
+    """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):
         kinds.pop("answerable_")

@@ -11,23 +11,26 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Score(NamedTuple):
-    """Scores of one answer, each from 0 to 1."""
+    """Exact match and F1 of one answer, each from 0 to 1."""
 
     exact: float
     f1: float
 
 
 def normalized(answer: str) -> str:
-    """Removes capitals, ASCII punctuation, English articles and repeated spaces."""
+    """Returns an answer without capitals, ASCII punctuation, English articles and repeated
+    spaces.
+    """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def score(prediction: str, answers: Sequence[str]) -> Score:
-    """Returns the maximum of each score over the true answers.
+    """Returns exact match and F1 of a prediction, each the maximum over the true answers.
 
     Args:
+      prediction: the predicted answer.
       answers: true answers; empty if the correct prediction is "". As in the script of SQuAD 2.0,
-          answers that are empty after normalisation only count if all are.
+        answers that are empty after normalisation only count if all are.
     """
     golds = [text for text in answers if normalized(text)] or [""]
     exact = max(normalized(prediction) == normalized(gold) for gold in golds)

@@ -34,7 +34,9 @@ class ExtractiveQa(EncoderTask):
     table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        """Rejects label smoothing, and windows that are too long for the model."""
+        """Raises ConfigError for label smoothing, and for windows that are too long for
+        the model.
+        """
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
@@ -49,7 +51,7 @@ class ExtractiveQa(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> QuestionDataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
         return Preparation(config.questions).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
@@ -57,7 +59,7 @@ class ExtractiveQa(EncoderTask):
         return tokenization.load(str(file), "Data.tokenizer")
 
     def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
-        """Returns batches of windows in a new order every epoch."""
+        """Returns the reader of the training windows, in a new order every epoch."""
         section, t = config.questions, config.training
         return QuestionReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -67,13 +69,15 @@ class ExtractiveQa(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the summed cross-entropy of starts and ends."""
+        """Returns the cross-entropy of the starts and ends of answers, summed over a batch, and an
+        Aux.
+        """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 
     def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
-        """Returns an evaluator of answers by exact match and F1."""
+        """Returns an evaluator that measures exact match and F1 of answers."""
         refuse_ablation(request.ablate)
         return AnswerEvaluator(self, request)
 

@@ -41,7 +41,9 @@ class AnswerSpan(NamedTuple):
 
 
 class ScoredAnswer(NamedTuple):
-    """The score of an answer: whether all its tokens were predicted, and their nats."""
+    """The score of an answer: its distance and size, its nats, and True if all tokens were
+    predicted.
+    """
 
     distance: int
     bytes: int
@@ -65,7 +67,11 @@ def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[A
 
 
 class AnswerScores:
-    """Collects the scores of all tokens batch by batch, and extracts those of the answers."""
+    """Collects the scores of all tokens batch by batch, and returns those of the answers.
+
+    Args:
+      spans: the answers of each document, by document index.
+    """
 
     def __init__(self, spans: Mapping[int, Sequence[AnswerSpan]]):
         self._spans = spans
@@ -89,7 +95,11 @@ class AnswerScores:
             self._scores[int(document[lane, block])].append(blocks[lane, :, block])
 
     def answers(self, limit: int = 0) -> list[ScoredAnswer]:
-        """Returns all answers within the first `limit` tokens of their documents (0: no limit)."""
+        """Returns the scores of all answers within the first `limit` tokens of their documents.
+
+        Args:
+          limit: number of tokens that were read of each document; 0 for no limit.
+        """
         scored = []
         for document, answers in self._spans.items():
             nats, right = np.concatenate(self._scores[document], axis=1, dtype=np.float64)
@@ -104,13 +114,14 @@ class AnswerScores:
 def answer_metrics(
     answers: Sequence[ScoredAnswer], window: int, bits: float, size: int
 ) -> dict[str, Any]:
-    """Computes the share of exact answers and bits per byte, for all answers and by distance.
+    """Returns the share of exact answers and bits per byte, for all answers and by distance.
 
     Args:
+      answers: the answers.
       window: number of tokens in a window; distances are grouped by powers of two of windows.
       bits, size: total bits and bytes of the documents, from which the values of the text outside
-        the answers are computed. A size of 0 means that the tokens do not give back the text;
-        there are no bits per byte then.
+        the answers are computed. A size of 0 means that the tokens do not give back the text; there
+        are no bits per byte then.
     """
     rows = defaultdict(list)
     for answer in answers:
@@ -173,7 +184,11 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Draws exact answers against distance (PNG); `columns` as for `table_lines`."""
+    """Returns a plot (PNG) of the share of exact answers against distance.
+
+    Args:
+      columns: reports by the part of the memory that was removed; "" for the unchanged model.
+    """
     from brt.drawing import distance_plot, png
 
     lines = {
@@ -184,7 +199,7 @@ def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def warn_of_cut_gradients(config: Config) -> None:
-    """Warns if training segments are shorter than the distances of a memory task."""
+    """Warns on stderr if training segments are shorter than the distances of a memory task."""
     length = config.training.segment_length
     for source in config.data.train:
         if source.startswith(MEMORY) and (far := max(names.parse(source).distance)) >= length:

@@ -33,9 +33,10 @@ from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch, Variables
 
-# Compressing more bytes takes longer than people want to wait at the end of a run.
+# The number of bytes up to which documents are compressed by xz for comparison; more bytes would
+# take longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
-# Average number of characters of a word up to which white space is taken to separate words.
+# White space is taken to separate words only if words have at most this average length.
 LONGEST_WORDS = 25
 
 
@@ -58,16 +59,14 @@ class DocumentScore(NamedTuple):
 def text_metrics(
     tokens: int, bytes: int, characters: int, words: int, nats: float, lost: int = 0
 ) -> dict[str, Any]:
-    """Computes the metrics of text with these total counts and nats.
+    """Returns the metrics of a text with these total counts and nats, by name.
 
     `nats` is the sum over every token, with the first token of a document predicted from BOS; BOS
-    and
-    padding are not scored. The counts are those tokens and the UTF-8 bytes, code points and words
-    (separated by white space) of the same text; of a document that was read in part, of the part.
-    Word perplexity is exp(nats per word) as for PG-19; it is None if white space does not separate
-    words, as in Chinese. If the tokens do not give back `lost` bytes, only bits per token is
-    defined
-    and the other metrics are None.
+    and padding are not scored. The counts are those of the scored tokens, and the UTF-8 bytes, code
+    points and words (separated by white space) of the same text. Word perplexity is exp(nats per
+    word) as for PG-19; it is None if white space does not separate words, as in Chinese. If the
+    tokens do not give back `lost` bytes, only bits per token is defined and the other metrics are
+    None.
     """
     bits = nats / math.log(2)
     separated = not lost and words and characters <= LONGEST_WORDS * words
@@ -157,7 +156,10 @@ class DocumentEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model."""
+        """Returns the beginning of the first document with a continuation by the model.
+
+        The result is None if `control` stopped it.
+        """
         return self._sampler(variables, step, control)
 
     def read(
@@ -171,6 +173,9 @@ class DocumentEvaluator:
         """Reads every document once and returns its scores; None if `control` stopped it.
 
         Args:
+          variables: the learned values of the model.
+          control: functions that stop the work and report its progress.
+          ablate: part of the memory that is reset before every segment; None for no part.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
         """
         config, store = self._config, self._store
@@ -194,7 +199,8 @@ class DocumentEvaluator:
                 scores.add(document, *map(np.asarray, guesses))
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
-            begin = begin or time.perf_counter()  # The first segment includes compilation.
+            # The clock starts after the first segment, which includes compilation.
+            begin = begin or time.perf_counter()
             control.progress(tokens)
         limit = tokens_per_document
         documents = [self._score(store, d, nats[d], limit) for d in range(len(store))]
@@ -285,7 +291,7 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the report as text for people, with the protocol first."""
+    """Returns a report as text for people: how the split was read, then the metrics."""
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
@@ -312,7 +318,7 @@ def text(report: dict[str, Any]) -> str:
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
     """Returns the bits per byte of `xz -9e`, applied to each document separately.
 
-    Returns None if the documents are too large or if the tokens do not give back the text.
+    The result is None if the documents are too large or if the tokens do not give back the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

@@ -23,6 +23,10 @@ def predict(
     """Returns the hidden vectors of every token of a segment, and the state after the segment.
 
     Args:
+      config: config of the model.
+      variables: the learned values of the model.
+      carry: caches and recurrent states before the segment.
+      batch: a segment of every lane (row of the batch).
       dropout: random key for dropout in a training step; None disables dropout.
     """
     output: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
@@ -36,7 +40,9 @@ def predict(
 def segment_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], StackState]:
-    """Returns the nats of every token of a segment, 0 where unscored, and the state after it."""
+    """Returns the nats of every token of a segment, 0 where unscored, and the state after the
+    segment.
+    """
     nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
 
@@ -44,7 +50,12 @@ def segment_nats(
 def segment_guesses(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """Returns the values of `segment_nats` and True for tokens that are the most likely ones."""
+    """Returns three results of reading a segment.
+
+    Returns:
+      The nats of every token, 0 where unscored; True for tokens that were the most likely ones; and
+      the state after the segment.
+    """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
     nats, right = token_scores(
@@ -58,11 +69,13 @@ def segment_guesses(
 def block_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
-    """Returns the nats of every block of a segment, and the state after the segment."""
+    """Returns the nats of every block of a segment, summed over its tokens, and the state
+    after it.
+    """
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry
 
 
 def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
-    """Sums nats over the tokens of each block."""
+    """Returns nats summed over the tokens of each block."""
     return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2)

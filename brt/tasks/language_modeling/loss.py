@@ -12,7 +12,9 @@ from brt.types import Variables
 
 
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
-    """Returns the summed loss of a batch including auxiliary losses, and other results."""
+    """Returns the loss of a batch, summed over scored tokens and with auxiliary losses, and
+    an Aux.
+    """
     training, batch = config.training, inputs.batch
     variables = Variables(params, inputs.model_state)
     output = predict(config, variables, inputs.carry, batch, inputs.key)
@@ -22,8 +24,8 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
         smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
     )  # fmt: skip
     count = count_scored(batch.scored)
-    # Auxiliary losses are per token. Multiplying by all tokens, scored or not, makes the sum
-    # independent of the number of devices and microbatches.
+    # Auxiliary losses are means over tokens. Multiplying them by the number of all tokens, scored
+    # or not, makes their sum independent of the number of devices and microbatches.
     total += batch.scored.size * sum(output.losses.values(), jnp.zeros(()))
     losses = {f"loss/{name}": value for name, value in output.losses.items()}
     return total, Aux(nats, count, output.state, output.model_state, {**output.metrics, **losses})

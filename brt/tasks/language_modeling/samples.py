@@ -9,13 +9,16 @@ from brt.generation.session import Session
 from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.types import Variables
 
-# A prompt shorter than a window needs no separate program that reads a whole window.
+# The number of tokens of a prompt. It is less than a window, so that no separate program must be
+# compiled that reads a whole window.
 PROMPT_TOKENS = 32
-_PURPOSE = 2  # Folded into the key of the run's seed, to separate sampling from dropout.
+# A number that is folded into the random key of the run, so that sampling uses other random numbers
+# than dropout.
+_PURPOSE = 2
 
 
 class Sampler:
-    """Continues the beginning of a store's first document; compiled once."""
+    """Generates a continuation of the beginning of a store's first document; compiled once."""
 
     def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
         self._config, self._store, self._tokenizer = config, store, tokenizer

@@ -17,6 +17,8 @@ class TextScorer:
     """Computes the nats of each token of a text; see `brt.tasks.evaluators.Scorer`.
 
     Args:
+      config: config of the model.
+      tokenizer: the tokenizer.
       bos_id: id from which the first token is predicted.
     """
 

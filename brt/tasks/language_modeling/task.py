@@ -48,7 +48,7 @@ from brt.types import Batch, Variables
 
 
 class LanguageModeling(Task):
-    """Trains a decoder. Caches and recurrent states are carried from step to step."""
+    """The task that trains a decoder; caches and recurrent states are carried from step to step."""
 
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding")
@@ -57,9 +57,9 @@ class LanguageModeling(Task):
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Requires segments of whole blocks and causal attention."""
+        """Raises ConfigError unless segments consist of whole blocks and attention is causal."""
         model, kind = config.model, config.attention.kind
-        runs(model)  # Raises ConfigError for kinds of layers that do not exist.
+        runs(model)  # The call raises ConfigError for kinds of layers that do not exist.
         if kind != "full":
             raise ConfigError(
                 f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "
@@ -86,17 +86,19 @@ class LanguageModeling(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Fills in the vocabulary size and the dtype."""
+        """Returns the config with the vocabulary size and the dtype filled in."""
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns lanes that each read their own documents, in a new order every epoch."""
+        """Returns a reader whose lanes (rows) read their own documents, in a new order
+        every epoch.
+        """
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -104,7 +106,7 @@ class LanguageModeling(Task):
         )  # fmt: skip
 
     def example_row(self, config: Config) -> Batch:
-        """Returns one row of a segment."""
+        """Returns a batch of one row with a segment of tokens."""
         tokens = (1, config.training.segment_length)
         blocks = (1, tokens[1] // config.model.window)
         ids = np.zeros(tokens, np.int32)
@@ -118,16 +120,16 @@ class LanguageModeling(Task):
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState:
-        """Returns empty caches and initial recurrent states."""
+        """Returns empty caches and initial recurrent states for this number of lanes (rows)."""
         return new_state(config.model, lanes)
 
     def carry_axes(self, config: Config) -> StackState:
-        """Returns the names of the axes of the carry."""
+        """Returns the names of the axes of each array in the carry."""
         return state_axes(config.model)
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that the mesh must divide: those of the base class, and the number of
-        blocks in a segment.
+        """Returns the sizes that mesh axes must divide, including the number of blocks in a
+        segment.
         """
         blocks = config.training.segment_length // config.model.window
         entry = ("Training.segment_length / Model.window", blocks)
@@ -138,19 +140,21 @@ class LanguageModeling(Task):
         return new_model_state(config.model)
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
-        """Updates the state of the layers that learn without gradients, once a step."""
+        """Returns the updated state of the layers that learn without gradients; called
+        once a step.
+        """
         return settled(config.model, model_state)
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
     ) -> DecoderOutput:
-        """Runs the forward pass; see `forward.predict`."""
+        """Returns the hidden vectors of a segment and the state after it; see `forward.predict`."""
         return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a segment; see `loss.loss`."""
+        """Returns the loss of a segment and its other results; see `loss.loss`."""
         return loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:
@@ -158,26 +162,28 @@ class LanguageModeling(Task):
         return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
     def evaluator(self, request: EvaluationRequest) -> DocumentEvaluator:
-        """Returns an evaluator of bits of whole documents."""
+        """Returns an evaluator that reads whole documents and measures their bits."""
         return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Includes the differences that an ablation makes, if there was one."""
+        """Returns the metrics of a report, including the differences that an ablation made."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
         return super().select_metrics(report) | costs
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns the probe of recurrent states and gates."""
+        """Returns the function that computes the metrics of recurrent states and gates."""
         return StateProbe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
-        """Measures how the model uses its memory."""
+        """Measures how the model uses its memory, and returns the results."""
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the bits per byte of `xz -9e` on the validation data."""
+        """Returns the name `xz -9e` and the bits per byte of this compressor on the validation
+        data.
+        """
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -214,19 +220,19 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Converts the decoder to a Hugging Face model, together with the PyTorch code that runs
-        it."""
+        """Returns the decoder as a Hugging Face model, together with the PyTorch code
+        that runs it.
+        """
         opened = source.tokenizer()
         model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
         return Exported(source.path, model, to_format, partial(exported_tokenizer.write, opened))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Takes weights layer by layer; a layer of another kind takes the parameters that both
-        have."""
+        """Returns the initial parameters of a warm start; see `warm_start.start`."""
         return warm_start.start(config.model, weights, initial)
 
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Takes the state of every layer whose kind is unchanged."""
+        """Returns the initial model state of a warm start; see `warm_start.start_model_state`."""
         return warm_start.start_model_state(config.model, weights, initial)

@@ -12,10 +12,13 @@ from brt.tasks.weights import WarmStart, Weights
 
 
 def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-    """Takes weights layer by layer; a layer of another kind takes the parameters that both have.
+    """Returns initial parameters that are taken from weights layer by layer.
+
+    If a layer has another kind than in the weights, it takes the parameters that both kinds have.
 
     Args:
       model: config of the model to train.
+      weights: weights of another language model.
       initial: newly initialised parameters of `model`.
 
     Raises:
@@ -35,9 +38,11 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
-    """Takes the model state of each layer whose kind is the same in both models.
+    """Returns the initial model state, with that of the weights for layers of the same kind.
 
     Args:
+      model: config of the model to train.
+      weights: weights of another language model.
       initial: model state of `model` at step 0.
     """
     if not initial:

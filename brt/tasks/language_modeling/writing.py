@@ -14,7 +14,9 @@ MAX_TOKENS = 500
 
 
 class TextWriter(Writer):
-    """Reads a prompt, then samples token by token or runs a beam search."""
+    """Writer that reads a prompt, and continues it by sampling token by token or by a beam
+    search.
+    """
 
     session: Session
 

@@ -28,13 +28,14 @@ from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import EvaluationResult
 from brt.types import Batch, Variables
 
-_MASKS, _ATTENTION = range(2)  # Folded into the key of all evaluations, one for each purpose.
-_ENTROPY_TOKENS = 10_000_000  # Maximum number of tokens that `token_entropy` counts.
-_SHOWN = 300  # Number of tokens in a sample.
+# Numbers that are folded into the random key of all evaluations, one for each use of randomness.
+_MASKS, _ATTENTION = range(2)
+_ENTROPY_TOKENS = 10_000_000  # The maximum number of tokens that `token_entropy` counts.
+_SHOWN = 300  # The number of tokens in a sample of the model's guesses.
 
 
 class Predictions(NamedTuple):
-    """Predictions of the R masked tokens of each segment.
+    """Predictions of the R masked tokens of each segment; all arrays are [B, R].
 
     Attributes:
       nats: -log p(target), 0 for unscored entries.
@@ -52,7 +53,7 @@ class Predictions(NamedTuple):
 
 
 class MaskedEvaluator:
-    """Evaluates masked tokens; see `brt.tasks.evaluators.Evaluator`."""
+    """Evaluates predictions of masked tokens; see `brt.tasks.evaluators.Evaluator`."""
 
     unit = "tok"
 
@@ -68,11 +69,13 @@ class MaskedEvaluator:
     def predictions(
         self, params: PyTree[Array], batch: Batch, segments: Int[Array | np.ndarray, "B 2"]
     ) -> Predictions:
-        """Predicts the masked tokens of a batch; to be compiled.
+        """Returns the predictions of the masked tokens of a batch; the function is compiled.
 
         Args:
-          segments: document of each row and index of its segment there, which seed the choice of
-              masks.
+          params: parameters of the model.
+          batch: a batch of segments.
+          segments: [B, 2], the document of each row and the index of its segment there, which seed
+            the choice of masks.
         """
         config, key = self._config, jax.random.key(0)
         mask_key = jax.random.fold_in(key, _MASKS)
@@ -84,6 +87,7 @@ class MaskedEvaluator:
         hidden, out = predict(self._network, params, batch, tokens, attention)
 
         def score(token: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Returns the nats of a masked token in each row, and the most likely token."""
             logits = seq2seq.logits(out, token[0])
             return jax.nn.logsumexp(logits) - logits[token[1]], jnp.argmax(logits).astype(jnp.int32)
 
@@ -114,7 +118,8 @@ class MaskedEvaluator:
             correct = predictions.guesses == predictions.targets
             right += int(np.sum(predictions.scored & correct))
             timed += int(batch.scored.sum()) if begin else 0
-            begin = begin or time.perf_counter()  # The first batch includes compilation.
+            # The clock starts after the first batch, which includes compilation.
+            begin = begin or time.perf_counter()
             control.progress(int(batch.scored.sum()))
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return self._result(nats / math.log(2), count, right, speed)
@@ -122,7 +127,9 @@ class MaskedEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with the model's guesses."""
+        """Returns the beginning of the first document with the model's guesses for
+        masked tokens.
+        """
         if control.stop():
             return None
         return fill_masks(self._tokenizer, *self._first(variables.params))
@@ -210,20 +217,26 @@ class MaskedEvaluator:
 
 
 def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
-    """Returns the entropy of the token frequencies in bits per token."""
+    """Returns the entropy of the frequencies of the ids in `tokens`, in bits per token."""
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text with its guessed tokens as [guess], or as [guess|token] if wrong."""
+    """Returns a text with its guessed tokens as [guess], or as [guess|token] if wrong.
+
+    Args:
+      tokenizer: the tokenizer.
+      tokens: ids of the text.
+      predictions: the predictions for the text.
+    """
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
     for position in sorted(p for p in guesses if p < _SHOWN):
         guess, token = guesses[position], int(tokens[position])
-        # The last id is the mask, which the tokenizer cannot decode.
+        # The guess may be the mask, whose id follows those that the tokenizer can decode.
         shown = decode(tokenizer, [guess]) if guess < tokenizer.vocab_size else "MASK"
         wrong = "" if guess == token else f"|{decode(tokenizer, [token])}"
         parts += [decode(tokenizer, tokens[start:position]), f"[{shown}{wrong}]"]

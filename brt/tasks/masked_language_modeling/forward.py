@@ -14,7 +14,13 @@ from brt.types import Batch
 
 
 def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
-    """Chooses the tokens of a batch to predict and masks them; the mask is the last id."""
+    """Chooses the tokens of a batch to predict, and replaces them by the mask, the last id.
+
+    Args:
+      config: the config.
+      batch: a batch of segments.
+      keys: random key of each row.
+    """
     return mask_tokens(
         batch.targets, batch.scored, keys,
         share=config.training.mask_share, mask_id=config.encoder.vocab_size - 1,
@@ -29,10 +35,13 @@ def predict(
     attention: jax.Array,
     dropout: jax.Array | None = None,
 ) -> tuple[Float[Array, "B R D"], Readout]:
-    """Returns the hidden vectors of the masked tokens, and the parameters that turn them into
-    logits.
+    """Returns the hidden vectors of the masked tokens, and the readout that yields their logits.
 
     Args:
+      network: the encoder with its head.
+      params: parameters of the network.
+      batch: a batch of segments.
+      tokens: the result of `mask_batch`.
       attention: random key for attention that draws random numbers.
       dropout: random key for dropout in a training step; None disables dropout.
     """

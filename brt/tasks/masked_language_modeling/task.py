@@ -18,12 +18,14 @@ from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
 
-# Purposes of random numbers in a step; each is folded into the step's key.
+# Numbers that are folded into the random key of a step, one for each use of randomness.
 _MASKS, _ATTENTION, _DROPOUT = range(3)
 
 
 class MaskedLanguageModeling(EncoderTask):
-    """Trains an encoder on independent segments; the mask is an id after the tokenizer's."""
+    """The task that trains an encoder on independent segments; the mask follows the tokenizer's
+    ids.
+    """
 
     name = "masked_language_modeling"
     head = "masked_language_modeling"
@@ -37,7 +39,7 @@ class MaskedLanguageModeling(EncoderTask):
     table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 
     def check(self, config: Config) -> None:
-        """Requires that the encoder supports the length of the segments."""
+        """Raises ConfigError unless the encoder supports the length of the segments."""
         self.check_encoder(
             config,
             ("Training.segment_length", config.training.segment_length),
@@ -55,11 +57,13 @@ class MaskedLanguageModeling(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns segments of a single document each, because an encoder sees a whole segment."""
+        """Returns a reader of segments, each from a single document, because an encoder sees it
+        whole.
+        """
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -69,7 +73,7 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the summed loss of the masked tokens."""
+        """Returns the loss summed over the masked tokens of a batch, and an Aux."""
         batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))
@@ -83,12 +87,12 @@ class MaskedLanguageModeling(EncoderTask):
         return total, Aux(nats, count_scored(tokens.scored))
 
     def evaluator(self, request: EvaluationRequest) -> MaskedEvaluator:
-        """Returns an evaluator of bits of masked tokens."""
+        """Returns an evaluator that measures bits and accuracy of masked tokens."""
         refuse_ablation(request.ablate)
         return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the entropy of the token frequencies."""
+        """Returns a name, and the entropy of the token frequencies in the validation data."""
         held_out = dataset.splits.get("validation")
         if not held_out:
             return None

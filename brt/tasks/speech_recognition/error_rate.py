@@ -9,7 +9,7 @@ from rapidfuzz.distance import Levenshtein
 
 
 class Errors(NamedTuple):
-    """Edit counts of one transcript or of many.
+    """Numbers of edits that turn reference transcripts into hypotheses, summed over transcripts.
 
     Attributes:
       reference: number of tokens in the references.
@@ -22,6 +22,7 @@ class Errors(NamedTuple):
 
     @property
     def count(self) -> int:
+        """Number of all edits."""
         return self.substitutions + self.insertions + self.deletions
 
     @property
@@ -31,11 +32,11 @@ class Errors(NamedTuple):
 
 
 def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Counts the fewest edits that turn the reference into the hypothesis."""
+    """Returns the fewest edits that turn the reference into the hypothesis."""
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
 
 def total(counts: Iterable[Errors]) -> Errors:
-    """Sums the counts of several transcripts."""
+    """Returns the sum of the counts of several transcripts."""
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

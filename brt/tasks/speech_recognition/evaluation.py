@@ -21,7 +21,7 @@ from brt.types import SpeechBatch
 
 
 class Transcript(NamedTuple):
-    """A reference transcript and the model's hypothesis.
+    """A reference transcript and the model's hypothesis, with their differences.
 
     Attributes:
       nats: -log p of the reference.
@@ -37,7 +37,9 @@ class Transcript(NamedTuple):
 
 
 class TranscriptEvaluator(HeadEvaluator):
-    """Transcribes utterances greedily, or by beam search if `Speech.beams` is above 1."""
+    """Evaluates transcripts, which are decoded greedily, or by beam search if `Speech.beams`
+    > 1.
+    """
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
@@ -46,11 +48,18 @@ class TranscriptEvaluator(HeadEvaluator):
         self._speech = request.config.speech
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns a function to log probabilities of frames and -log p of transcripts."""
+        """Returns the function that is compiled and evaluated for each batch.
+
+        It maps params and a batch to the log probabilities of each frame [B, X, C], and to -log p
+        of each transcript [B].
+        """
 
         def read(
             params: PyTree[Array], batch: SpeechBatch
         ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
+            """Returns log probabilities of the tokens at each frame, and -log p of
+            each transcript.
+            """
             logits = self.task.predict(config, params, batch)
             nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
             return jax.nn.log_softmax(logits), nats
@@ -58,7 +67,7 @@ class TranscriptEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        """Yields the utterances in batches; see the base class."""
+        """Yields batches that contain every utterance once, or one batch of the first `limit`."""
         return SpeechReader.evaluation(
             self.store,
             batch_size=self.batch_size,
@@ -69,7 +78,13 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Computes transcripts and their error rates; see the base class."""
+        """Returns the transcripts of all utterances and their error rates.
+
+        Args:
+          config: config of the model.
+          outputs: the outputs of `forward` by row.
+          timed: the function that computed them, with its speed.
+        """
         kind, rows = config.attention.kind, list(outputs)
         transcripts = [
             self._transcript(row, log_probs, float(nats))
@@ -130,7 +145,7 @@ class TranscriptEvaluator(HeadEvaluator):
         }
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns a table of error rates by kind of attention."""
+        """Returns the lines of a table of error rates, with a row per kind of attention."""
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [

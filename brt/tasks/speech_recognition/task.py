@@ -22,11 +22,12 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
-_MASKS = 2  # Folded into a step's key for the masks; `EncoderTask` uses 0 and 1.
+# The number that is folded into the random key of a step for the masks; `EncoderTask` uses 0 and 1.
+_MASKS = 2
 
 
 class SpeechRecognition(EncoderTask):
-    """Transcribes utterances with connectionist temporal classification (CTC)."""
+    """The task that transcribes utterances, by connectionist temporal classification (CTC)."""
 
     name = "speech_recognition"
     head = "ctc"
@@ -42,7 +43,7 @@ class SpeechRecognition(EncoderTask):
     table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
 
     def check(self, config: Config) -> None:
-        """Rejects label smoothing, which CTC does not support."""
+        """Raises ConfigError for label smoothing, which CTC does not support."""
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
@@ -56,7 +57,7 @@ class SpeechRecognition(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
     ) -> SpeechDataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given vocabulary; see `Task.open_split`."""
         return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
@@ -64,15 +65,15 @@ class SpeechRecognition(EncoderTask):
         return Vocabulary.load(file)
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns True if the config contains the width of the frames, too."""
+        """Returns True if the config determines all sizes, including the width of the frames."""
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
-        """Fills in the width of the frames and the sample rate of wav files, too.
+        """Returns the config with sizes filled in, including width and sample rate of the frames.
 
         Raises:
           ConfigError: the config has another width, or the longest utterance exceeds the learned
-              positions.
+            positions.
         """
         config = super().resolve(config, dataset)
         encoder, width = config.encoder, dataset.width
@@ -101,7 +102,7 @@ class SpeechRecognition(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
-        """Returns batches of utterances in a new order every epoch."""
+        """Returns the reader of the training utterances, in a new order every epoch."""
         section, t = config.speech, config.training
         return SpeechReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -111,13 +112,13 @@ class SpeechRecognition(EncoderTask):
     def predict(
         self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
     ) -> Float[Array, "B X C"]:
-        """Returns the logits of every frame."""
+        """Returns the logits of every frame; C is the number of tokens and the blank."""
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the summed CTC loss of the transcripts."""
+        """Returns the CTC loss of the transcripts, summed over a batch, and an Aux."""
         batch, speech = inputs.batch, config.speech
         features = batch.features
         if speech.time_masks or speech.feature_masks:
@@ -131,7 +132,7 @@ class SpeechRecognition(EncoderTask):
         return nats, Aux(nats, count_scored(batch.scored))
 
     def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
-        """Returns an evaluator of transcripts by their error rates."""
+        """Returns an evaluator that measures the error rates of transcripts."""
         refuse_ablation(request.ablate)
         check_width(request.config, request.dataset, request.split)
         check_attention(request.config, request.dataset)

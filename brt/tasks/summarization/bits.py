@@ -23,12 +23,11 @@ class Bits(NamedTuple):
     """Bits of the reference summaries of a store, each cut to Pairs.max_target_length.
 
     Each token is predicted from the part of the document that is read and the reference tokens
-    before
-    it. Padding and tokens that were cut off are not scored.
+    before it. Padding and tokens that were cut off are not scored.
 
     Attributes:
       tokens: number of scored tokens. They include the end token of every summary, even if it was
-          cut, and BART's start token.
+        cut, and BART's start token.
       bytes: UTF-8 bytes of the text of these tokens.
       bits_per_token: total bits divided by `tokens`.
       bits_per_byte: total bits divided by `bytes`; None if the tokens do not give back the text.
@@ -43,7 +42,7 @@ class Bits(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
-    """Returns True if the tokens of every summary that was not cut give back its text."""
+    """Returns True if every summary that was not cut can be decoded from its tokens exactly."""
     uncut = np.flatnonzero(store.target_uncut <= store.target.lengths)
     return all(
         tokenizer.decode(store.target[row]).encode() == store.reference[row].tobytes()
@@ -52,14 +51,14 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
-    """Returns the UTF-8 bytes of the summaries of a store, of cut ones without the part cut off."""
+    """Returns the number of UTF-8 bytes of the summaries of a store; parts cut off do not count."""
     cut = np.flatnonzero(store.target_uncut > store.target.lengths)
     size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
     return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
 
 
 class TeacherForcing:
-    """Computes bits of stores of pairs; compiles one program per padded length of documents."""
+    """Computes the bits of summaries; compiles one program for each padded length of documents."""
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):
         self._config, self._tokenizer = config, tokenizer
@@ -85,7 +84,9 @@ class TeacherForcing:
         return Bits(len(store), tokens, size, bits / tokens, bits / size if lossless else None)
 
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
-        """Returns -log p of every token of the summaries, 0 on padding; to be compiled."""
+        """Returns -log p of every token of the summaries, 0 on padding; the function is
+        compiled.
+        """
         hidden, out, _ = predict(self._config, params, batch)
         scores = token_scores(
             hidden, out.embedding, batch.target_out, out.bias,

@@ -12,7 +12,10 @@ from brt.types import Variables
 
 
 class SummaryEvaluator:
-    """Evaluates summaries; see `brt.tasks.evaluators.Evaluator`."""
+    """Evaluates bits of reference summaries and ROUGE of generated ones.
+
+    See `brt.tasks.evaluators.Evaluator` for the interface.
+    """
 
     unit, partial = "row", False
 
@@ -50,7 +53,7 @@ class SummaryEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the reference summary and the generated summary of a document."""
+        """Returns a text with the reference summary and the generated summary of a document."""
         summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:
             return None

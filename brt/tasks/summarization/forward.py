@@ -10,14 +10,15 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
-_PURPOSES = 0, 1  # Folded into a step's key: 0 for dropout, 1 for attention.
+# Numbers that are folded into the random key of a step: 0 for dropout, 1 for attention.
+_PURPOSES = 0, 1
 
 
 class Prediction(NamedTuple):
     """Output of the forward pass.
 
     Attributes:
-      hidden: hidden vectors of the summaries' tokens.
+      hidden: [B, T, D], hidden vectors of the summaries' tokens.
       out: parameters that turn hidden vectors into logits.
       metrics: scalars to log.
     """
@@ -28,7 +29,7 @@ class Prediction(NamedTuple):
 
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
-    """Returns the encoder-decoder that a config describes."""
+    """Returns the encoder-decoder that a config describes; `training` enables dropout."""
     return seq2seq.Seq2Seq(
         config.seq2seq, config.cross_attention, training, config.attention, config.kernels
     )
@@ -37,9 +38,12 @@ def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
 def predict(
     config: Config, params: PyTree[Array], batch: PairBatch, key: jax.Array | None = None
 ) -> Prediction:
-    """Runs the model on documents and, with teacher forcing, on their summaries.
+    """Returns hidden vectors of the summaries' tokens, each predicted from the tokens before it.
 
     Args:
+      config: config of the model.
+      params: parameters of the encoder-decoder.
+      batch: documents with their summaries.
       key: random key of a training step; None disables dropout and makes random choices constant.
     """
     dropout, attention = None, None

@@ -11,7 +11,8 @@ from brt.formatting import counted
 from brt.tasks.summarization.rouge import Aggregate, RougeProtocol, Score, aggregate
 from brt.tasks.summarization.rouge.aggregation import TEXT
 
-_WIDTH, _LINES = 46, 12  # Size of each of the two columns of an example, in characters.
+# The width in characters and the height in lines of each of the two columns of an example.
+_WIDTH, _LINES = 46, 12
 
 
 class Summary(NamedTuple):
@@ -53,13 +54,12 @@ class ScoredSummaries(NamedTuple):
 
 
 def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
-    """Scores summaries.
+    """Returns the scores of summaries, and a report with their averages.
 
     The report has these entries: `documents`; `rouge`, for each score the mean `precision`,
-    `recall`
-    and `f1`, and the confidence interval `low` to `high` of the F1; `protocol`; `truncation`;
-    `lengths` in several units; `empty`, `distinct` and `copied_bigrams` of the predictions. Scores
-    and shares are percentages.
+    `recall` and `f1`, and the confidence interval `low` to `high` of the F1; `protocol`;
+    `truncation`; `lengths` in several units; `empty`, `distinct` and `copied_bigrams` of the
+    predictions. Scores and shares are percentages.
 
     Raises:
       DataError: there are no summaries.
@@ -97,9 +97,9 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """Returns the report for people: scores with their protocol, lengths, three summaries.
+    """Returns the report for people: scores with their protocol, lengths, and three summaries.
 
-    The three are those of the first, the middle and the last document.
+    The summaries are those of the first, the middle and the last document.
     """
     report, name = scored.report, scored.protocol.name
     cut, lengths = report["truncation"], report["lengths"]

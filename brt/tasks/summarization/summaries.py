@@ -29,7 +29,9 @@ class Summarizer:
     """Generates summaries as `Decoding` says; compiles one program per padded document length.
 
     Args:
-      sampling: settings for drawing tokens at random instead of a search.
+      config: config of the model.
+      tokenizer: the tokenizer.
+      sampling: settings for drawing tokens at random; None for a search.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Summarizer:
         def generate(
             params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
         ) -> Hypotheses:
+            """Returns the generated summaries of encoded documents."""
             beams = 1 if sampling else decoding.beams
             encoded = seq2seq.encode(model, params, source, mask)
             state = seq2seq.prefill(model, params, encoded, mask, beams, decoding.max_length)
@@ -86,7 +89,13 @@ class Summarizer:
     def summary(
         self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
     ) -> str:
-        """Returns the summary of one document that is given as ids."""
+        """Returns the summary of a single document.
+
+        Args:
+          params: parameters of the model.
+          source: ids of the document.
+          seed: seed of the random numbers for sampling.
+        """
         best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
         return self._tokenizer.decode(best.sequences[0, 0, 1:])
 
@@ -126,8 +135,7 @@ def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
     """Returns the special tokens for a search.
 
     If the tokenizer puts a token before every text, as BART's does, generation is forced to begin
-    with
-    that token and to end with the end token at the maximum length.
+    with that token and to end with the end token at the maximum length.
     """
     begin = tokenizer.begin
     return SpecialTokens(

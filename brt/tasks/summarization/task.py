@@ -41,12 +41,13 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
-_LEARNED = ("leak", "threshold", "mix")  # Learned scalars of cross-attention that are logged.
+# The names of the learned scalars of cross-attention that are logged.
+_LEARNED = ("leak", "threshold", "mix")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 
 
 class Summarization(Task):
-    """Trains an encoder-decoder (T5 or BART)."""
+    """The task that trains an encoder-decoder (T5 or BART) to write summaries."""
 
     name = "summarization"
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
@@ -56,7 +57,7 @@ class Summarization(Task):
     table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
 
     def check(self, config: Config) -> None:
-        """Requires kinds of attention and lengths that the model supports."""
+        """Raises ConfigError unless the model supports the kinds of attention and the lengths."""
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
         if kind != "full" and model.encoder_attention != "full":
             raise ConfigError(
@@ -91,7 +92,7 @@ class Summarization(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
     ) -> PairDataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
         return Preparation(config.pairs).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
@@ -99,13 +100,13 @@ class Summarization(Task):
         return tokenization.load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Fills in the vocabulary size and the dtype."""
+        """Returns the config with the vocabulary size and the dtype filled in."""
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> PairReader:
-        """Returns batches of pairs in a new order every epoch."""
+        """Returns the reader of the training pairs, in a new order every epoch."""
         section, t = config.pairs, config.training
         return PairReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -119,13 +120,13 @@ class Summarization(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
     ) -> Prediction:
-        """Runs the forward pass; see `forward.predict`."""
+        """Returns the hidden vectors of the summaries' tokens; see `forward.predict`."""
         return predict(config, params, batch, **options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the summed loss of the summaries."""
+        """Returns the cross-entropy of the summaries, summed over a batch, and an Aux."""
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
@@ -143,7 +144,9 @@ class Summarization(Task):
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
-        """Returns an evaluator of reference bits and of ROUGE."""
+        """Returns an evaluator that measures bits of reference summaries and ROUGE of generated
+        ones.
+        """
         if request.ablate:
             raise ConfigError(
                 f"--ablate={request.ablate} is for language models; a summariser has no "
@@ -152,14 +155,15 @@ class Summarization(Task):
         return SummaryEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Includes the F1 of each ROUGE score, if summaries were generated."""
+        """Returns the metrics of a report, including each ROUGE F1 if summaries were generated."""
         rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
         return super().select_metrics(report) | rouge
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function to the leak and threshold of accumulating neurons, layer by layer."""
+        """Returns a function that reads the learned scalars of accumulating neurons, by layer."""
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
+            """Returns the learned scalars of cross-attention by tag."""
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
@@ -186,7 +190,7 @@ class Summarization(Task):
     def writer(
         self, config: Config, variables: Variables, tokenizer: PairTokenizer
     ) -> SummaryWriter:
-        """Returns a generator of summaries of prompts."""
+        """Returns a writer that summarises prompts."""
         return SummaryWriter(config, variables.params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
@@ -201,7 +205,7 @@ class Summarization(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Converts the model to the T5 or BART format of transformers."""
+        """Returns the model in the T5 or BART format of transformers."""
         config, opened = source.config, source.tokenizer()
         decoding = config.decoding
         generation = {
@@ -216,6 +220,7 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
+            """Writes the tokenizer's file into `target`, and returns its name in a list."""
             name = NAMES[Path(opened.name).suffix]
             (target / name).write_bytes(opened.content)
             return [name]
@@ -230,7 +235,7 @@ class Summarization(Task):
         return Exported(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Loads a T5 or BART model that brt.convert wrote."""
+        """Returns the weights of a T5 or BART model that brt.convert wrote."""
         described = pretrained.describe(where)
         return Weights(
             str(where), described.model, None, None,
@@ -238,7 +243,10 @@ class Summarization(Task):
         )  # fmt: skip
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config; converted weights do not say which tokenizer they need."""
+        """Returns the config; the tokenizer is checked if the weights say which one they need.
+
+        Converted weights do not say which tokenizer they need.
+        """
         return (
             config
             if weights.tokenizer is None

@@ -14,7 +14,7 @@ from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):
-    """Summarises each document independently, without state between documents."""
+    """Writer that summarises each document independently, without state between documents."""
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
         self._config, self._params, self._tokenizer = config, params, tokenizer
@@ -32,7 +32,8 @@ class SummaryWriter(Writer):
         if options.beams:
             decoding = dataclasses.replace(decoding, beams=options.beams)
         if count is not None:
-            around = 1 + len(self._tokenizer.begin)  # Decoding.max_length includes the start.
+            # Decoding.max_length includes the start tokens, which max_tokens does not count.
+            around = 1 + len(self._tokenizer.begin)
             least = min(decoding.min_length, count)
             decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
         (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])

@@ -9,7 +9,13 @@ Confusion = Int[np.ndarray, "true guessed"]
 
 
 def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
-    """Counts predictions: int64 [labels, labels] with true labels as rows, predicted as columns."""
+    """Returns the numbers of rows with each pair of labels, int64 [true label, predicted label].
+
+    Args:
+      true: true label of each row.
+      guessed: predicted label of each row.
+      labels: number of labels.
+    """
     table = np.zeros((labels, labels), np.int64)
     np.add.at(table, (np.asarray(true, int), np.asarray(guessed, int)), 1)
     return table
@@ -21,7 +27,7 @@ def accuracy(table: Confusion) -> float:
 
 
 def f1(table: Confusion, label: int = 1) -> float:
-    """Returns the F1 score of one label; 0 if it neither occurs nor is predicted."""
+    """Returns the F1 score of one label; 0 if the label neither occurs nor is predicted."""
     both = table[label].sum() + table[:, label].sum()
     return float(2 * table[label, label] / both) if both else 0.0
 

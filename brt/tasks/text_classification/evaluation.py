@@ -21,7 +21,7 @@ from brt.tasks.text_classification.correlation import pearson, spearman
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.types import TextBatch
 
-_SHOWN = 60  # Number of characters of a text in examples.
+_SHOWN = 60  # The number of characters of a text that an example shows.
 
 
 class SentenceScores(NamedTuple):
@@ -60,30 +60,39 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Returns the predictions that logits express."""
+        """Returns the predictions that logits express, such as log probabilities of labels."""
 
     @staticmethod
     @abc.abstractmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log p of each row's target, 0 for padding rows; training sums this, too."""
+        """Returns -log p of each row's target, 0 for empty rows; training minimises the sum."""
 
     @abc.abstractmethod
     def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Computes metrics of the outputs; `order` has the row of each output."""
+        """Returns the metrics and predictions of all rows.
+
+        Args:
+          order: the index in the store of each row of `outputs`.
+          outputs: the predictions.
+        """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns a function that computes outputs and the training loss of each row."""
+        """Returns the function that is compiled and evaluated for each batch.
+
+        It maps params and a batch to the predictions [B, C] and the training loss [B] of each row.
+        """
 
         def read(
             params: PyTree[Array], batch: TextBatch
         ) -> tuple[Float[Array, "B C"], Float[Array, " B"]]:
+            """Returns the predictions and the training loss of each row."""
             logits = self.task.predict(config, params, batch)
             return self.outputs(logits), self.nats(logits, batch)
 
         return read
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields the sentences in batches; see the base class."""
+        """Yields batches that contain every row once, or one batch of the first `limit` rows."""
         return SentenceReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -92,7 +101,13 @@ class SentenceEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Computes metrics and predictions; see the base class."""
+        """Returns the metrics and predictions of all rows.
+
+        Args:
+          config: config of the model.
+          outputs: the outputs of `forward` by row.
+          timed: the function that computed them, with its speed.
+        """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
         kind = config.attention.kind
@@ -121,7 +136,7 @@ class SentenceEvaluator(HeadEvaluator):
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns a table of the metrics in `forms`; see the base class."""
+        """Returns the lines of a table of the metrics in `forms`, a row per kind of attention."""
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = f"{report['rows']:,} sentences{left_out}, trained with {report['trained_with']}"
         return [f"{title} attention", "", *metric_table(report, results, self.forms)]
@@ -131,10 +146,9 @@ class Classifier(SentenceEvaluator):
     """Evaluates classification; outputs are log probabilities of the labels.
 
     Accuracy is the percentage of rows whose most likely label is correct; F1 and Matthews
-    correlation
-    are computed from the same predictions. Bits are -log2 p of the true labels without smoothing,
-    averaged over rows. Rejected rows and padding rows are not counted. Only the part of a long row
-    that preparation did not cut off is read.
+    correlation are computed from the same predictions. Bits are -log2 p of the true labels without
+    smoothing, averaged over rows. Rejected rows and padding rows are not counted. Only the part of
+    a long row that preparation did not cut off is read.
     """
 
     bits, score_name, summary = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -154,7 +168,12 @@ class Classifier(SentenceEvaluator):
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
     def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Computes accuracy, F1 and Matthews correlation; see the base class."""
+        """Returns accuracy, F1 and Matthews correlation in percent, and the predictions.
+
+        Args:
+          order: the index in the store of each row of `outputs`.
+          outputs: log probabilities of the labels.
+        """
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(outputs, axis=1)
         metrics = scores(confusion.confusion(true, guesses, len(labels)), labels)
@@ -194,15 +213,20 @@ class Regressor(SentenceEvaluator):
 
     @staticmethod
     def nats(logits: Float[Array, "B 1"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log density of the target under a normal distribution around the logit.
+        """Returns -log of the density of each row's target, 0 for empty rows.
 
-        The variance is 1.
+        The density is that of a normal distribution of variance 1 around the logit.
         """
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
     def score(self, order: list[int], outputs: Float[np.ndarray, "N 1"]) -> SentenceScores:
-        """Computes correlations in percent and the error; see the base class."""
+        """Returns correlations in percent, the error, and the predictions.
+
+        Args:
+          order: the index in the store of each row of `outputs`.
+          outputs: the predicted numbers.
+        """
         true, guessed = self.store.targets[order], outputs[:, 0]
         metrics = {
             "pearson": 100 * pearson(true, guessed),
@@ -219,7 +243,10 @@ class Regressor(SentenceEvaluator):
 
 
 def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
-    """Returns accuracy, F1 (in percent) and more; F1 is that of the second of two labels."""
+    """Returns the metrics of a confusion matrix by name: accuracy and F1 in percent, and others.
+
+    F1 is that of the second of two labels; it is left out if there are more labels.
+    """
     metrics = {
         "accuracy": 100 * confusion.accuracy(table),
         "matthews": confusion.matthews(table),

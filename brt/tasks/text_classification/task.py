@@ -22,7 +22,7 @@ from brt.tasks.text_classification.evaluation import Classifier, Regressor, Sent
 
 
 class TextClassification(EncoderTask):
-    """Predicts the label of a sentence or of a pair of sentences."""
+    """The task that predicts the label of a sentence or of a pair of sentences."""
 
     name = "text_classification"
     head = "classification"
@@ -39,7 +39,7 @@ class TextClassification(EncoderTask):
     numbers: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Requires that the encoder supports the length of the sentences."""
+        """Raises ConfigError unless the encoder supports the length of the sentences."""
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
@@ -49,7 +49,7 @@ class TextClassification(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> SentenceDataset:
-        """Opens one split; see the base class."""
+        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
         return Preparation(config.sentences, numbers=self.numbers).open_split(
             split, tokenizer, known
         )
@@ -63,8 +63,7 @@ class TextClassification(EncoderTask):
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Fills in the labels in the order of the classifier, in addition to what the base class
-        does."""
+        """Returns the config with sizes filled in, including the labels and their number."""
         config = super().resolve(config, dataset)
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
@@ -79,7 +78,7 @@ class TextClassification(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
-        """Returns batches of rows in a new order every epoch."""
+        """Returns the reader of the training rows, in a new order every epoch."""
         section, t = config.sentences, config.training
         return SentenceReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -89,8 +88,9 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the sum of the labels' cross-entropies, smoothed by Training.label_smoothing, and
-        an `Aux` with the sum without smoothing.
+        """Returns the cross-entropy of the labels, summed over a batch, and an Aux.
+
+        The cross-entropy is smoothed by Training.label_smoothing, but `Aux.nats` is not.
         """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
@@ -103,7 +103,9 @@ class TextClassification(EncoderTask):
         return (1 - share) * nats + share * smoothed, aux
 
     def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
-        """Returns an evaluator of the predicted labels and their probabilities."""
+        """Returns an evaluator that measures the accuracy of predicted labels and their
+        probabilities.
+        """
         refuse_ablation(request.ablate)
         return self.evaluator_class(self, request)
 
@@ -120,7 +122,10 @@ class TextClassification(EncoderTask):
 
 
 class TextRegression(TextClassification):
-    """Predicts a number for a sentence, the mean of a normal distribution of variance 1."""
+    """The task that predicts a number for a sentence or a pair of sentences.
+
+    The number is the mean of a normal distribution of variance 1.
+    """
 
     name = "text_regression"
     metrics = (
@@ -133,7 +138,7 @@ class TextRegression(TextClassification):
     numbers = True
 
     def check(self, config: Config) -> None:
-        """Rejects settings that only apply to classes."""
+        """Raises ConfigError for settings that only apply to classes."""
         smoothing, labels = config.training.label_smoothing, config.sentences.labels
         if smoothing:
             raise ConfigError(
@@ -146,6 +151,6 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Sets Encoder.classes to 1, because the predicted number is the only logit."""
+        """Returns the config with Encoder.classes = 1, because the number is the only logit."""
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

@@ -10,8 +10,7 @@ which all tokens of the next block attend. The carried state has a constant size
     logits, state = model(more, state)  # continues the text
     ids = model.generate(ids, max_new_tokens=200, do_sample=True, temperature=0.8)
 
-Letters in shapes: B texts, T tokens, W window, S states, H heads, K head size, D model width, F
-hidden width of an MLP, n attentions side by side (1, or 2 with recurrent states).
+Letters in shapes: B texts, T tokens, W window, S states, H heads, K head size, D model width.
 """
 
 import json
@@ -25,7 +24,7 @@ from torch import nn
 
 try:
     from transformers import PretrainedConfig, PreTrainedModel
-except ImportError:  # `load` does not need transformers.
+except ImportError:  # Without transformers, models are loaded by the function `load`.
     PretrainedConfig = PreTrainedModel = None
 
 
@@ -37,8 +36,7 @@ class Memory(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """Keys and values [B, <2W, H, K] of the previous and the open block. Recurrent layers also have
-    state vectors [B, S, D], float32, and the memory of these vectors."""
+    """Keys and values of the last tokens; also state vectors [B, S, D] and memory if recurrent."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -71,7 +69,7 @@ def l2_normalize(x):
 
 
 def rotate(x, first):
-    """Applies rotary embeddings to x [B, T, H, K], whose positions are first, first + 1, ..."""
+    """Returns x [B, T, H, K] with rotary embeddings for the positions first, first + 1, ..."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
@@ -82,7 +80,7 @@ def rotate(x, first):
 
 
 def attend(queries, keys, values, bias=None, seen=None):
-    """Returns [B, Q, H, K]; keys are [B, X, H, K]. A query that sees no key (`seen`) gets zeros."""
+    """Returns attended values [B, Q, H, K]; keys are [B, X, H, K]. Without a `seen` key: zeros."""
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
     if bias is not None:
         logits = logits + bias.float()
@@ -95,7 +93,7 @@ def attend(queries, keys, values, bias=None, seen=None):
 
 
 def parameters(module, **shapes):
-    """Registers parameters of these names and shapes; their values are loaded later."""
+    """Registers zero parameters of these names and shapes in a module; `load` fills them."""
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
@@ -113,16 +111,18 @@ class Gate(nn.Module):
             parameters(self, input_bias=(width,), input_kernel=(*features, width))
 
     def forward(self, vectors, update, features):
-        def opened(kernel, bias, shift):
+        """Returns new state vectors [B, S, D]; `features` [B, S, ...] control the gate."""
+
+        def _opened(kernel, bias, shift):
             logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
             return torch.sigmoid(logits + bias.float() + shift)
 
         if self.kind == "fixed":
             keep = torch.sigmoid(self.bias.float())
         else:
-            keep = opened(self.kernel, self.bias, 1.0)
+            keep = _opened(self.kernel, self.bias, 1.0)
         if self.kind == "lstm":
-            return keep * vectors + opened(self.input_kernel, self.input_bias, -1.0) * update
+            return keep * vectors + _opened(self.input_kernel, self.input_bias, -1.0) * update
         return keep * vectors + (1 - keep) * update
 
 
@@ -158,11 +158,11 @@ class StateCell(nn.Module):
             yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
 
     def memory(self, vectors):
-        """Returns keys and values for the tokens of the next block."""
+        """Returns keys and values of the state vectors, for the tokens of the next block."""
         return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
 
     def forward(self, vectors, keys, values):
-        """Returns the states [B, S, D] after attending to keys, values [B, X, H, K] of tokens."""
+        """Returns the state vectors after a block whose keys and values are [B, X, H, K]."""
         state_keys, state_values, queries, cross_queries = self._project(
             vectors, "keys", "values", "queries", "cross_queries"
         )
@@ -174,7 +174,7 @@ class StateCell(nn.Module):
         to_tokens = attend(cross_queries, keys.float(), values.float())
         attended = torch.stack([to_states, to_tokens], dim=2)
         bound = torch.tanh if self.config.bounded_updates else lambda update: update
-        features = attended  # [B, S, 2, H, K]
+        features = attended
         if self.projects:
             update = bound(torch.tensordot(attended, self.output.float(), 3))
             vectors = self.output_gate(vectors, update, attended)
@@ -187,7 +187,7 @@ class StateCell(nn.Module):
 
 
 class Layer(nn.Module):
-    """A sliding-window layer, or a recurrent layer with states: (x, state) -> (y, state)."""
+    """A sliding-window layer, or a recurrent layer with state vectors; see `forward`."""
 
     def __init__(self, config, recurs):
         super().__init__()
@@ -201,12 +201,12 @@ class Layer(nn.Module):
         )  # fmt: skip
         if attends_twice:
             parameters(self, cross_queries=kernel, cross_scale=(heads,))
-        if config.position_bias:  # Bias by the distance of a key before the query, nearest first.
+        if config.position_bias:  # bias[:, 0] is added for the nearest key.
             parameters(self, bias=(heads, config.window))
         self.cell = StateCell(config) if recurs else None
 
     def new_state(self, batch):
-        """Returns the state before the first token: empty, or a block of zero keys."""
+        """Returns the LayerState before the first token; its window is empty or has zero keys."""
         length = self.config.window if self.config.null_keys else 0
         empty = self.keys.new_zeros(batch, length, *self.keys.shape[1:])
         if self.cell is None:
@@ -221,7 +221,7 @@ class Layer(nn.Module):
         return y if scale is None else y * scale[:, None]
 
     def forward(self, x, state, feedback):
-        """Reads tokens up to the end of a block; `feedback` is the memory of another layer."""
+        """Returns outputs of x [B, T, D] and the LayerState; `feedback`: another layer's memory."""
         h = rms_norm(x, self.norm)
         queries = self._project(h, "queries", self.scale)
         keys = torch.cat([state.keys, self._project(h, "keys")], dim=1)
@@ -246,7 +246,7 @@ class Layer(nn.Module):
         return attend(queries, keys, values, bias, seen)
 
     def end_block(self, state):
-        """Returns the state after a full block, which the state vectors attend to."""
+        """Returns the LayerState after a full block, with updated state vectors if it has any."""
         cached = self.config.window if self.config.cache else 0
         first = state.keys.shape[1] - cached
         after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, input_ids, state=None):
-        """Reads ids [B, T] after `state`, or from the beginning of a text."""
+        """Returns the Output for ids [B, T] that follow `state`, or begin a text if it is None."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
@@ -287,7 +287,7 @@ class Decoder(nn.Module):
     def _read(self, x, state):
         """Reads tokens up to the end of the open block."""
         feedback = None
-        if self.config.feedback:  # Every layer attends to the memory of the last recurrent one.
+        if self.config.feedback:  # Every layer attends to the memory of the last recurrent layer.
             feedback = state.layers[max(self.config.recurrent_layers)].memory
         layers = []
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
         """Yields new tokens [B] without end, each with the state before it, so that
         forward(token[:, None], state) continues the text. See `generate` for the options."""
-        for piece in input_ids.split(self.config.window, dim=1):  # This bounds the logits' size.
+        for piece in input_ids.split(self.config.window, dim=1):  # Bounds the size of the logits.
             logits, state = self(piece, state)
         while True:
             if do_sample:
@@ -324,7 +324,7 @@ class Decoder(nn.Module):
 
 
 def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Masks all but the top_k tokens, then all but the smallest set with top_p of the mass."""
+    """Returns logits, -inf except for the top_k tokens that share the probability top_p."""
     logits = logits / temperature
     if top_k:
         best = logits.topk(min(top_k, logits.shape[-1])).values
@@ -338,7 +338,7 @@ def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def load(directory, dtype=torch.float32):
-    """Loads the model of a directory that contains this file, without transformers."""
+    """Returns the model of a directory that contains this file; transformers is not needed."""
     from safetensors.torch import load_file
 
     directory = Path(directory)
@@ -355,6 +355,7 @@ IGNORED = "max_length", "pad_token_id", "eos_token_id", "bos_token_id", "use_cac
 
 
 def refuse_padding(attention_mask):
+    """Raises ValueError if the mask excludes a token, because padding would be read as text."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError("padding would be read as text; texts of a batch must be equally long")
 
@@ -368,6 +369,7 @@ if PreTrainedModel is not None:
         """The model for `from_pretrained` and pipelines; generates in constant memory."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
+        can_generate = classmethod(lambda cls: True)
 
         def __init__(self, config):
             super().__init__(config)
@@ -382,10 +384,8 @@ if PreTrainedModel is not None:
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 
-        can_generate = classmethod(lambda cls: True)
-
         def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """Generates like transformers, with its options; without input_ids a text begins."""
+            """Returns ids [B, T + new tokens]; takes transformers' options; no ids begin a text."""
             refuse_padding(attention_mask)
             if input_ids is None:
                 input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)

@@ -9,7 +9,7 @@ from brt.data.byte_level import SPELT
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
-BYTES_BOS = "<|bos|>"  # Replaces the byte NUL, which does not occur in texts.
+BYTES_BOS = "<|bos|>"  # The name of BOS, whose id is the byte NUL, which never occurs in a text.
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
@@ -17,7 +17,8 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
-    if path.suffix == ".model":  # brt reads sentencepiece models without a dummy prefix.
+    # brt disables the dummy prefix of a sentencepiece model, so the exported file must do so too.
+    if path.suffix == ".model":
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
         return ["tokenizer.model"]
@@ -28,7 +29,10 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """Returns tokenizer.json of a byte tokenizer: byte-level BPE without merges; ids are bytes."""
+    """Returns the content of tokenizer.json for a tokenizer whose ids are bytes.
+
+    It is a byte-level BPE without merges.
+    """
     vocabulary = {character: byte for character, byte in SPELT.items() if byte}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False

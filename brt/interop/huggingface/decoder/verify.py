@@ -20,13 +20,19 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state
 
-SEGMENTS, WRITTEN = 3, 32  # Number of compared segments; number of generated tokens.
+SEGMENTS, WRITTEN = 3, 32  # The numbers of segments to compare and of tokens to generate.
 
 
 def compare(
     params: PyTree[Array], model: Model, before: Mapping[str, np.ndarray], directory: Path
 ) -> Iterator[str]:
     """Compares a written directory with the model and yields lines of a report.
+
+    Args:
+      params: parameters of the model.
+      model: settings of the model.
+      before: float32 arrays that were exported, by name.
+      directory: the written directory.
 
     Raises:
       CheckpointError: an array, a logit or a token differs.
@@ -60,11 +66,15 @@ def import_code(directory: Path) -> ModuleType:
 def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
-    """Returns float32 logits of consecutive segments with carried state, concatenated."""
+    """Returns the float32 logits of segments [B, T] that brt reads one after another.
+
+    The state is carried from segment to segment, and the logits are concatenated along the tokens.
+    """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 
     @jax.jit
     def read(state: Any, tokens: Array) -> tuple[Array, Any]:
+        """Returns the logits of a segment and the state after the segment."""
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.window), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
         return logits(model, params["embedding"], out.hidden), out.state
@@ -92,13 +102,14 @@ def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: flo
 def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     """Checks that each token of their greedy text has the largest logit in brt, too."""
     torch, window = importlib.import_module("torch"), model.window
-    size = max(window - WRITTEN // 2, 1)  # The text crosses the end of the block.
+    size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
     text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN).numpy()
     padded = np.pad(text, ((0, 0), (0, -text.shape[1] % window)))
     expected = segment_logits(params, model, [padded])[0, size - 1 : text.shape[1] - 1]
     chosen = np.take_along_axis(expected, text[0, size:, None], axis=1)[:, 0]
     gap = float(np.max(expected.max(axis=1) - chosen))
-    if not gap <= reports.allowed(expected, rounding):  # Rounding may decide between equal logits.
+    # Of two equal logits either may be larger after rounding, so small gaps are accepted.
+    if not gap <= reports.allowed(expected, rounding):
         raise CheckpointError(f"the greedy text has a token whose logit is {gap:.1e} too low")
     return f"greedy text against brt: the same {WRITTEN} tokens"

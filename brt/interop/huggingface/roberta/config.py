@@ -17,14 +17,15 @@ _FIELDS = {
     "norm_epsilon": "layer_norm_eps", "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob", "activation": "hidden_act",
 }  # fmt: skip
-# Defaults of their classes for keys that config.json lacks.
+# The values that transformers' classes use for keys that config.json lacks.
 _DEFAULTS = {
     "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "max_position_embeddings": 512,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
-# For each task, an array that only a model with its head has, and the class of that model.
+# For each task, the name of an array that only a model with the head of this task has, and the
+# class of the model in transformers.
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
@@ -37,6 +38,8 @@ class Described(NamedTuple):
     """Settings of an encoder without its parameters.
 
     Attributes:
+      model: sizes and kinds of the layers.
+      task: the task of the head.
       kept: entries of config.json that brt does not use: special token ids, names of classes.
     """
 
@@ -46,7 +49,7 @@ class Described(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
-    """Converts their settings to ours.
+    """Returns brt's settings for those of a RoBERTa checkpoint.
 
     Args:
       config: content of config.json.
@@ -90,7 +93,11 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
 
 
 def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
-    """Returns config.json; `dtype` is the dtype of the weights.
+    """Returns the content of config.json for an encoder.
+
+    Args:
+      described: the settings of the encoder.
+      dtype: the dtype of the weights.
 
     Raises:
       CheckpointError: a setting has no counterpart.
@@ -110,7 +117,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
             f"RoBERTa has heads for {', '.join(HEADS)}, none for {described.task!r}"
         )
     config = {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
-    config["type_vocab_size"] = model.token_types or 1  # RoBERTa has at least one type.
+    config["type_vocab_size"] = model.token_types or 1  # RoBERTa has at least one token type.
     if model.attention_dropout == -1:
         config["attention_probs_dropout_prob"] = model.dropout
     return {

@@ -21,7 +21,11 @@ def is_roberta(directory: Path) -> bool:
 
 
 def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imported]:
-    """Reads a RoBERTa checkpoint: our model, the original arrays, and what did not match.
+    """Reads a RoBERTa checkpoint.
+
+    Returns:
+      The model in brt's form, the arrays of the checkpoint by name, and a report of the arrays that
+      did not match.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or has unsupported settings.
@@ -36,7 +40,10 @@ def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imp
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts a checkpoint; see `brt.interop.huggingface.convert.from_hf`."""
+    """Converts a RoBERTa checkpoint, and yields lines that report what was done.
+
+    The arguments and errors are those of `brt.interop.huggingface.convert.from_hf`.
+    """
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:
         pretrained_encoder.save(directory, model)
@@ -47,10 +54,11 @@ def from_hf(
         if verified:
             reloaded = pretrained_encoder.load(directory)
             exported = weights.export_arrays(reloaded.params, reloaded.described)
-            # Without a head in the file, transformers would initialise another head at random.
+            # If the file lacks a head, logits cannot be compared, because transformers would
+            # initialise another head at random.
             complete = source if not imported.initialised else None
             yield from _compare(model, reloaded, arrays, exported, complete)
-        if positions:  # The comparison above needs the original number of positions.
+        if positions:  # Positions are added after the comparison, which needs the original number.
             longer = pretrained_encoder.extend_positions(model, positions, method)
             pretrained_encoder.save(directory, longer)
             yield f"extended to {positions:,} positions ({method})"
@@ -58,11 +66,12 @@ def from_hf(
 
 
 def to_format(model: PretrainedEncoder, dtype: str) -> ExportFormat:
-    """Returns the model in the format of RoBERTa."""
+    """Returns the model in the format of RoBERTa, with weights of the given dtype."""
     settings = {"config.json": config.to_theirs(model.described, dtype)}
     exported = weights.export_arrays(model.params, model.described)
 
     def verify_directory(directory: Path) -> Iterator[str]:
+        """Yields the lines of a comparison of the written directory with the model."""
         reloaded, arrays, _ = read(directory)
         return _compare(model, reloaded, exported, arrays, directory)
 
@@ -77,7 +86,7 @@ def _compare(
     theirs: Path | None,
 ) -> Iterator[str]:
     """Yields the lines of a comparison; `theirs` is the directory in Hugging Face's format."""
-    # Arrays on only one side were reported as initialised or as unused already.
+    # Arrays that only one of the models has were already reported as initialised or unused.
     checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield reports.text(checks)
     reports.check(checks)

@@ -16,31 +16,41 @@ from brt.models import encoder, seq2seq
 
 
 class Inputs(NamedTuple):
-    """Random token ids from a fixed seed; the second row is half as long as the first."""
+    """Two rows of random token ids from a fixed seed; the second row is half as long as the
+    first.
+    """
 
     tokens: np.ndarray
     valid: np.ndarray
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two rows of at most 64 tokens."""
+    """Returns two rows of at most 64 random tokens that suit the encoder."""
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
     longest = min(model.max_positions, 64)
     lengths = np.array([longest, max(longest // 2, 1)])
     valid = np.arange(longest)[None] < lengths[:, None]
     tokens = rng.integers(model.vocab_size - 1, size=valid.shape)
-    tokens += tokens >= pad  # The padding id must not occur, because positions skip it.
+    # Ids from the padding id on are raised by one, because padding would get no position.
+    tokens += tokens >= pad
     return Inputs(np.where(valid, tokens, pad).astype(np.int32), valid)
 
 
 def logits(
     params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
 ) -> np.ndarray:
-    """Returns float32 logits of our model: [2, T, V], [2, classes] or [2, T, 2]; 0 on padding.
+    """Returns the float32 logits that brt's model computes; 0 on padding.
 
     Args:
+      params: parameters of the encoder.
+      described: settings of the encoder.
+      x: the rows to read.
       attention: settings of attention; None selects exact attention.
+
+    Returns:
+      Logits [2, T, V] of a masked LM, [2, classes] of a classifier, or [2, T, 2] of a head for
+      spans.
     """
     network = encoder.EncoderWithHead(described.model, attention or Attention(), described.task)
     outputs = network.apply(
@@ -52,7 +62,13 @@ def logits(
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """Returns the logits of Hugging Face's model in `directory`; None if it is not installed."""
+    """Returns the same logits computed by transformers; None if transformers is not installed.
+
+    Args:
+      directory: directory of the Hugging Face checkpoint.
+      described: settings of the encoder.
+      x: the rows to read.
+    """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
     torch = importlib.import_module("torch")

@@ -16,7 +16,8 @@ from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
 from brt.models import encoder
 
 _PREFIX = "roberta."
-_OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")  # Names of heads have no prefix.
+# Prefixes of the names of heads, which have no "roberta." before them.
+_OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")
 _UNUSED = "roberta.embeddings.position_ids"
 _TYPES = "encoder/inputs/type_embed/embedding"
 _EMBEDDING = "roberta.embeddings.word_embeddings.weight"
@@ -41,7 +42,7 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def table(described: Described) -> dict[str, str]:
-    """Returns their names by ours; {i} stands for a layer's index."""
+    """Returns Hugging Face's name of each of brt's parameters; {i} stands for a layer's index."""
     heads = {f"head/{ours}": theirs for ours, theirs in _HEADS[described.task].items()}
     return {
         "encoder/inputs/token_embed/embedding": _EMBEDDING,
@@ -57,7 +58,7 @@ def table(described: Described) -> dict[str, str]:
 
 
 def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Renames arrays to the names of current versions: without copies, with the usual prefix.
+    """Returns arrays under the names of current versions: without copies, with the usual prefix.
 
     Raises:
       CheckpointError: the weights of the logits differ from the embedding.
@@ -79,7 +80,7 @@ def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of our parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, described)))
 
 
@@ -89,7 +90,11 @@ def _initial(described: Described) -> dict[str, Any]:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Converts their arrays (see `normalize_names`) to our parameters; initialises a missing head.
+    """Converts arrays of a RoBERTa checkpoint to brt's parameters; a missing head is initialised.
+
+    Args:
+      arrays: arrays with the names that `normalize_names` returns.
+      described: settings of the encoder.
 
     Raises:
       CheckpointError: an array is missing or has another shape.
@@ -99,7 +104,7 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
-    """Converts our parameters to their arrays and names."""
+    """Returns brt's parameters as arrays with RoBERTa's names and layouts."""
     known, model = table(described), described.model
     exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))

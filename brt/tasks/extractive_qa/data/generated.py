@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.extractive_qa.data.squad import Answer, Question
 
-VERSION = 1  # Must change if the generated text changes.
+VERSION = 1  # This number must be increased if the generated text changes.
 KEYS, VALUES, FILLERS = 24, 36, 36
 
 
 def questions(source: str) -> Iterator[Question]:
-    """Yields generated questions. The same name always gives the same ones, another name others."""
+    """Yields the questions of a generated source; the name of the source determines all of them."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"questions {VERSION}", KEYS + VALUES + FILLERS)
     keys, values, fillers = lexicon[:KEYS], lexicon[KEYS:-FILLERS], lexicon[-FILLERS:]

@@ -22,11 +22,11 @@ from brt.tasks.extractive_qa.data.squad import Question
 from brt.tasks.extractive_qa.data.store import QuestionStore, Row
 from brt.tasks.extractive_qa.data.windows import token_range, windows
 
-TOGETHER = 64  # Number of texts that are tokenized in parallel.
+TOGETHER = 64  # The number of texts that are tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
-    """Prepared questions that have been opened."""
+    """The opened stores of prepared questions, by split, with their tokenizer."""
 
     rows = "questions"
 
@@ -35,6 +35,7 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset
     """Opens the questions that a section describes, and prepares them first if necessary.
 
     Args:
+      section: the section of the config.
       progress: report on stderr what is done and which rows are left out.
 
     Raises:
@@ -44,16 +45,17 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens questions."""
+    """Prepares and opens the questions of a section."""
 
     dataset = QuestionDataset
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
+        """Returns the opened store of a split."""
         return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
-        """Yields every context once, and every question."""
+        """Yields every context of the training data once, and every question."""
         seen: set[str] = set()
         for row in Tally("train", "").usable(self.read("train")):
             if row.context not in seen:
@@ -62,10 +64,14 @@ class Preparation(TextPreparation):
             yield row.text
 
     def content(self, row: Question) -> str:
+        """Returns the context of a question, so that all its questions belong to the same split."""
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """Yields the questions; a question with the id of an earlier one becomes a bad row."""
+        """Yields the questions of some sources, and a BadRow for each that cannot be used.
+
+        A question with the id of an earlier one cannot be used.
+        """
         seen: set[str] = set()
         no_answer = self.section.no_answer
         for row in made_up.read(
@@ -79,6 +85,7 @@ class Preparation(TextPreparation):
                 seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
+        """Writes the store of a split, and returns a line that tells the user what was written."""
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
         valid: list[Question] = []
         context_of, questions, rows = [], [], []
@@ -127,6 +134,7 @@ class _Contexts:
         self.encodings: list[Encoding] = []
 
     def index(self, text: str) -> int:
+        """Returns the index of a context, which is added if it is new."""
         if text not in self.indices:
             self.indices[text] = len(self.encodings)
             self.encodings += self._tokenizer.encode([text])

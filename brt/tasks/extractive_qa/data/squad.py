@@ -11,7 +11,7 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 ENDINGS = (".json",)
-SHOWN = 40  # Number of characters of a text that an error quotes.
+SHOWN = 40  # The number of characters of a text that an error quotes.
 
 
 class Answer(NamedTuple):
@@ -38,10 +38,11 @@ class Question(NamedTuple):
 
 
 def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
-    """Yields the questions of all sources in order.
+    """Yields the questions of all sources in order, and a BadRow for each that cannot be used.
 
     Args:
-      no_answer: questions without an answer are allowed.
+      names: files in SQuAD's format.
+      no_answer: True accepts questions without an answer.
 
     Raises:
       DataError: a source cannot be read, contains no question, or has another format.
@@ -58,7 +59,14 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
 def question(
     where: str, context: str, entry: Mapping[str, Any], no_answer: bool
 ) -> Question | BadRow:
-    """Checks a member of `qas` against its context and returns the question or a bad row."""
+    """Returns a question after checking it, or a BadRow that says what is wrong.
+
+    Args:
+      where: file and position, for messages.
+      context: the context of the question.
+      entry: a member of `qas` in the file.
+      no_answer: True accepts a question without an answer.
+    """
     id, text = entry.get("id"), entry.get("question")
     if not isinstance(id, str | int | float):
         return BadRow(where, "has no id")

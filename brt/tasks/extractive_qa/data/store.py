@@ -82,16 +82,16 @@ class QuestionStore(RowStore):
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
-        """Number of tokens of each window in the model's input."""
+        """Number of ids that the model reads for each window."""
         questions = self.questions.lengths[self.rows[:, 0]]
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.around(2)
 
     def row(self, row: int | np.integer) -> Row:
-        """Returns a window."""
+        """Returns the window with this index."""
         return Row(*self.rows[row].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """Returns the model's input ids of a window."""
+        """Returns the ids that the model reads for a window: question, context and special ids."""
         question, start, stop = self.rows[row, :3]
         context = self.contexts[self.context_of[question]][start:stop]
         return self.tokenizer.wrap(self.questions[question], context)
@@ -100,7 +100,7 @@ class QuestionStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
-        """Targets of each window: positions of the first and last token of the answer."""
+        """Positions of the first and last token of the answer in each window, int32 [rows, 2]."""
         return self.rows[:, 3:]
 
     def context_start(self, row: int | np.integer) -> int:
@@ -110,7 +110,12 @@ class QuestionStore(RowStore):
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask of the context tokens in the inputs of windows; -1 is an empty row."""
+        """Returns a mask that is True on the tokens of the context, in which an answer may lie.
+
+        Args:
+          rows: int [B], indices of windows; -1 is an empty row.
+          length: padded length T of the inputs.
+        """
         mask = np.zeros((len(rows), length), bool)
         for i, row in enumerate(rows):
             if row >= 0:
@@ -119,7 +124,12 @@ class QuestionStore(RowStore):
         return mask
 
     def text(self, row: int | np.integer, start: int, end: int) -> str:
-        """Returns the stripped text of a window's tokens from `start` to `end` inclusive."""
+        """Returns the text of some tokens of a window, without spaces at its ends.
+
+        Args:
+          row: index of the window.
+          start, end: positions of the first and last token in the window's input.
+        """
         window = self.row(row)
         if window.start == window.stop:
             return ""

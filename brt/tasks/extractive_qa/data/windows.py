@@ -7,16 +7,21 @@ from jaxtyping import Int
 
 
 class Window(NamedTuple):
-    """The tokens `start` to `stop` - 1 of a text."""
+    """A range of tokens of a text, from `start` to `stop` - 1."""
 
     start: int
     stop: int
 
 
 def windows(length: int, room: int, stride: int) -> list[Window]:
-    """Cuts a text into windows of at most `room` tokens that overlap by `stride` tokens.
+    """Returns windows of at most `room` tokens that cover a text and overlap by `stride` tokens.
 
-    An empty text has one window, too. `stride` must be less than `room`.
+    An empty text has one window, too.
+
+    Args:
+      length: number of tokens of the text.
+      room: maximum number of tokens in a window.
+      stride: number of tokens that neighbouring windows share, less than `room`.
     """
     cuts = [Window(0, min(room, length))]
     while cuts[-1].stop < length:
@@ -26,6 +31,14 @@ def windows(length: int, room: int, stride: int) -> list[Window]:
 
 
 def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[int, int] | None:
-    """Returns the first and last token that overlap characters `start` to `stop` - 1, or None."""
+    """Returns the indices of the first and last token that overlap a range of characters.
+
+    Args:
+      spans: for each token, its first character and the character after its last one.
+      start, stop: first character of the range, and the character after the last one.
+
+    Returns:
+      The two indices, or None if no token overlaps the range.
+    """
     (tokens,) = np.nonzero((spans[:, 0] < stop) & (spans[:, 1] > start))
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None

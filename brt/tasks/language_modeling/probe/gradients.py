@@ -25,18 +25,19 @@ from brt.types import Batch, Variables
 
 
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
-    """Computes one backward pass of the training loss over a segment of the longest document.
+    """Measures gradients of the training loss in one backward pass over a segment.
 
-    Two lanes read the same segment. In the first one the segment follows the one before it; in the
-    second one it starts a document, so that the learned initial states receive gradients, too.
+    Two lanes read the same segment of the longest document. In the first one the segment follows
+    the one before it; in the second one it starts a document, so that the learned initial states
+    receive gradients, too.
 
     Returns:
       JSON with these entries. `parameters`: number of parameters. `starved`: names of parameters
-      without any gradient. `not_finite`: names of parameters with a gradient that is not finite.
-      `states`: for every recurrent layer, `blocks`, the norms of d nats of block n / d states
-      before the segment, for each block n, and `through`, the norm that remains of a unit gradient
-      that flows back through the states of the layer alone. `verdict`: a sentence that sums this
-      up.
+        without any gradient. `not_finite`: names of parameters with a gradient that is not finite.
+        `states`: for every recurrent layer, `blocks`, the norms of d nats of block n / d states
+        before the segment, for each block n, and `through`, the norm that remains of a unit
+        gradient that flows back through the states of the layer alone. `verdict`: a sentence that
+        sums this up.
     """
     config = _without_dropout(config)
     backward = jax.jit(partial(_backward, config))
@@ -62,7 +63,11 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Returns a sentence that says whether all parameters of the model can be trained."""
+    """Returns a sentence that says whether all parameters of the model receive gradients.
+
+    Args:
+      report: the other entries of the result of `gradient_reach`.
+    """
     starved, count = report["starved"], report["parameters"]
     if report["not_finite"]:
         return f"the gradient of {_listed(report['not_finite'])} is not finite"
@@ -77,7 +82,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns parameters by name, with layers that are stacked in a scan taken apart.
+    """Returns the arrays of a model by name, with layers that are stacked in a scan taken apart.
 
     A name is, for example, `layer_3/tokens/keys`.
     """
@@ -115,10 +120,11 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
     )  # fmt: skip
     segments = [batch for batch, _ in islice(batches, 2)]
     if len(segments) == 1 or not segments[1].scored.all():
-        segments = [segments[0]] * 2  # A segment that is mostly padding says little.
+        # A segment that is mostly padding would say little, so the first segment is read twice.
+        segments = [segments[0]] * 2
     first, second = (jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch) for batch in segments)
     start = second.document_start.copy()
-    # Ignore document starts in the first lane, because they would stop the flow of gradients.
+    # Document starts in the first lane are removed, because they would stop the flow of gradients.
     start[0], start[1, 0] = False, True
     return first, second._replace(document_start=start)
 
@@ -129,7 +135,8 @@ def _backward(
     """Returns the gradients of a step, and the state after it."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-        key = jax.random.key(0)  # Not used, because dropout is off.
+        """Returns the loss and its other results as a function of the parameters alone."""
+        key = jax.random.key(0)  # The key is required, but not used, because dropout is off.
         carry = jax.lax.stop_gradient(carried)
         return loss(config, params, LossInputs(batch, key, carry, variables.model_state))
 
@@ -151,6 +158,9 @@ def _state_reach(
         return {}, {}
 
     def read(vectors: dict[int, Array]) -> tuple[Float[Array, " N"], dict[int, Array]]:
+        """Returns the nats of each block in the first lane, and the state vectors after the
+        segment.
+        """
         state = with_vectors(config.model, carried, vectors)
         nats, after = block_nats(config, variables, state, batch)
         return nats[0], {k: v[0] for k, v in recurrent_vectors(config.model, after).items()}
@@ -165,6 +175,7 @@ def _state_reach(
         state_cotangents[layer] = jnp.zeros((probes, *unit.shape)).at[row].set(unit)
 
     def norms(cotangent: tuple[Array, dict[int, Array]]) -> dict[int, Float[Array, ""]]:
+        """Returns the norm of the gradient at each layer's states for one cotangent of `read`."""
         return jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, pull_back(cotangent)[0]))
 
     # lax.map runs one backward pass after the other, which bounds the memory.

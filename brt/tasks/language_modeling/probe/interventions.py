@@ -37,7 +37,7 @@ METHODS = ("zeroed", "shuffled", "frozen")
 
 
 class Intervention(NamedTuple):
-    """A part of the memory and the method that replaces it."""
+    """A part of the memory, and the method (`how`) that replaces it: zeroed, shuffled or frozen."""
 
     part: str
     how: str
@@ -67,21 +67,30 @@ class InterventionResult:
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns bits per byte over the blocks where `where` is True."""
+        """Returns bits per byte over some blocks.
+
+        Args:
+          intervention: the intervention; None for the unchanged model.
+          where: bool [B, M], True for the blocks that count.
+        """
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns a mask of the blocks in which an intervention took place."""
+        """Returns bool [B, M], True for the blocks in which an intervention took place."""
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
 
     def standard_error(self, intervention: Intervention) -> float:
-        """Returns the standard error of an intervention's difference in bits per byte."""
+        """Returns the standard error of the bits per byte that an intervention costs."""
         difference = self.nats[intervention] - self.nats[None]
         return self._error(difference, self.counted(intervention))
 
     def bits_error(self, where: np.ndarray) -> float:
-        """Returns the standard error of bits per byte over the blocks where `where` is True."""
+        """Returns the standard error of the unchanged model's bits per byte over some blocks.
+
+        Args:
+          where: bool [B, M], True for the blocks that count.
+        """
         mean = self.nats[None][where].sum() / self.bytes[where].sum()
         return self._error(self.nats[None] - mean * self.bytes, where)
 
@@ -96,7 +105,10 @@ class InterventionResult:
 
 
 def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
-    """Returns all interventions on a model; "shuffled" needs a second lane."""
+    """Returns all interventions that a model allows with this number of lanes.
+
+    "shuffled" takes the memory of another lane, so it needs a second lane.
+    """
     existing = parts(config.model) - (set() if config.model.cache else {"cache"})
     methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
     return [Intervention(part, how) for part in PARTS if part in existing for how in methods]
@@ -115,9 +127,13 @@ def evaluate_interventions(
     """Reads the documents of `store` with the unchanged model and with every intervention.
 
     Args:
+      config: config of the model.
+      variables: the learned values of the model.
+      tokenizer: the tokenizer, which counts the bytes of each block.
+      store: the documents.
       donor: store from which a second lane takes a document if `store` has only one.
       tokens: approximate number of tokens to read, longest documents first, without those of the
-          donor; 0 reads all.
+        donor; 0 reads all.
       progress: called with the number of tokens of each segment.
     """
     scored = len(store)
@@ -161,6 +177,7 @@ class _Streams:
 
     @property
     def interventions(self) -> list[Intervention | None]:
+        """All interventions; None is the unchanged model."""
         return list(self._carried)
 
     def read(
@@ -169,6 +186,8 @@ class _Streams:
         """Reads a segment with each intervention.
 
         Args:
+          batch: the segment.
+          document: [B, N], the document of each block, -1 for padding.
           active: [B], True for lanes that end in a document, False for those that end in padding.
 
         Returns:
@@ -198,7 +217,10 @@ class _Streams:
         return np.broadcast_to(foreign[:, None], document.shape), nats
 
     def state_means(self) -> dict[int, dict[str, float]]:
-        """Returns the mean of each state metric; empty if no lane ended in a document."""
+        """Returns the mean of each metric of the states, by recurrent layer.
+
+        The result is empty if no lane ended in a document.
+        """
         count = self._lanes_summed
         return {
             layer: {name: value / count for name, value in sums.items()}
@@ -232,6 +254,7 @@ def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
     """Returns the state `a` in the marked lanes and `b` in the others."""
 
     def choose(x: Array, y: Array) -> Array:
+        """Returns x in the marked lanes and y in the others."""
         return jnp.where(lanes.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
     return jax.tree.map(choose, a, b)
@@ -279,6 +302,7 @@ def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
         tokens=InMemory(np.concatenate([only, other[: len(only)]])),
         offsets=np.r_[0, np.cumsum([len(only), min(len(only), len(other))])],
         names=(*store.names, donor.names[longest]),
-        lost=None if store.lost is None else np.r_[store.lost, 0],  # The donor is not scored.
+        # The donor's document gets no lost bytes, because it is not scored.
+        lost=None if store.lost is None else np.r_[store.lost, 0],
         **changes,
     )

@@ -22,13 +22,15 @@ from brt.tasks.language_modeling.probe.states import fixed_gate_decay, half_life
 from brt.tasks.language_modeling.probe.text import text
 from brt.types import Variables
 
-TOKENS = 1_000_000  # Number of tokens that each intervention reads by default.
-# Lower edges of the bins for positions in a document, in tokens.
+TOKENS = 1_000_000  # The number of tokens that each intervention reads by default.
+# Positions in a document are grouped into bins; these are their lower edges in tokens.
 EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
 def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
-    """Runs all probes on about `request.tokens` tokens, longest documents first; 0 reads all."""
+    """Returns the results of all probes on about `request.tokens` tokens, longest documents
+    first.
+    """
     from brt.tasks.language_modeling.probe import plots
 
     config, dataset, split, tokens, where = request
@@ -44,6 +46,13 @@ def probe_report(
 
     `memory` has a row for each combination of a part of the memory and its replacement; `layers`
     has a row for each recurrent layer.
+
+    Args:
+      config: config of the model.
+      variables: the learned values of the model.
+      dataset: opened data with the split, and if possible with train.
+      split: name of the split to read.
+      tokens: approximate number of tokens to read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
     if lost := losses.described(store.lost_bytes, int(store.bytes.sum()), 0):
@@ -79,7 +88,9 @@ def probe_report(
 
 
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
-    """Compares bits per byte with and without each intervention, on the same blocks."""
+    """Returns bits per byte with and without each intervention on the same blocks, a row for
+    each.
+    """
     rows = []
     for intervention in filter(None, result.nats):
         where = result.counted(intervention)
@@ -98,7 +109,10 @@ def memory(result: InterventionResult) -> list[dict[str, Any]]:
 
 
 def positions(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns bits by position of a block in its document; `without` has each part zeroed."""
+    """Returns the bits per byte by position in the document, a row for each range of positions.
+
+    The entry `without` of a row contains bits per byte with each part of the memory zeroed.
+    """
     rows = []
     for begin, end in zip(EDGES, (*EDGES[1:], None), strict=True):
         where = (result.document >= 0) & (result.position >= begin)
@@ -124,7 +138,9 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
 def layers(
     config: Config, variables: Variables, store: TokenStore, result: InterventionResult
 ) -> list[dict[str, Any]]:
-    """Describes the gate, the memory horizon and the states of every recurrent layer."""
+    """Returns a description of the gate, the memory horizon and the states of each recurrent
+    layer.
+    """
     window = config.model.window
     decays = fixed_gate_decay(config.model, variables.params)
     rows = []

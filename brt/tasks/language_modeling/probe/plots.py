@@ -14,7 +14,10 @@ _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory"
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """Returns PNGs by file name: positions, memory, and for recurrent models two more."""
+    """Returns the plots of a probe as PNGs by file name.
+
+    There is a plot of positions and one of the memory, and two more for recurrent models.
+    """
     figures = {"probe_positions.png": _positions(report["positions"])}
     if report["memory"]:
         figures["probe_memory.png"] = _memory(report["memory"])

@@ -26,14 +26,15 @@ from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
 from brt.types import Variables
 
-BLOCKS = 16  # Number of blocks that are read after the perturbation.
-_SIZE = 0.01  # Size of the perturbation relative to the root mean square of the states.
+BLOCKS = 16  # The number of blocks that are read after the perturbation.
+_SIZE = 0.01  # The size of the perturbation relative to the root mean square of the states.
 
 
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by recurrent layer.
 
-    Reads the longest document. The lists are shorter or empty if that document is too short.
+    The blocks are those of the longest document in `store`. The lists are shorter or empty if that
+    document is too short.
     """
     model = config.model
     batches = evaluation_batches(
@@ -65,10 +66,15 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
 
 
 def half_life_blocks(remaining: list[float]) -> float | None:
-    """Returns the number of blocks after which half of a perturbation remains; None if it never
-    fades.
+    """Returns the number of blocks after which half of a perturbation remains.
 
-    Interpolates exponentially between blocks, and extrapolates beyond the last one.
+    The number is interpolated exponentially between blocks, and extrapolated beyond the last one.
+
+    Args:
+      remaining: the share that remains after 1, 2 ... blocks.
+
+    Returns:
+      The number of blocks; None if the perturbation never fades.
     """
     logs = [0.0, *(math.log(max(share, 1e-12)) for share in remaining)]
     half = math.log(0.5)
@@ -93,6 +99,7 @@ def _distances(model: Model, carried: StackState) -> dict[int, float]:
     """Returns for each layer the distance of its perturbed states from those of lane 0."""
 
     def distance(vectors: Float[Array, "B S D"], lane: int) -> float:
+        """Returns the distance between the states of a lane and those of lane 0."""
         return float(jnp.sqrt(jnp.sum(jnp.square(vectors[lane] - vectors[0]))))
 
     vectors: dict[int, Any] = recurrent_vectors(model, carried)

@@ -15,7 +15,8 @@ from brt.layers import kinds
 from brt.layers.sections import Recurrence
 from brt.layers.stack import StackState, runs
 
-# Training computes the metrics for this many lanes; Gram matrices of all lanes need much memory.
+# The number of lanes for which training computes the metrics. The Gram matrices of all lanes would
+# need much memory.
 _LANES = 8
 
 
@@ -36,7 +37,10 @@ class StateMetrics(NamedTuple):
 
 
 def state_metrics(vectors: Float[Array, "B S D"]) -> StateMetrics:
-    """Computes all metrics from one matrix product, because an eigendecomposition is slow."""
+    """Returns the metrics of a layer's state vectors, computed from one matrix product.
+
+    An eigendecomposition would be slow.
+    """
     v = vectors.astype(jnp.float32)
     count = v.shape[1]
     squares = jnp.square(v).sum(2)
@@ -52,7 +56,7 @@ def state_metrics(vectors: Float[Array, "B S D"]) -> StateMetrics:
 
 
 def recurrent_vectors(model: Model, carried: StackState) -> dict[int, Float[Array, "B S D"]]:
-    """Returns the state vectors of each recurrent layer, by layer index."""
+    """Returns the state vectors of each recurrent layer in a carried state, by layer index."""
     vectors, first = {}, 0
     for (_, kind, count), state in zip(runs(model), carried, strict=True):
         if kinds.of(kind).recurs:
@@ -64,7 +68,7 @@ def recurrent_vectors(model: Model, carried: StackState) -> dict[int, Float[Arra
 def with_vectors(
     model: Model, carried: StackState, vectors: Mapping[int, Float[Array, "B S D"]]
 ) -> StackState:
-    """Returns the same states with other vectors; the inverse of `recurrent_vectors`."""
+    """Returns the carried state with other state vectors; the inverse of `recurrent_vectors`."""
     after, first = [], 0
     for (_, kind, count), state in zip(runs(model), carried, strict=True):
         if kinds.of(kind).recurs:
@@ -76,32 +80,38 @@ def with_vectors(
 
 
 def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Array, " D"]]:
-    """Returns -log g per block of each channel, for each recurrent layer with fixed gates.
+    """Returns the decay per block of each channel, for each recurrent layer with fixed gates.
 
     A channel keeps the share g = sigmoid(bias) of its value in each block, or g1 g2 if it passes
-    two gates (the dual layout).
+    two gates (the dual layout). The decay is -log g.
     """
     decays, first = {}, 0
     for name, kind, count in runs(model):
         if kinds.of(kind).recurs and model.of(Recurrence).gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
-            decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))  # -log sigmoid(b)
+            # softplus(-b) equals -log sigmoid(b).
+            decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))
             decays |= {first + i: decay[i] for i in range(count)}
         first += count
     return decays
 
 
 def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D"]:
-    """Returns the number of tokens after which half of a channel's value remains."""
+    """Returns the number of tokens after which half of a channel's value remains.
+
+    Args:
+      decay: decay per block of each channel, from `fixed_gate_decay`.
+      window: number of tokens in a block.
+    """
     return math.log(2) / decay * window
 
 
 class StateProbe:
-    """Computes the metrics of recurrent layers that training logs, for a few lanes; compiled once.
+    """Function from parameters and carry to the metrics of recurrent layers that training logs.
 
-    The half-life is the median over channels. It is defined for fixed gates only, because other
-    gates depend on the text.
+    It reads a few lanes and is compiled once. The half-life is the median over channels. It is
+    defined for fixed gates only, because other gates depend on the text.
     """
 
     def __init__(self, config: Config):

@@ -7,7 +7,7 @@ from brt.formatting import counted, short
 
 
 def text(report: dict[str, Any]) -> str:
-    """Formats the result of `job.probe_report` as tables, followed by the verdicts."""
+    """Returns the result of `job.probe_report` as tables, followed by the verdicts."""
     p = report["protocol"]
     lines = [
         f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
@@ -46,7 +46,7 @@ def _positions(report: dict[str, Any]) -> Iterator[str]:
 
 
 def span(row: dict[str, Any]) -> str:
-    """Formats a range of positions: 1k-2k, or 100k on."""
+    """Returns a range of positions as text, such as "1k-2k", or "100k on" for the last one."""
     begin, end = (None if edge is None else edge // 1000 for edge in (row["from"], row["to"]))
     return f"{begin}k on" if end is None else f"{begin}k-{end}k" if begin else f"0-{end}k"
 

@@ -11,11 +11,12 @@ from brt.types import SpeechBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechReader(RowReader):
-    """Groups utterances into batches by their number of frames."""
+    """Reader of utterances, which are grouped into batches by their number of frames."""
 
     store: SpeechStore
 
     def gather(self, rows: np.ndarray, length: int) -> SpeechBatch:
+        """Returns the batch of the utterances with these indices, padded to `length` frames."""
         store, tokens = self.store, max(int(self.store.targets.lengths.max()), 1)
         features = padded(rows, store.features, length, np.float32, width=(store.width,))
         targets = padded(rows, store.targets.__getitem__, tokens, np.int32)

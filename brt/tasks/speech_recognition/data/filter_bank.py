@@ -13,11 +13,15 @@ from brt.errors import DataError
 
 LOWEST_HZ = 20.0
 PRE_EMPHASIS = 0.97
-FLOOR = 1e-10  # Lower bound of a band's energy, because silence has no logarithm.
+FLOOR = 1e-10  # The lower bound of a band's energy, because silence has no logarithm.
 
 
 def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:
-    """Returns the features of a wav file and its sample rate in Hz.
+    """Returns the features of a wav file, float32 [X, F], and its sample rate in Hz.
+
+    Args:
+      path: the file.
+      speech: settings of the features.
 
     Raises:
       DataError: the file is not a wav file of one channel with 16-bit samples.
@@ -29,7 +33,8 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
             content = file.readframes(count) if complete else b""
             if len(content) != count * channels * width:
                 raise EOFError(f"it ends before the {count:,} samples that it says it has")
-    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: chunks of invalid sizes
+    # Chunks of invalid sizes raise RuntimeError.
+    except (wave.Error, EOFError, RuntimeError) as error:
         reason = str(error) or "it ends too early"
         raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
     except OSError as error:
@@ -46,16 +51,16 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
 def log_mel(
     samples: Float[np.ndarray, " N"], rate: int, speech: config.Speech
 ) -> Float[np.ndarray, "X F"]:
-    """Returns the logarithm of the energy in each mel band, float32.
+    """Returns the logarithm of the energy in each mel band, float32 [X, F].
 
     There are X = 1 + (N - window) // shift frames, or 0 if the sound is shorter than a window. A
     frame is Hann-windowed after pre-emphasis. Bands are triangles, equally spaced from 20 Hz to
-    half
-    the sample rate on the mel scale 2595 log10(1 + f / 700).
+    half the sample rate on the mel scale 2595 log10(1 + f / 700).
 
     Args:
       samples: values in [-1, 1].
       rate: samples per second.
+      speech: settings of the features.
     """
     window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
     if min(window, shift) < 1:
@@ -75,13 +80,19 @@ def log_mel(
 
 @functools.cache
 def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
-    """Returns the weight of each frequency of a Fourier transform in each band.
+    """Returns the weight of each frequency of a Fourier transform in each mel band.
+
+    Args:
+      rate: samples per second.
+      size: number of samples that are transformed.
+      count: number of bands, F.
 
     Raises:
       DataError: a band contains no frequency.
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:
+        """Returns frequencies on the mel scale."""
         return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
 
     edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)

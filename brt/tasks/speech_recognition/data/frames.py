@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from brt.tasks.speech_recognition.data.utterances import Features, Utterance
 
-# Features with a smaller standard deviation count as constant and become 0.
+# A feature whose standard deviation is below this bound counts as constant and becomes 0.
 SMALLEST_DEVIATION = 1e-5
 
 
@@ -20,13 +20,13 @@ class Moments(NamedTuple):
 
 
 def moments(features: Features) -> Moments:
-    """Returns the moments over the frames of an utterance."""
+    """Returns the mean and standard deviation of each feature over the frames of an utterance."""
     wide = features.astype(np.float64)
     return Moments(wide.mean(axis=0), wide.std(axis=0))
 
 
 def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
-    """Returns the moments over all frames of each speaker."""
+    """Returns the mean and standard deviation of each feature over all frames of each speaker."""
     sums: dict[str, np.ndarray] = {}
     for utterance in utterances:
         wide = utterance.features.astype(np.float64)
@@ -41,18 +41,29 @@ def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
 
 
 def normalize(features: Features, by: Moments) -> Features:
-    """Shifts and scales features to mean 0 and deviation 1; constant features become 0."""
+    """Returns features with mean 0 and standard deviation 1; constant features become 0.
+
+    Args:
+      features: [X, F], the frames of an utterance.
+      by: the mean and standard deviation that are removed.
+    """
     scale = np.where(by.deviation > SMALLEST_DEVIATION, by.deviation, np.inf)
     return ((features - by.mean) / scale).astype(np.float32)
 
 
 def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Concatenates each `stride`-th frame with the `stack` - 1 frames after it or zeros."""
+    """Returns each `stride`-th frame, concatenated with the `stack` - 1 frames after it.
+
+    Frames after the end are zeros.
+    """
     count = -(-len(features) // stride)
     padded = np.pad(features, ((0, stack), (0, 0)))
     return np.concatenate([padded[i:][: count * stride : stride] for i in range(stack)], axis=1)
 
 
 def frames_needed(tokens: list[str]) -> int:
-    """Returns the frames that CTC needs: one per token, one between equal neighbours."""
+    """Returns the smallest number of frames in which CTC can emit these tokens.
+
+    Each token needs a frame, and so does the blank between two equal neighbours.
+    """
     return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))

@@ -18,11 +18,11 @@ from jaxtyping import Float
 from brt.data import generated
 from brt.tasks.speech_recognition.data.utterances import Recording
 
-VERSION = 1  # Must change if the generated sound changes.
+VERSION = 1  # This number must be increased if the generated sound changes.
 BANDS = 20
 LETTERS = "abcdefghiklm"
 WORDS = 40
-SPEAKERS = 20  # Number of speakers of each source name.
+SPEAKERS = 20  # The number of different speakers in a source.
 NOISE = 0.3
 
 
@@ -34,7 +34,9 @@ def digest(source: str) -> str:
 
 
 def recordings(source: str) -> Iterator[Recording]:
-    """Yields generated utterances. A name always gives the same ones, another name others."""
+    """Yields the utterances of a generated source; the name of the source determines all of
+    them.
+    """
     name, count = generated.parse(source)
     words = lexicon()
     for number in range(count):
@@ -61,7 +63,13 @@ def lexicon() -> list[str]:
 
 
 def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
-    """Returns the features float32 [X, 20] of a transcript by a speaker; `id` seeds the noise."""
+    """Returns features of a spoken transcript, float32 [X, 20].
+
+    Args:
+      transcript: the transcript.
+      speaker: name of the speaker, which determines the shift of the peaks and the loudness.
+      id: name of the utterance, which determines the noise and the durations.
+    """
     draw, speaker_draw = _random(f"sound {id}"), _random(f"speaker {speaker}")
     shift, loudness = speaker_draw.uniform(-1.2, 1.2), speaker_draw.uniform(-0.5, 0.5)
     spectra = np.array([_spectrum(letter, shift) for letter in f" {transcript} "])
@@ -77,7 +85,8 @@ def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
 def _spectrum(letter: str, shift: float) -> np.ndarray:
     if letter == " ":
         return np.zeros(BANDS)
-    low, high = divmod(LETTERS.index(letter), 4)  # Three low peaks times four high peaks.
+    # A letter is a combination of one of three low peaks and one of four high peaks.
+    low, high = divmod(LETTERS.index(letter), 4)
     band = np.arange(BANDS)
     peaks = (3.5 + 2 * low + shift, 10.5 + 2 * high + shift)
     first, second = (2 * np.exp(-0.5 * (band - peak) ** 2) for peak in peaks)

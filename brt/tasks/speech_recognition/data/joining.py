@@ -14,14 +14,16 @@ Check = Callable[[Utterance], None]
 def join_recordings(
     recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
 ) -> Iterator[Recording]:
-    """Joins groups of `count` recordings of a speaker; the last group of a speaker may be smaller.
+    """Yields utterances that consist of `count` recordings of the same speaker.
 
-    The recordings are shuffled with a fixed seed first, because tables often list the same word by
-    the same speaker in consecutive lines.
+    The last utterance of a speaker may have fewer. The recordings are shuffled with a fixed seed
+    first, because tables often list the same word by the same speaker in consecutive lines.
 
     Args:
+      recordings: the recordings.
+      count: number of recordings in an utterance.
       orders: number of times that all recordings are used, each time in another order. A model that
-          hears few utterances often would memorise which one follows which.
+        hears few utterances often would memorise which one follows which.
       check: called with every recording that is read; raises if the recording may not be used.
     """
     single = list(recordings)
@@ -36,6 +38,7 @@ def join_recordings(
 
 def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
+        """Returns the features of all parts one after another, and their sample rate."""
         loaded = [part.read() for part in parts]
         if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
             raise DataError(

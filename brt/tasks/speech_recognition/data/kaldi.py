@@ -21,7 +21,13 @@ _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8
 
 
 def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
-    """Yields every utterance of the file `text` with its features or its wav file.
+    """Yields every utterance that the file `text` of a Kaldi data directory lists.
+
+    Its features come from a feature archive or a wav file.
+
+    Args:
+      directory: the data directory.
+      speech: settings of the features of wav files.
 
     Raises:
       DataError: a table is missing or lacks an utterance, or wav.scp contains commands.
@@ -42,7 +48,7 @@ def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray
 
 
 def files(directory: Path) -> list[Path]:
-    """Returns the paths of the tables and of the files that they name."""
+    """Returns the paths of a data directory's tables and of the files that they name."""
     existing = [directory / name for name in TABLES if (directory / name).exists()]
     archived = scp(directory).name == "feats.scp"
     named = {where.rpartition(":")[0] if archived else where for where in audio(directory).values()}
@@ -50,7 +56,9 @@ def files(directory: Path) -> list[Path]:
 
 
 def scp(directory: Path) -> Path:
-    """Returns the path of the table of audio, feats.scp if it exists, otherwise wav.scp."""
+    """Returns the path of the table that locates audio: feats.scp if it exists, otherwise
+    wav.scp.
+    """
     for name in ("feats.scp", "wav.scp"):
         if (directory / name).exists():
             return directory / name
@@ -58,7 +66,7 @@ def scp(directory: Path) -> Path:
 
 
 def audio(directory: Path) -> dict[str, str]:
-    """Returns the location of each utterance's audio: a wav file, or archive:position."""
+    """Returns the location of the audio of each utterance: a wav file, or ARCHIVE:POSITION."""
     path = scp(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():
         raise DataError(
@@ -76,9 +84,10 @@ def audio(directory: Path) -> dict[str, str]:
 
 
 def table(path: Path) -> dict[str, str]:
-    """Reads a table: the first word of each line is the key, the rest of the line the value.
+    """Returns the values of a table by key.
 
-    A line feed ends a line; blanks and tabs separate words.
+    The first word of each line is the key, the rest of the line the value. A line feed ends a line;
+    blanks and tabs separate words.
 
     Raises:
       DataError: the file is missing or not UTF-8, or a key occurs twice.
@@ -95,7 +104,10 @@ def table(path: Path) -> dict[str, str]:
 
 
 def matrix(where: str) -> np.ndarray:
-    """Reads the matrix of floats at archive:position.
+    """Returns the matrix of floats at a place in an archive.
+
+    Args:
+      where: ARCHIVE:POSITION.
 
     Raises:
       DataError: there is no matrix, or it is compressed.

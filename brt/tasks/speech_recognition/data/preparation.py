@@ -23,7 +23,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
-    """Prepared utterances that have been opened."""
+    """The opened stores of prepared utterances, by split, with their vocabulary."""
 
     rows = "utterances"
 
@@ -44,9 +44,10 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
 
 def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
-    """Opens the utterances that `speech` describes, and prepares them first if necessary.
+    """Opens the utterances that a section describes, and prepares them first if necessary.
 
     Args:
+      speech: the section of the config.
       progress: report on stderr what is done and which utterances are left out.
 
     Raises:
@@ -56,34 +57,45 @@ def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
 
 
 class SpeechPreparation(Preparation):
-    """Prepares speech; train comes first and decides vocabulary, width and rate of all splits."""
+    """Prepares and opens the utterances of a section.
+
+    Train is prepared first and determines the vocabulary, width and sample rate of all splits.
+    """
 
     dataset, kind, encoding = SpeechDataset, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool = True):
         super().__init__(section, progress)
-        self._first: Utterance | None = None  # Decides width and rate of all utterances.
-        self._seen: dict[bytes, str] = {}  # The split of each utterance, by its hash.
+        # The first utterance, whose width and sample rate all others must have.
+        self._first: Utterance | None = None
+        self._seen: dict[bytes, str] = {}  # The split of each utterance, by the utterance's hash.
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        """Returns the hashes of the files that belong to the sources with these names."""
         return sources.hashes(names)
 
     def left_out(self, name: str) -> str:
+        """Returns a sentence about the files of a source that are not read, or "" if all
+        are read.
+        """
         return sources.left_out(name)
 
     def load(self, name: str) -> Vocabulary:
+        """Returns the vocabulary that a file contains."""
         return Vocabulary.load(Path(name))
 
     def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
+        """Returns the opened store of a split."""
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Allows a source in several splits, because a table may list the files of all splits.
+        """Accepts a source in several splits, because a table may list the files of all splits.
 
         `_refuse_shared` compares the utterances instead.
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
+        """Writes the store of a split, and returns a line that tells the user what was written."""
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.settled(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
@@ -133,7 +145,8 @@ class SpeechPreparation(Preparation):
                     f"{utterance.file} has {utterance.rate} samples a second where {first.file} "
                     f"has {first.rate}; convert one of them"
                 )
-            # The rate is 0 if features were read, whose sample rate is unknown.
+            # The sample rate of an utterance is 0 if features were read, because it is unknown
+            # then.
             wanted_rate = self.section.sample_rate
             if wanted_rate and utterance.rate not in (0, wanted_rate):
                 raise DataError(
@@ -145,9 +158,11 @@ class SpeechPreparation(Preparation):
             raise DataError(f"Data.{split} = {getattr(self.section, split)} has no utterance")
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Recording]:
+        """Yields the recordings of some sources."""
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
+        """Returns the id and transcript of a recording."""
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
@@ -169,6 +184,7 @@ class SpeechPreparation(Preparation):
             return {}
 
         def check_speakers(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
+            """Yields the utterances, but raises DataError if the speaker of one is unknown."""
             for utterance in utterances:
                 if not utterance.speaker:
                     raise DataError(
@@ -190,7 +206,7 @@ class SpeechPreparation(Preparation):
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
         """Raises DataError for speech that is in two splits, which would distort evaluations."""
         if not utterance.features.any():
-            return  # Different silent utterances may be equal.
+            return  # Silence is not compared, because different silent utterances may be equal.
         content = utterance.transcript.encode() + utterance.features.tobytes()
         other = self._seen.setdefault(hashlib.sha256(content).digest(), split)
         if other != split:
@@ -201,7 +217,7 @@ class SpeechPreparation(Preparation):
 
 
 def described(opened: SpeechStore) -> str:
-    """Returns one line that describes a store: its number of utterances, duration and tokens."""
+    """Returns a line that tells the user a store's number of utterances, duration and tokens."""
     m = opened.manifest
     return (
         f"{m['utterances']:,} utterances, {opened.seconds.sum() / 60:,.1f} minutes, "

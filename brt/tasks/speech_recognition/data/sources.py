@@ -17,6 +17,10 @@ from brt.tasks.speech_recognition.data.utterances import Recording
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
     """Yields the utterances of all sources in order.
 
+    Args:
+      names: names of the sources; see `brt.config.Speech`.
+      speech: settings of the features.
+
     Raises:
       DataError: a source does not exist, is of an unknown kind, or contains invalid files.
     """
@@ -32,7 +36,7 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
 
 
 def hashes(names: Sequence[str]) -> list[FileHash]:
-    """Reads every file of the sources once and returns its hash, which changes with its content."""
+    """Returns the name, size and hash of every file of some sources."""
     file_hashes = []
     for name in names:
         if name.startswith(made_up.PREFIX):
@@ -47,7 +51,9 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 
 def left_out(name: str) -> str:
-    """Describes the files of a directory that are not read; see `brt.data.sources.left_out`."""
+    """Returns a sentence about the files of a directory that are not read, or "" if all are
+    read.
+    """
     path = untrusted.user_path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 

@@ -46,7 +46,7 @@ class SpeechStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path | str) -> "SpeechStore":
-        """Opens a finished store.
+        """Opens the store in a directory.
 
         Raises:
           DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
@@ -66,6 +66,7 @@ class SpeechStore(RowStore):
 
     @property
     def written_with(self) -> str:
+        """Fingerprint of the vocabulary that encoded the transcripts."""
         return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
@@ -105,11 +106,13 @@ def finish(
     vocabulary: Vocabulary,
     facts: Mapping[str, Any],
 ) -> SpeechStore:
-    """Completes a store whose features have been written.
+    """Completes a store whose features have been written, and returns the opened store.
 
     Args:
+      directory: the directory of the store.
       offsets: offsets of the rows in features.bin.
       columns: `ids`, `speakers`, `transcripts` and `frames` of the rows.
+      vocabulary: encodes the transcripts.
       facts: entries of the manifest: `width`, `shift_ms` and others.
     """
     targets = ragged.joined(

@@ -15,14 +15,18 @@ NEEDED = ("file", "transcript")
 
 
 def parse(source: str) -> tuple[Path, str]:
-    """Splits PATH.tsv[:SPLIT] into the path and the split, "" for all rows."""
+    """Returns the path and the split of a source PATH.tsv[:SPLIT]; the split is "" for all rows."""
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
     return untrusted.user_path(path), split
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
-    """Yields the wav files of a table; their names are relative to the table's directory.
+    """Yields the utterances of a table of wav files, whose names are relative to its directory.
+
+    Args:
+      source: PATH.tsv[:SPLIT].
+      speech: settings of the features.
 
     Raises:
       DataError: the table cannot be read, lacks a column, or has no such split.
@@ -37,12 +41,12 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
 
 def files(source: str) -> list[Path]:
-    """Returns the paths of the wav files that the rows name."""
+    """Returns the paths of the wav files that the rows of a source name."""
     return [parse(source)[0].parent / row["file"] for row in rows(source)]
 
 
 def rows(source: str) -> list[dict[str, str]]:
-    """Returns the rows of the split, by column."""
+    """Returns the rows of a source; a row is a dict from the names of columns to values."""
     path, split = parse(source)
     lines = contents.small(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]

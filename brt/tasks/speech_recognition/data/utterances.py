@@ -44,7 +44,7 @@ class Recording(NamedTuple):
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:
-        """Reads the features; raises DataError if they are not finite."""
+        """Returns the utterance with its features; raises DataError if they are not finite."""
         features, rate = self.load()
         features = np.asarray(features, np.float32)
         if not np.isfinite(features).all():

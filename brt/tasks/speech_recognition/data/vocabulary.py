@@ -12,13 +12,14 @@ from jaxtyping import Int
 from brt import untrusted
 from brt.errors import DataError
 
-UNKNOWN = "\ufffd"  # Id 0, for tokens of held-out transcripts that do not occur in training.
+# The token with id 0, for tokens of held-out transcripts that do not occur in training.
+UNKNOWN = "\ufffd"
 
 Unit = Literal["characters", "words"]
 
 
 def units(transcript: str, unit: Unit) -> list[str]:
-    """Splits a transcript into tokens."""
+    """Returns the tokens of a transcript: its characters or its words, as `unit` says."""
     return list(transcript) if unit == "characters" else transcript.split()
 
 
@@ -39,12 +40,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
-        """Builds the vocabulary of the tokens in the transcripts, in sorted order."""
+        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order."""
         return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Reads a saved vocabulary; raises DataError if the file is damaged."""
+        """Returns a saved vocabulary; raises DataError if the file is damaged."""
         try:
             saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
@@ -61,6 +62,7 @@ class Vocabulary:
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, including that of `UNKNOWN`."""
         return len(self.tokens)
 
     def encode(self, transcript: str) -> Int[np.ndarray, " T"]:

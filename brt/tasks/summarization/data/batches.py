@@ -12,11 +12,11 @@ from brt.types import PairBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairReader(RowReader):
-    """Groups pairs into batches by the length of their documents.
+    """Reader of pairs of document and summary, grouped into batches by the documents' lengths.
 
     Attributes:
       buckets: padded lengths of documents, ascending; the last one is the store's
-          `max_source_length`. If empty, all documents are padded to that length.
+        `max_source_length`. If empty, all documents are padded to that length.
     """
 
     store: PairStore
@@ -30,21 +30,25 @@ class PairReader(RowReader):
 
     @property
     def longest(self) -> int:
+        """The number of ids that no document exceeds."""
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
+        """Returns the batch of the pairs with these indices, with documents padded to `length`."""
         return gather(self.store, rows, length)
 
     @staticmethod
     def positions(batch: PairBatch) -> int:
+        """Returns the number of ids of documents and summaries in a batch, including padding."""
         return batch.source.size + batch.target_in.size
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """Returns the batch of some rows.
+    """Returns the batch of the pairs with these indices.
 
     Args:
-      rows: int [B], -1 for padding rows.
+      store: the pairs.
+      rows: int [B], indices of pairs; -1 is an empty row.
       source_length: length to which documents are padded.
     """
     pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]

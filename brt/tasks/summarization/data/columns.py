@@ -8,19 +8,20 @@ from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-# Column names of common datasets, in order of preference.
+# The columns of document and summary in common datasets, in order of preference. A comment names
+# the dataset.
 COMMON = (
-    ("document", "summary"),  # XSum, Multi-News, the pairs that brt includes
+    ("document", "summary"),  # XSum, Multi-News, and the pairs that brt includes
     ("article", "highlights"),  # CNN/DailyMail
-    ("article", "abstract"),  # scientific papers
+    ("article", "abstract"),  # Scientific papers
     ("dialogue", "summary"),  # SAMSum
     ("text", "summary"),  # BillSum
-    ("report", "summary"),  # GovReport, and the names of its parts in TFDS
+    ("report", "summary"),  # GovReport; the next two are the names of its parts in TFDS.
     ("report", "highlight"),
     ("reports", "summary"),
     ("utt", "summary"),  # MediaSum
     ("description", "abstract"),  # BigPatent
-    ("article_text", "abstract_text"),  # scientific papers as their authors publish them
+    ("article_text", "abstract_text"),  # Scientific papers in the form that their authors publish.
     ("article", "summary"),
     ("transcript", "summary"),
     ("body", "summary"),
@@ -30,11 +31,14 @@ COMMON = (
     ("source", "target"),
     ("input", "output"),
 )
-SPEAKER = "speaker"  # Column with the speaker of each utterance of a dialogue.
+SPEAKER = "speaker"  # The column with the speaker of each utterance of a dialogue.
 
 
 class Columns(NamedTuple):
-    """Names of columns; "" selects a common name, or no column for ids."""
+    """Names of the columns of document, summary and id.
+
+    An empty name selects a common name, or no column for ids.
+    """
 
     source: str = ""
     target: str = ""
@@ -59,7 +63,11 @@ class Pair(NamedTuple):
 
 
 def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | BadRow]:
-    """Yields the rows of all sources (see `brt.data.rows.tables`) in order.
+    """Yields the pairs of all sources in order, and a BadRow for each row that cannot be used.
+
+    Args:
+      names: names of the sources; see `brt.data.rows.tables`.
+      configured: names of the columns.
 
     Raises:
       DataError: a source cannot be read, has no row, or lacks the columns.
@@ -69,7 +77,12 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
 
 
 def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
-    """Returns the configured columns, or the first of the common names that exist.
+    """Returns the configured columns, or the first of the common names that a table has.
+
+    Args:
+      table: name of the table, for the error message.
+      header: names of the table's columns.
+      configured: configured names, which may be empty.
 
     Raises:
       DataError: the table has neither; the message lists the existing columns.
@@ -89,7 +102,13 @@ def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Co
 
 
 def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
-    """Returns the document and summary of a row; without a column of ids the number is the id."""
+    """Returns the document and summary of a row, or a BadRow that says what is wrong.
+
+    Args:
+      row: the row.
+      columns: names of the columns.
+      number: number of the row, which is the id if there is no column of ids.
+    """
     try:
         _check(row.problem)
         source = _source(row.values, columns)
@@ -123,6 +142,6 @@ def _text(values: Mapping[str, Any], column: str) -> str:
     if column not in values:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
-    if isinstance(value, list):  # A list holds paragraphs or sentences.
+    if isinstance(value, list):  # A list of texts contains paragraphs or sentences.
         return "\n".join(tables.text(part, column) for part in value)
     return tables.text(value, column)

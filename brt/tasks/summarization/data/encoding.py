@@ -24,10 +24,10 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Encodes documents and summaries as `config.Pairs` says.
+    """Encodes documents and summaries as ids, as `config.Pairs` says.
 
-    Only text is cut; the ids at start and end remain. Summaries lose their end; with "head_tail" a
-    document loses its middle.
+    Long texts are cut, but the special ids at start and end remain. Summaries lose their end; with
+    "head_tail" a document loses its middle.
     """
 
     tokenizer: PairTokenizer
@@ -38,18 +38,18 @@ class Encoder:
 
     @classmethod
     def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        """Returns the encoder that `pairs` describes."""
+        """Returns the encoder that the section `pairs` describes."""
         names = ("prefix", "max_source_length", "max_target_length", "truncation")
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Encodes documents, each after the prefix."""
+        """Returns the ids of documents, each after the prefix of `config.Pairs`."""
         texts = [self.prefix + document for document in documents]
         tail = self.truncation == "head_tail"
         return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
-        """Encodes summaries."""
+        """Returns the ids of summaries."""
         return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ class Encoder:
 
 
 def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns the first `limit` ids, or with `tail` the first and the last `limit` / 2 ids."""
+    """Returns at most `limit` ids: the first ones, or with `tail` one half from each end."""
     if len(ids) <= limit:
         return ids
     last = limit // 2 if tail else 0

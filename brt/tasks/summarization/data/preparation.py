@@ -20,15 +20,18 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """The prepared splits of pairs of document and summary, opened for reading."""
+    """The opened stores of prepared pairs of document and summary, by split, with their
+    tokenizer.
+    """
 
     rows = "pairs"
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    """Opens the pairs that `pairs` describes, and tokenizes them first if necessary.
+    """Opens the pairs that a section describes, and tokenizes them first if necessary.
 
     Args:
+      pairs: the section of the config.
       progress: report on stderr what is done and what is cut or left out.
 
     Raises:
@@ -38,26 +41,31 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
 
 
 class Preparation(TokenizedPreparation):
-    """Prepares and opens pairs."""
+    """Prepares and opens the pairs of a section."""
 
     dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        """Returns the hashes of the files that belong to the sources with these names."""
         return sources.hashes(names, self.endings)
 
     def load(self, name: str) -> PairTokenizer:
+        """Returns the tokenizer that a file or the setting Data.tokenizer names."""
         return tokenization.load(name)
 
     def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
+        """Returns the opened store of a split."""
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
+        """Yields the documents and summaries of the training data."""
         tally = Tally("train", "Data.errors = 'skip'")
         for pair in tally.settled(self.read("train"), self.section.errors):
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
+        """Writes the store of a split, and returns a line that tells the user what was written."""
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(
             directory, tally.settled(self.read(split), self.section.errors), encoder,
@@ -66,15 +74,19 @@ class Preparation(TokenizedPreparation):
         return described(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
+        """Yields the pairs of some sources, and a BadRow for each that cannot be used."""
         pairs = self.section
         return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
 
     def content(self, row: Pair) -> str:
+        """Returns the document and summary of a pair as one text."""
         return row.source
 
 
 def described(opened: PairStore) -> str:
-    """Returns one line that describes a store: its pairs and tokens, and how much was cut."""
+    """Returns a line that tells the user a store's numbers of pairs and tokens, and what was
+    cut.
+    """
     m = opened.manifest
     cuts = [
         f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "

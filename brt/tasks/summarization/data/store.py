@@ -27,7 +27,7 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.columns import Pair
 from brt.tasks.summarization.data.encoding import Encoder
 
-TOGETHER = 64  # Number of pairs that are tokenized in parallel.
+TOGETHER = 64  # The number of pairs that are tokenized in parallel.
 TEXTS = ("source", "target", "reference")
 _FACTS = {
     **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
@@ -39,7 +39,7 @@ UNCUT = ("source_uncut", "target_uncut")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairStore(RowStore):
-    """Documents and summaries as ids.
+    """Documents and summaries of a split as ids, which are read from the disk.
 
     Attributes:
       source: ids of each document with its end, no longer than `max_source_length`.
@@ -56,7 +56,7 @@ class PairStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
-        """Opens a finished store.
+        """Opens the store in a directory.
 
         Raises:
           DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
@@ -77,6 +77,7 @@ class PairStore(RowStore):
 
     @property
     def written_with(self) -> str:
+        """Fingerprint of the tokenizer that encoded the pairs."""
         return self.manifest["tokenizer"]["fingerprint"]
 
     @property
@@ -86,14 +87,16 @@ class PairStore(RowStore):
 
     @property
     def max_source_length(self) -> int:
+        """The limit to which documents were cut, in ids."""
         return self.manifest["max_source_length"]
 
     @property
     def max_target_length(self) -> int:
+        """The limit to which summaries were cut, in ids."""
         return self.manifest["max_target_length"]
 
     def summary(self, row: int | np.integer) -> str:
-        """Returns the text of a summary, uncut."""
+        """Returns the text of a summary as it was read, before it was cut."""
         return self.reference[row].tobytes().decode()
 
 
@@ -104,16 +107,19 @@ def write(
     *,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> PairStore:
-    """Tokenizes pairs into a new store.
+    """Tokenizes pairs into a new store, and returns the opened store.
 
     A store that is not finished cannot be opened; callers fill an `atomic_directory`.
 
     Args:
+      directory: where to write.
+      pairs: the pairs.
+      encoder: encodes documents and summaries.
       facts: function that returns further entries of the manifest; called after the last pair.
 
     Raises:
       DataError: there is no pair; a text is too long and truncation is "error"; or `directory` is
-          in use.
+        in use.
     """
     directory = Path(directory)
     manifests.make_empty(directory)

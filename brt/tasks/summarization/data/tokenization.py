@@ -17,7 +17,7 @@ from brt.data import tokenizer_files
 from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
-START, END, PAD = "<s>", "</s>", "<pad>"  # Names of the special tokens in T5 and BART.
+START, END, PAD = "<s>", "</s>", "<pad>"  # The names of the special tokens in T5 and BART.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,12 +29,12 @@ class PairTokenizer:
       fingerprint: sha256 of everything that determines the ids.
       content: content of the tokenizer's file.
       vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
-          have padding rows and the 100 extra ids of T5, which are not in spiece.model.
+        have padding rows and the 100 extra ids of T5, which are not in spiece.model.
       pad_id: id that pads a batch.
       eos_id: last id of every text.
       decoder_start_id: first input of the decoder: pad_id for T5, eos_id for BART.
       begin: ids before every text: none for T5, `<s>` for BART.
-      unk_id: id of text that cannot be encoded; -1 if there is none.
+      unk_id: id of text that cannot be encoded; -1 if every text can be encoded.
       encode_all: function that encodes texts without special ids.
       decode_ids: function that decodes ids.
     """
@@ -54,8 +54,8 @@ class PairTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the int32 ids of each text without special ids; texts are encoded in parallel."""
         encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
-        # Although special tokens are encoded as text, some tokenizer.json files turn `</s>` in a
-        # text into the special id.
+        # The tokenizer is told to encode the names of special tokens as text, but with some
+        # tokenizer.json files `</s>` in a text becomes the special id nevertheless.
         return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
 
     def decode(self, ids: Ids) -> str:
@@ -74,7 +74,7 @@ class PairTokenizer:
 
 
 def load(path: str) -> PairTokenizer:
-    """Opens a sentencepiece .model or a tokenizer.json of Hugging Face's tokenizers.
+    """Returns the tokenizer in a sentencepiece .model or a tokenizer.json of Hugging Face.
 
     Raises:
       DataError: the file is missing or damaged, or has no end or padding token.
@@ -111,6 +111,7 @@ def _json(path: Path) -> PairTokenizer:
     end = _required(path, end_id, "end", END)
 
     def encode(texts: list[str]) -> list[list[int]]:
+        """Returns the ids of each text, without special ids."""
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -126,7 +127,7 @@ def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
     """Returns the ids before a text and the id after a text in the file's template."""
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
-    if len(wrapped) == len(bare):  # The file has no template.
+    if len(wrapped) == len(bare):  # The file has no template that puts special ids around a text.
         return (), tokenizer.token_to_id(END)
     start = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
     after = wrapped[start + len(bare) :]

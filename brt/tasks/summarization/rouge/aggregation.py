@@ -16,7 +16,11 @@ TEXT = (
 
 
 class Aggregate(NamedTuple):
-    """Means over documents; `low` and `high` are the bounds of their confidence interval."""
+    """Means of scores over documents.
+
+    Attributes:
+      low, high: bounds of the confidence interval of the mean.
+    """
 
     low: Score
     mid: Score
@@ -24,10 +28,13 @@ class Aggregate(NamedTuple):
 
 
 def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
-    """Averages the scores of many documents, for each kind of score.
+    """Returns the mean of each kind of score over documents, with its confidence interval.
 
     `mid` is the mean itself. The BootstrapAggregator of rouge-score returns the median of the
     resampled means instead, which differs randomly in the second decimal of a percentage.
+
+    Args:
+      scores: the scores of each document by kind.
 
     Raises:
       DataError: there are no scores.

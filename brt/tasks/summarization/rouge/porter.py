@@ -16,7 +16,8 @@ _IRREGULAR = {
     "exceed": "exceed", "succeed": "succeed",
 }  # fmt: skip
 
-# Suffixes and their replacements. Only the first suffix that matches a word is tried.
+# The suffixes of each step with their replacements. In each step only the first suffix that matches
+# the word is tried.
 _STEP_2 = {
     "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize",
     "bli": "ble", "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize",
@@ -110,7 +111,7 @@ def _step_2(word: str) -> str:
     if word.endswith("alli") and _measure(word[:-4]) > 0:
         return _step_2(word[:-2])
     if word.endswith("logi"):
-        # The l counts as a letter of the stem, so that geologi is long enough.
+        # The l of the suffix -logi counts as a letter of the stem, or geologi would be too short.
         return word[:-1] if _measure(word[:-3]) > 0 else word
     return _replaced(word, _STEP_2, _leaves_something)
 

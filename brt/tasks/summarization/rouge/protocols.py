@@ -41,14 +41,17 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Returns the words that are compared; only ASCII letters and digits count."""
+        """Returns the words of a text that are compared; only ASCII letters and digits count."""
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Returns rouge1, rouge2, rougeL and rougeLsum; all are 0 if a text has no words."""
+        """Returns rouge1, rouge2, rougeL and rougeLsum of a prediction, by name.
+
+        All are 0 if a text has no words.
+        """
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
         split = [[self.words(sentence) for sentence in self.split(text)] for text in texts]
@@ -68,12 +71,13 @@ _SPACED = 'at line breaks and after " . "'
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        # Follows run_summarization.py of transformers, with rules instead of NLTK's trained
-        # sentence splitter.
+        # The protocol "hf" follows run_summarization.py of transformers, but sentences are split by
+        # rules instead of NLTK's trained model.
         RougeProtocol("hf", True, sentences, "at line breaks and by rules"),
-        # Follows `rouge` of t5.evaluation.metrics. T5's papers report rougeLsum as ROUGE-L.
+        # The protocol "t5" follows `rouge` of t5.evaluation.metrics. T5's papers report rougeLsum
+        # as ROUGE-L.
         RougeProtocol("t5", False, _spaced_periods, _SPACED),
-        # LongT5 calls the same function; the separate name labels the numbers in tables.
+        # LongT5 calls the same function as T5. The protocol has a name of its own for tables.
         RougeProtocol("longt5", False, _spaced_periods, _SPACED),
     )
 }

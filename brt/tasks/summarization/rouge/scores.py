@@ -26,7 +26,7 @@ def _score(hits: int, reference: int, prediction: int) -> Score:
 
 
 def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
-    """Scores common n-grams; each counts as often as it occurs in both texts."""
+    """Returns the score of common n-grams; each counts as often as it occurs in both texts."""
     grams = [
         Counter(zip(*(words[i:] for i in range(n)), strict=False))
         for words in (reference, prediction)
@@ -35,16 +35,17 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
 
 
 def rouge_l(reference: Words, prediction: Words) -> Score:
-    """Scores the longest common subsequence."""
+    """Returns the score of the longest common subsequence of two lists of words."""
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
 
 
 def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Score:
-    """Scores texts that are lists of sentences by unions of longest common subsequences.
+    """Returns the score of texts that are lists of sentences: ROUGE-Lsum.
 
-    For each sentence of the reference, the union runs over all sentences of the prediction. A word
-    counts at most as often as it occurs in either text, as in ROUGE-1.5.5.
+    The score counts the words in unions of longest common subsequences. For each sentence of the
+    reference, the union runs over all sentences of the prediction. A word counts at most as often
+    as it occurs in either text, as in ROUGE-1.5.5.
     """
     left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in left]
@@ -71,7 +72,7 @@ def _rises(a: Words, b: Words) -> list[int]:
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    flat = everything  # Complement of the positions where the length grows.
+    flat = everything  # A bit is set at positions where the length does not grow.
     rises = [0]
     for word in a:
         matches = flat & where.get(word, 0)

@@ -35,12 +35,13 @@ _STARTERS = frozenset(
 _CLOSING, _OPENING = "\"'”’»)\\]", "\"'“‘«(\\["
 _MARK = re.compile(rf"([.!?…]+)[{_CLOSING}]*\s+(?=[{_OPENING}]*(\w+))")
 _ALONE = re.compile(r"(?<=\s)\.\s+")
-_BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")  # The word before a period, with inner periods.
-_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # A word like U.S or p.m, or an initial.
+# Matches the word before a period, which may contain periods.
+_BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")
+_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # Matches an initial, or a word like U.S or p.m.
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text into sentences without surrounding white space and without empty ones."""
+    """Returns the sentences of a text without surrounding white space; empty ones are left out."""
     parts = []
     for line in text.split("\n"):
         alone = {match.end() for match in _ALONE.finditer(line)}
@@ -56,7 +57,7 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     word = _BEFORE.search(line, max(match.start() - 40, 0), match.start())
     if mark != "." or not word:
-        return True  # Only a single period can be part of an abbreviation.
+        return True  # Marks other than a single period cannot be part of an abbreviation.
     before = word[0]
     if before in _TITLES or before.lower() in _WITHIN:
         return False
@@ -64,6 +65,7 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     initial = len(before) == 1 and before != "I"
     if initial or before.lower() in _PERHAPS or len(before) > 1 and _DOTTED.fullmatch(before):
-        # After an initial, another initial (J. A. Smith) is more likely than a new sentence.
+        # A single letter after an initial is another initial (J. A. Smith) rather than a new
+        # sentence.
         return following.lower() in _STARTERS and (len(following) > 1 or not initial)
     return True

@@ -12,7 +12,9 @@ from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
-SENTENCES = (  # Column names of GLUE tasks and other common ones, in order of preference.
+# The columns of sentences in the tasks of GLUE and other common datasets, in order of preference. A
+# comment names the tasks of GLUE.
+SENTENCES = (
     ("sentence1", "sentence2"),  # RTE, WNLI, STS-B
     ("premise", "hypothesis"),  # MNLI
     ("question", "sentence"),  # QNLI
@@ -50,10 +52,14 @@ class Columns(NamedTuple):
 def read(
     names: Sequence[str], section: config.Sentences, numbers: bool = False
 ) -> Iterator[Example | BadRow]:
-    """Yields the rows of all sources in order; row numbers continue from source to source.
+    """Yields the rows of all sources in order, and a BadRow for each that cannot be used.
+
+    Row numbers continue from source to source.
 
     Args:
-      numbers: labels are real numbers instead of classes.
+      names: names of the sources.
+      section: names of columns, and other settings.
+      numbers: True if labels are real numbers instead of classes.
 
     Raises:
       DataError: a source cannot be read, has no row, or lacks the columns.
@@ -69,6 +75,11 @@ def read(
 
 def choose(table: str, header: Collection[str], section: config.Sentences) -> Columns:
     """Returns the columns that the section names, or columns with common names.
+
+    Args:
+      table: name of the table, for the error message.
+      header: names of the table's columns.
+      section: names of columns, which may be empty.
 
     Raises:
       DataError: the table has neither; the message lists the existing columns.

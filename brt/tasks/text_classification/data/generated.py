@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.text_classification.data.examples import Example
 
-VERSION = 1  # Must change if the generated text changes.
+VERSION = 1  # This number must be increased if the generated text changes.
 FILLERS, LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
 
 
 def examples(source: str) -> Iterator[Example]:
-    """Yields generated texts. The same name always gives the same ones, another name others."""
+    """Yields the texts of a generated source; the name of the source determines all of them."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"sentences {VERSION}", FILLERS + len(LABELS) * WORDS)
     for number in range(count):

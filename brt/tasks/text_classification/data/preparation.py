@@ -23,16 +23,17 @@ from brt.tasks.text_classification.data import examples, generated
 from brt.tasks.text_classification.data.examples import Example
 from brt.tasks.text_classification.data.store import SentenceStore
 
-TOGETHER = 512  # Number of rows that are tokenized in parallel.
+TOGETHER = 512  # The number of rows that are tokenized in parallel.
 
 
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
-    """Prepared sentences that have been opened; all splits number the labels alike."""
+    """The opened stores of prepared sentences, by split; all splits number the labels alike."""
 
     rows = "sentences"
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """Names of the labels, in the order of their numbers."""
         return self.split("train").labels
 
 
@@ -42,8 +43,9 @@ def prepare(
     """Opens the sentences that a section describes, and prepares them first if necessary.
 
     Args:
+      section: the section of the config.
       progress: report on stderr what is done and which rows are left out.
-      numbers: labels are real numbers instead of classes.
+      numbers: True if labels are real numbers instead of classes.
 
     Raises:
       DataError: a source cannot be read.
@@ -53,7 +55,7 @@ def prepare(
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens sentences."""
+    """Prepares and opens the sentences of a section."""
 
     dataset = SentenceDataset
     endings, version = examples.ENDINGS, generated.VERSION
@@ -62,27 +64,35 @@ class Preparation(TextPreparation):
         super().__init__(section, progress)
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"
-        self._labels: tuple[str, ...] = ()  # Labels of train, which the other splits share.
+        self._labels: tuple[str, ...] = ()  # The labels of train, which all other splits share.
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
+        """Returns a single opened split, encoded by a given tokenizer; see
+        `cache.prepared_split`.
+        """
         self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
     def of_train(self) -> dict[str, Any]:
+        """Returns the labels that train determines in other splits, as JSON."""
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
+        """Returns the opened store of a split."""
         opened, labels = SentenceStore.open(directory), self.section.labels
         return opened.with_labels(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
+        """Yields the sentences of the training data."""
         for row in Tally("train", "").usable(self.read("train")):
             yield from row.texts
 
     def content(self, row: Example) -> str:
+        """Returns the sentences of a row as one text."""
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
+        """Yields the rows of some sources, and a BadRow for each that cannot be used."""
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
@@ -94,6 +104,7 @@ class Preparation(TextPreparation):
         )  # fmt: skip
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
+        """Writes the store of a split, and returns a line that tells the user what was written."""
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.settled(_known(self.read(split), self._labels), section.errors)
@@ -152,12 +163,13 @@ def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.
 
 
 def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
-    """Cuts one or two texts to at most `limit` ids in total; the longer text is cut first."""
+    """Returns one or two texts cut to at most `limit` ids in total; the longer is cut first."""
     if len(parts) == 1:
         return [parts[0][:limit]]
     first, second = map(len, parts)
     excess = max(first + second - limit, 0)
-    # The first text loses `difference` ids more than the second, so that both get equally long.
+    # The first text loses `difference` ids more than the second. The longer text is thus cut until
+    # both are equally long, and then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
         parts[0][: first - (excess + difference + 1) // 2],
@@ -166,7 +178,7 @@ def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
 
 
 def sort_labels(labels: set[str]) -> tuple[str, ...]:
-    """Sorts labels numerically if all are integers, otherwise alphabetically."""
+    """Returns labels in numerical order if all are integers, otherwise in alphabetical order."""
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))

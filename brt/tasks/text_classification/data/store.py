@@ -29,7 +29,9 @@ class SentenceStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        """Opens a store; raises DataError if it is missing, unfinished or damaged."""
+        """Opens the store in a directory; raises DataError if it is missing, unfinished
+        or damaged.
+        """
         with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
             tokens = opened.ragged("tokens")
@@ -54,10 +56,10 @@ class SentenceStore(RowStore):
         return self.targets[:, None]
 
     def with_labels(self, labels: Sequence[str]) -> "SentenceStore":
-        """Returns a store whose labels have the given order.
+        """Returns the store with targets that are indices into `labels`.
 
         Raises:
-          ConfigError: a label of the store is missing.
+          ConfigError: a label of the store is missing in `labels`.
         """
         if tuple(labels) == self.labels:
             return self

@@ -16,13 +16,13 @@ from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
-PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # Names in TFDS, and their directories.
+PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # The directory of each publisher's name in TFDS.
 SENTENCE_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
 HIGHLIGHT = "@highlight"
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split, in the order of its list."""
+    """Returns the examples in a directory of raw data by split, in the order of the lists."""
     stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
     lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
     return {split: _split(path, stories) for split, path in lists.items()}
@@ -53,7 +53,7 @@ def _example(name: str, publisher: str, path: Path) -> Example | BadRow:
 
 
 def parse(story: str) -> tuple[str, str]:
-    """Splits a story into article and highlights, as TFDS 3.4.0 does.
+    """Returns the article and the highlights of a story, as TFDS 3.4.0 does.
 
     A line without a full stop gets one, because most such lines are captions, which would otherwise
     run into the next sentence.

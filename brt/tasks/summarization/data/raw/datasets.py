@@ -88,6 +88,8 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
     """Writes a dataset as ArrayRecord files, without TensorFlow, one row at a time.
 
     Args:
+      dataset: the dataset.
+      splits: the examples of each split.
       directory: the directory of TFDS.
       errors: "refuse" raises at the end of a split with bad rows; "skip" omits them.
 
@@ -155,14 +157,16 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
     version = tfds.core.Version(dataset.version)
     config = {"config": dataset.config} if dataset.config else {}
 
-    # The builder is not registered, because TFDS itself registers some of these names.
+    # The class of the dataset is not registered, because TFDS itself registers some of the names.
     class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
+        """Builder of the dataset for TFDS; it writes the examples of each split."""
+
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # There is nothing to download.
+        url_infos = None  # TFDS is told that there is nothing to download.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(
@@ -177,5 +181,6 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints messages about downloads.
+    # The output is discarded, because TFDS prints messages about downloads.
+    with contextlib.redirect_stdout(io.StringIO()):
         Local(data_dir=data_dir, file_format="array_record", **config).download_and_prepare()

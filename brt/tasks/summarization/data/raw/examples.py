@@ -11,7 +11,7 @@ from brt.data import contents
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-CHUNK = 1 << 24  # Number of characters of a JSON array that are read at a time.
+CHUNK = 1 << 24  # The number of characters of a JSON array that are read at a time.
 
 
 class Example(NamedTuple):
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 def text(path: Path) -> str | BadRow:
-    """Returns a file's text, or a bad row if it cannot be read."""
+    """Returns the text of a file, or a BadRow if it cannot be read."""
     try:
         return contents.small(path)
     except DataError as error:
@@ -49,7 +49,7 @@ def find(directory: Path, *names: str) -> Path:
 
 
 def json_file(path: Path) -> Any:
-    """Reads a JSON file.
+    """Returns the content of a JSON file.
 
     Raises:
       DataError: the file is not JSON, or not UTF-8.
@@ -79,7 +79,7 @@ def json_array(path: Path) -> Iterator[Any]:
                         buffer, partial(decoder.raw_decode, idx=position), halves="keep"
                     )
                 except json.JSONDecodeError as error:
-                    # The value may continue in the next chunk.
+                    # The JSON value is incomplete, so it may continue in the next chunk.
                     if not (more := file.read(CHUNK)):
                         raise DataError(f"{path} is no JSON array ({error.msg})") from error
                     buffer = buffer[position:] + more

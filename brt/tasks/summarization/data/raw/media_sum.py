@@ -12,13 +12,16 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
-SPLITS = ("train", "val", "test")  # TFDS uses the same names.
+SPLITS = ("train", "val", "test")  # The names of the splits in the raw data and in TFDS.
 TEXTS = ("id", "program", "date", "url", "summary")
 LISTS = ("utt", "speaker")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split; each split reads all transcripts in its own pass."""
+    """Returns the examples in a directory of raw data by split.
+
+    Each split reads all transcripts in its own pass.
+    """
     transcripts = examples.find(directory, "news_dialogue.json")
     path = examples.find(directory, "train_val_test_split.json")
     members = examples.json_file(path)

@@ -21,7 +21,7 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split."""
+    """Returns the examples in a directory of raw data by split."""
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))

@@ -6,7 +6,10 @@ from brt.tasks.summarization.data.raw.examples import Example
 
 
 def example(pair: Pair | BadRow) -> Example | BadRow:
-    """Returns the features document, summary and id; the key is the row's name, which is unique."""
+    """Returns a pair as an example with the features document, summary and id.
+
+    The key of the example is the name of the row, which is unique. A BadRow is returned unchanged.
+    """
     if isinstance(pair, BadRow):
         return pair
     return Example(

@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 SECTION = re.compile(r"\[(?:SN|XSUM)\]([A-Z-]+)\[(?:SN|XSUM)\]")
 SUMMARY = ("FIRST-SENTENCE", "INTRODUCTION")
 DOCUMENT = ("RESTBODY",)
-# Lines of the web page that are not part of the article.
+# Lines of the web page, such as the captions of buttons, that are not part of the article.
 PAGE_ELEMENTS = {
     "Share this with", "Email", "Facebook", "Messenger", "Twitter", "Pinterest", "WhatsApp",
     "Linkedin", "LinkedIn", "Copy this link",
@@ -33,7 +33,7 @@ PAGE_ELEMENTS = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split."""
+    """Returns the examples in a directory of raw data by split."""
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
     folder = examples.find(directory, *EXTRACTS)
@@ -62,7 +62,7 @@ def _extract(path: Path, member: str) -> Example | BadRow:
 
 
 def parse(extract: str) -> tuple[str, str]:
-    """Returns document and summary of an extract, without the buttons of the web page."""
+    """Returns the document and the summary of an extract, without the buttons of the web page."""
     lines = (line for line in extract.split("\n") if line.strip() and line not in PAGE_ELEMENTS)
     _, *parts = SECTION.split("\n".join(lines))
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
