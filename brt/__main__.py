@@ -16,7 +16,10 @@ COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "pla
 
 
 def listing() -> str:
-    """Returns a line for each command: the first line of its docstring, read without importing."""
+    """Returns a text that lists the commands, each with the first line of its docstring.
+
+    The docstrings are read without importing the commands.
+    """
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(
         ["brt COMMAND ... or python -m brt.COMMAND ...; --help explains each command:", "", *lines]

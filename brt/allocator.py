@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # The numbers of mallopt's parameters in <malloc.h>.
 _NEVER = 2**31 - 1
 _EXHAUSTED = re.compile(
     "RESOURCE_EXHAUSTED|out of memory|can't start new thread|resource temporarily unavailable",
@@ -36,7 +36,7 @@ def use_huge_pages() -> None:
     setting that avoids this only when a process starts. The function does nothing without glibc
     2.35 or huge pages, or if `GLIBC_TUNABLES` or `MALLOC_...` are set.
     """
-    # A program that is read from standard input cannot be read again.
+    # The process cannot be restarted if its program was read from standard input.
     if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
         return
     if _glibc() >= (2, 35) and _huge_pages():
@@ -63,8 +63,8 @@ def run_in_place() -> None:
     """Makes CPU programs run in the calling thread; must precede the first use of devices.
 
     In jax's own threads, a program's temporary buffer above 64 MB is mapped and cleared by every
-    call: a twentieth of the time of a mid-sized model's step. The environment variable of jax has
-    priority.
+    call, which takes a twentieth of the time of a mid-sized model's step. The environment variable
+    of jax has priority.
     """
     if _ASYNC not in os.environ:
         import jax  # Commands that only parse flags do not need this import.
@@ -73,9 +73,10 @@ def run_in_place() -> None:
 
 
 def keep_memory() -> None:
-    """Makes malloc keep freed memory; must precede the first program. Does nothing without glibc.
+    """Makes malloc keep freed memory; must be called before the first program runs.
 
-    glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) have priority.
+    glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) have priority. Without glibc
+    nothing is done.
     """
     if _chosen() or not sys.platform.startswith("linux"):
         return

@@ -59,6 +59,9 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
       allow_config_change: names of settings ("Optimizer.b1") that may differ from those of the
         checkpoint.
 
+    Returns:
+      The trained model.
+
     Raises:
       Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
       BrtError: any other problem that the user can solve.
@@ -74,11 +77,11 @@ def load(
     step: int | None = None,
     bindings: Mapping[str, Any] | Sequence[str] = (),
 ) -> "Model":
-    """Loads the trained model of a run.
+    """Returns the trained model of a run.
 
     Args:
       workdir: the directory of the run.
-      step: the step of the checkpoint; None: the newest.
+      step: the step of the checkpoint; None takes the newest one.
       bindings: settings to change, as for `config_from_gin`.
 
     Raises:
@@ -116,7 +119,7 @@ class Memory:
         """Writes an .npz file that `Model.load_memory` and --load_state can read.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         sessions.save(self.state, Path(path), self._model._identity)
 
@@ -201,7 +204,9 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> Text:
-        """Generates like `generate`, but yields pieces. A new text ends the one before.
+        """Returns an iterator over the pieces of the text that `generate` returns at once.
+
+        A new text ends the one before.
 
         Args:
           prompt: text without NULs and without surrogates that lack their partner; a byte order
@@ -247,7 +252,7 @@ class Model:
         return Memory(session.snapshot(), self)
 
     def load_memory(self, path: StrPath) -> Memory:
-        """Loads a state that `Memory.save` or --save_state wrote.
+        """Returns a state that `Memory.save` or --save_state wrote.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.

@@ -33,8 +33,9 @@ class Resolved(NamedTuple):
     """A config and the origins of its settings.
 
     Attributes:
-      origins: of each `Section.field`: default, saved, path:line, or --gin_bindings.
-      bound: the last two of these alone.
+      config: the config.
+      origins: for each `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
+      bound: the origins of settings that a file or the command line binds.
       notes: sentences about settings that have another name now, do nothing, or were adjusted.
     """
 
@@ -78,7 +79,8 @@ def resolve(
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
-    """Returns the bindings of a section that does not belong to `Config`, such as Sweep, by field.
+    """Returns the bindings by field of a section that does not belong to `Config`, such as Sweep.
+
     Field names and types of values are not checked.
 
     Raises:
@@ -114,6 +116,7 @@ def _with_current_names(
     notes: dict[str, str] = {}
 
     def current(binding: Binding) -> list[Binding]:
+        """Returns the bindings of the present settings that replace a binding."""
         names = current_names(binding.name)
         if names != (binding.name,):
             notes.setdefault(
@@ -336,7 +339,7 @@ def _shorten_warmup(
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Returns the error, extended by the origins of the settings that it names."""
+    """Returns the error, extended by the origins of the settings that its message names."""
     return ConfigError(f"{error}{_whence(str(error), origins)}")
 
 

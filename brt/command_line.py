@@ -29,7 +29,9 @@ _OUT_OF_MEMORY = (
 
 class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses flags; `--gin.NAME=VALUE` is short for `--gin_bindings='NAME = VALUE'`."""
+        """Returns the parsed flags; `--gin.NAME=VALUE` is short for `--gin_bindings='NAME =
+        VALUE'`.
+        """
         arguments = sys.argv[1:] if args is None else args
         arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
         namespace, unknown = self.parse_known_args(arguments, namespace)
@@ -119,7 +121,9 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
-    """Returns the config of the flags that `add_config_flags` adds; --print_config exits here.
+    """Returns the config of the flags that `add_config_flags` adds.
+
+    With --print_config it prints the config and exits.
 
     Args:
       args: the parsed flags.
@@ -138,7 +142,16 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
-    """Returns the config of .gin files and of bindings that override them; raises as `resolve`."""
+    """Returns the config of .gin files and of bindings, which override the files.
+
+    Args:
+      files: paths of the files.
+      texts: bindings, as for --gin_bindings.
+      base: the saved config that they change, or None for the defaults.
+
+    Raises:
+      ConfigError: a file or binding is not valid.
+    """
     _register_kinds()
     resolved = bindings.resolve(read_sources(files, texts), base=base)
     _check_task(resolved)
@@ -165,6 +178,7 @@ def variants(
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
+        """Returns the config with further bindings and with included files."""
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:
             if name in fixed:
@@ -201,7 +215,7 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors name flags (`--text_field=body`) instead of settings or arguments.
+    """Context whose errors name flags (`--text_field=body`) instead of settings or arguments.
 
     Args:
       flags: the flag for each name in errors ("Data.text_field", or "beams=" of an argument).
@@ -210,6 +224,7 @@ def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
 
     def as_flag(match: re.Match) -> str:
+        """Returns the flag that replaces a setting in an error."""
         value = match[2] or match[3]
         return flags[match[1]] + (f"={value}" if value else "")
 
@@ -222,7 +237,12 @@ def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
 def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
-    """Runs a command and exits; BrtErrors become a sentence and an exit code."""
+    """Runs a command and exits; a BrtError is printed as a sentence and determines the exit code.
+
+    Args:
+      function: the command; takes the parsed flags and may return an exit code.
+      parser: the parser of the flags.
+    """
     output.open_streams()
     output.tell_failures_once()
     allocator.search_rarely()
@@ -258,7 +278,13 @@ def main(
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
-    """Prints results by name, one per line, and writes them to `path` if it is given."""
+    """Prints results by name, one per line, and writes them as JSON to `path` if it is given.
+
+    Args:
+      figures: the results.
+      path: the file that --json names; None for no file.
+      workdir: the run directory, whose name the file contains; None for none.
+    """
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value

@@ -23,7 +23,10 @@ from brt.redaction import redacted
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns the section of that name, with defaults if the model has no layer of its kind."""
+    """Returns the section with this name; a section that the config lacks has its defaults.
+
+    A config lacks the sections of kinds of layers that the model does not have.
+    """
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
     return config.model.of(kind_sections()[name])
@@ -150,7 +153,7 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns the name, old and new value of every setting that differs, ignoring secrets."""
+    """Returns (name, old value, new value) of every setting that differs, ignoring secrets."""
     before, after = redacted(config_values(old)), redacted(config_values(new))
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
@@ -229,7 +232,7 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the most similar known name, ignoring case, or None.
+    """Returns the known name that is most similar to `wrong`, ignoring case, or None.
 
     Known names with which the wrong name ends are preferred.
     """
@@ -247,7 +250,7 @@ def configs_directory() -> Path:
 
 
 def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
-    """Finds a .gin file in `beside`, in the current directory, or among brt's files.
+    """Returns the path of a .gin file in `beside`, in the current directory, or among brt's files.
 
     Args:
       path: the path of the file.
@@ -255,7 +258,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
       beside: the directory of the including file.
 
     Raises:
-      ConfigError: none of them has it; the sentence begins with `asked`.
+      ConfigError: none of them has the file; the sentence begins with `asked`.
     """
     packaged = Path(path)
     if packaged.parts[:1] == ("configs",):

@@ -67,14 +67,19 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
     axes.set_yscale("log")
     plain = StrMethodFormatter("{x:g}")
     axes.yaxis.set_major_formatter(plain)
-    # Within a decade there may be no major tick; over several decades minor ticks would be crowded.
+    # Minor ticks are labelled only if all values are within a decade, where major ticks may be
+    # missing. Over several decades their labels would be crowded.
     axes.yaxis.set_minor_formatter(plain if max(values) < 10 * min(values) else NullFormatter())
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of tokens and the value of a tag at all steps that have the tag.
+    """Returns two arrays, the number of tokens and the value of a tag at each step with the tag.
 
     The number of tokens is interpolated for steps that did not record it.
+
+    Args:
+      records: the records of metrics.jsonl.
+      tag: name of a metric.
     """
     counted = [r for r in records if r.get("data/tokens") is not None]
     tagged = [r for r in records if r.get(tag) is not None]
@@ -87,7 +92,7 @@ def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns an exponential moving average over about 1/40 of the run, without initial bias."""
+    """Returns an exponential moving average over about 1/40 of the values, without initial bias."""
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0
     smooth = []

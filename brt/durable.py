@@ -43,12 +43,17 @@ def storage_refuses(error: BaseException) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Returns what the user can do about an error of the storage."""
+    """Returns a phrase that says what the user can do about an error of the storage."""
     return "make room there" if is_full(error) else "see to the disk"
 
 
 def shortage(directory: Path, error: BaseException) -> str:
-    """Returns which resource is used up, given a "no space" error: bytes, inodes or a quota."""
+    """Returns the name of the resource that is used up: bytes, inodes or a quota.
+
+    Args:
+      directory: the directory that cannot be written.
+      error: an error that the disk is full.
+    """
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
@@ -64,7 +69,7 @@ def shortage(directory: Path, error: BaseException) -> str:
 
 
 def free_space(directory: Path, error: BaseException) -> str:
-    """Describes how much space is free, and whether a quota may be used up."""
+    """Returns a phrase that says how much space is free, and whether a quota may be used up."""
     try:
         status = os.statvfs(nearest_existing(directory))
     except OSError:
@@ -76,7 +81,7 @@ def free_space(directory: Path, error: BaseException) -> str:
 
 
 def sentence(error: OSError) -> str:
-    """Returns what an error of the storage means, with the path and what the user can do."""
+    """Returns a sentence about an error of the storage, with the path and what the user can do."""
     where = error.filename and os.fsdecode(error.filename)
     if not is_full(error):
         what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
@@ -99,7 +104,9 @@ def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> Iterator[BinaryIO]:
-    """Opens a new file that replaces `path` if the block succeeds, and is deleted otherwise.
+    """Context that yields a new file, which replaces `path` if the block succeeds.
+
+    If the block fails, the new file is deleted.
 
     Args:
       path: the file; an existing file's permissions are kept.
@@ -132,10 +139,10 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
 
 @contextlib.contextmanager
 def named_by_user(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that the user named for writing; raises the same errors as `replacing`.
+    """Context that yields a file for writing that the user named; raises as `replacing` does.
 
-    A regular file, or the target of a link, is replaced as `replacing` does it. Anything else,
-    such as a FIFO, a device or standard output, is written directly.
+    A regular file, or the target of a link, is replaced as `replacing` does it. Anything else, such
+    as a FIFO, a device or standard output, is written directly.
     """
     descriptor = _stream(path)
     if descriptor is None:
@@ -152,7 +159,7 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
-    """Opens a regular file for changes, like `open`; text is UTF-8.
+    """Returns a regular file that is opened for changes, like `open`; text is UTF-8.
 
     Args:
       path: the file.
@@ -161,11 +168,12 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
       buffering: see `open`.
 
     Raises:
-      OSError: it cannot be opened, a part of `path` is a link, or it is not a regular file.
+      OSError: the file cannot be opened, a part of `path` is a link, or it is not a regular file.
     """
     with directory(path.parent, below=below) as place:
 
         def opener(name: str, flags: int) -> int:
+            """Opens the file without following links."""
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # Opening a FIFO would wait for a writer.
             return os.open(path.name, flags, 0o666, dir_fd=place)
 
@@ -180,7 +188,7 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 
 @contextlib.contextmanager
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
-    """Opens a directory and yields its file descriptor; raises the same errors as `replacing`.
+    """Context that opens a directory and yields its file descriptor; raises as `replacing` does.
 
     Args:
       path: the directory.
@@ -212,7 +220,7 @@ def partial_files(directory: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary files that no process is writing, as far as possible."""
+    """Deletes temporary files in a directory that no process is writing, as far as possible."""
     for path in partial_files(directory):
         # The file may be in use, belong to another user, be a link, or no longer exist.
         with contextlib.suppress(OSError), open_file(path, "r+b") as file:

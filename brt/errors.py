@@ -22,48 +22,56 @@ class BrtError(Exception):
 
 
 class ConfigError(BrtError, ValueError):
-    """A flag, a setting, or a combination of settings that is not valid."""
+    """The error that a flag, a setting, or a combination of settings is not valid."""
 
     exit_code = 2
 
 
 class UnsupportedError(BrtError, NotImplementedError):
-    """An implementation that an operation does not have, or that cannot handle these inputs."""
+    """The error that an operation has no such implementation, or that it cannot handle these
+    inputs.
+    """
 
     exit_code = 2
 
 
 class DataError(BrtError, ValueError):
-    """Data that cannot be read: a document, prepared data, or a tokenizer."""
+    """The error that data cannot be read: a document, prepared data, or a tokenizer."""
 
     exit_code = 3
 
 
 class CheckpointError(BrtError):
-    """A checkpoint that is missing, damaged or belongs to another run; or a save that failed."""
+    """The error that a checkpoint is missing, damaged or of another run, or that a save failed."""
 
     exit_code = 4
 
 
 class NonFiniteError(BrtError):
-    """The loss or a gradient became NaN or infinite, or the loss jumped."""
+    """The error that the loss or a gradient became NaN or infinite, or that the loss jumped."""
 
     exit_code = 5
 
 
 class Preempted(BrtError):
-    """SIGTERM or Ctrl-C: all finished work is saved, and the same command continues."""
+    """The error that SIGTERM or Ctrl-C ended the run; all finished work is saved.
+
+    The same command continues the run.
+    """
 
     exit_code = 75
 
 
 class PeerError(Preempted):
-    """Another process of the run has ended; all saved work is complete, run the command again."""
+    """The error that another process of the run has ended; all saved work is complete.
+
+    The same command continues the run.
+    """
 
 
 @contextlib.contextmanager
 def closing(close: Callable[[], object]) -> Iterator[None]:
-    """Calls `close` after a block; if both fail, the error of the block is raised."""
+    """Context that calls `close` at its end; if both fail, the error of the block is raised."""
     try:
         yield
     except BaseException:

@@ -49,6 +49,7 @@ def _follow(args: argparse.Namespace) -> None:
         raise ConfigError("--follow evaluates every checkpoint; leave out --step")
 
     def say(message: str) -> None:
+        """Prints a message to stderr."""
         print(f"brt: {message}", file=sys.stderr, flush=True)
 
     workdir = Workdir(Path(args.workdir))

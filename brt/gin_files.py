@@ -24,7 +24,9 @@ _ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # Tokens between a
 
 
 def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
-    """Reads the command line as a source that includes every --gin_file, and all files by path.
+    """Returns the bindings of the command line and of all files that it includes, by path.
+
+    The command line is a source that includes every --gin_file.
 
     Args:
       files: the values of --gin_file.
@@ -130,9 +132,11 @@ class _Values(config_parser.ParserDelegate):
         self.references: list[str] = []
 
     def configurable_reference(self, name: str, evaluate: bool) -> None:
+        """Collects a reference (@name), which brt refuses."""
         self.references.append(f"@{name}{'()' if evaluate else ''}")
 
     def macro(self, name: str) -> Macro:
+        """Returns the value that stands for a macro (%NAME)."""
         return Macro(name)
 
 
@@ -140,6 +144,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
     """Yields the statements of gin's grammar, each with its origin."""
 
     def origin(line: int | None) -> str:
+        """Returns the file and line of a statement."""
         return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
 
     if (nul := text.find("\0")) >= 0:  # Python's tokenizer accepts NULs.

@@ -17,7 +17,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints what the flags ask for."""
+    """Prints the parts of the description of a run that the flags request."""
     if not args.workdir:
         raise ConfigError("--workdir names the run to show; give its directory")
     requested = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]

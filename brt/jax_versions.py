@@ -9,9 +9,9 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
-# Options that let the TPU compiler take short cuts. The libtpu of jax 0.12 has dropped both, and
-# refuses unknown options. Its effort levels are no substitute: at the lowest level, compilation
-# took as long as before, and the peak memory of a small model grew by three quarters.
+# Options that let the TPU compiler take short cuts. The libtpu of jax 0.12 has dropped both
+# options, and refuses unknown ones. Its effort levels are no substitute: at the lowest level,
+# compilation took as long as before, and the peak memory of a small model grew by three quarters.
 LOW_EFFORT: Mapping[str, float] = MappingProxyType(
     {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 )

@@ -28,14 +28,25 @@ class Binding(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The bindings of a file or of the command line; `includes` are keys of other sources."""
+    """The bindings of a file or of the command line.
+
+    `includes` lists the keys of the sources that are included.
+    """
 
     bindings: list[Binding]
     includes: list[str]
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Returns a binding that uses each macro; refuses undefined, cyclic and huge macros."""
+    """Returns a binding that uses each macro, by the name of the macro.
+
+    Args:
+      macros: bindings of macros by name.
+      bindings: all bindings.
+
+    Raises:
+      ConfigError: a macro is undefined, contains itself, or is too large.
+    """
     used: dict[str, Binding] = {}
     bindings = list(bindings)
     for binding in bindings:
@@ -79,6 +90,7 @@ def _size(
 
 
 def substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
+    """Returns a value in which every Macro is replaced by the value of the macro."""
     if isinstance(value, Macro):
         return substituted(macros[value.name].value, macros)
     if isinstance(value, list | tuple):

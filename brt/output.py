@@ -46,6 +46,7 @@ def tell_failures_once() -> None:
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
+        """Reports an error that Python cannot raise, unless it follows from an earlier one."""
         error, thread = unraisable.exc_value, threading.current_thread()
         late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         closed = isinstance(error and error.__cause__, GeneratorExit)
@@ -73,7 +74,10 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Checks that the files which flags name can be written, before the command begins.
+    """Raises an error if a file that a flag names cannot be written, before the command begins.
+
+    Args:
+      flags: the values of flags by name.
 
     Raises:
       ConfigError: a file cannot be written, for instance because access is denied.
@@ -99,9 +103,13 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Converts errors of a block that writes the file which a flag names.
+    """Context that converts errors of writing the file which a flag names.
 
     `check_files` has found that the file can be written.
+
+    Args:
+      flag: name of the flag.
+      path: the file.
 
     Raises:
       ConfigError: the file cannot be written.

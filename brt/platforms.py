@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def use_cpus(count: int | None = None) -> None:
-    """Leaves this machine's accelerators to others: jax runs on the CPU alone.
+    """Makes jax run on the CPU alone, so that accelerators are left to other processes.
 
-    jax reads its environment variables when it is imported, so the settings themselves are
-    changed. This works until jax has been asked for its devices.
+    jax reads its environment variables when it is imported, so the settings themselves are changed.
+    This works until jax has been asked for its devices.
 
     Args:
       count: the number of devices that the CPU is divided into; None: what XLA_FLAGS says, or one.
@@ -22,7 +22,8 @@ def use_cpus(count: int | None = None) -> None:
 
 
 _NVIDIA = ("nvidia*", "nvhost*", "nvgpu*", "dxg")
-# The packages that compile for an accelerator, and the device files of a machine that has one.
+# The package that compiles for each kind of accelerator, and the device files of a machine that has
+# such an accelerator.
 _COMPILERS = {
     "libtpu": ("accel*", "vfio/*"),
     "jax_cuda12_plugin": _NVIDIA,
@@ -31,10 +32,10 @@ _COMPILERS = {
 
 
 def leave_compilers_alone(devices: Path = Path("/dev")) -> None:
-    """Uses the CPU where compilers are installed only to compile for machines that are elsewhere.
+    """Makes jax use the CPU if a package that compiles for accelerators finds none on this machine.
 
-    Otherwise jax would look for the devices of brt[tpu-compile] and brt[gpu-compile], and report
-    with tracebacks that there are none.
+    The packages of brt[tpu-compile] and brt[gpu-compile] compile for machines elsewhere. jax would
+    look for their devices, and report with tracebacks that there are none.
 
     Args:
       devices: the directory of this machine's device files.

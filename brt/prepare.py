@@ -37,7 +37,7 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
-# The flag that errors name for each setting.
+# For each setting, the flag that errors name instead of the setting.
 DOCUMENT_FLAGS = {
     "Data.train": "--documents",
     **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
@@ -48,7 +48,7 @@ PAIR_FLAGS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; flags that are not given are absent from its result."""
+    """Returns the parser of the command's flags; its result lacks flags that are not given."""
     defaults = config.Data()
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS

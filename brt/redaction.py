@@ -9,12 +9,12 @@ import re
 from typing import TypeVar, cast
 
 HIDDEN = "***"
-# Ends of names whose values are always secret.
+# Names with these ends have values that are always secret.
 _SECRET = (
     r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
     r"signature|credentials?|authorization)"
 )
-# Ends of names whose values are secret unless they are numbers, truth values or paths.
+# Names with these ends have values that are secret unless they are numbers, truth values or paths.
 _PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
 _PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
 _VALUE = r"[^&;#\s'\")]+"
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def redacted(value: T) -> T:
-    """Returns JSON (or tuples of it) in which *** replaces everything that looks like a secret.
+    """Returns JSON (or tuples of JSON) in which *** replaces everything that looks like a secret.
 
     In a list or tuple, the text after a flag whose name says that it is secret is replaced, too.
     """
@@ -75,7 +75,7 @@ def redacted(value: T) -> T:
 
 
 def lacks_secret(value: object) -> bool:
-    """Returns True if secrets were removed from a text, or from one of several."""
+    """Returns True if secrets were removed from a text, or from one of several texts."""
     if isinstance(value, list | tuple):
         return any(map(lacks_secret, value))
     return isinstance(value, str) and bool(_REDACTED.search(value))

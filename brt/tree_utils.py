@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Description = dict[str, dict[str, Any]]  # {name: {"dtype": "float32", "shape": [8, 8]}}
+# The dtype and shape of each array, such as {name: {"dtype": "float32", "shape": [8, 8]}}.
+Description = dict[str, dict[str, Any]]
 
 # Floating-point dtypes that NumPy's isfinite supports; it does not support those of eight bits.
 _OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
@@ -39,7 +40,7 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 
 
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
-    """Inverts `describe`: returns abstract leaves by name, as a target for restoring."""
+    """Returns abstract arrays by name, as a target for restoring; the inverse of `describe`."""
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
         for name, entry in description.items()
@@ -71,7 +72,7 @@ def not_finite(leaves: Mapping[str, Any]) -> list[str]:
     if not names:
         return []
     arrays = [leaves[name] for name in names]
-    # NumPy reads arrays in host memory directly, without compiling a program.
+    # Arrays in host memory are checked by NumPy, which reads them without compiling a program.
     finite = _finite_on_host(arrays) if all(map(_on_host, arrays)) else _all_finite(arrays)
     return [name for name, good in zip(names, np.asarray(finite), strict=True) if not good]
 
@@ -102,7 +103,7 @@ def required_bytes(state: Any) -> int:
 def state_hash(state: Any, meta: Mapping[str, Any]) -> str:
     """Returns a SHA-256 of everything that resuming restores; equal hashes mean equal runs.
 
-    It covers the name, dtype, shape and bytes of every leaf, and the entries `HASHED_META` of
+    The hash covers the name, dtype, shape and bytes of every leaf, and the entries `HASHED_META` of
     `meta`. It does not depend on sharding or on the kinds of containers in the tree.
     """
     total = hashlib.sha256()

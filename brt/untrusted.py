@@ -40,17 +40,17 @@ _HEADER = re.compile(
 
 
 def user_path(name: Path | str) -> Path:
-    """Expands ~ to the user's home directory; returns the path unchanged if there is none."""
+    """Returns a path in which ~ is expanded to the user's home directory, if the user has one."""
     with contextlib.suppress(ValueError):  # The name of the user may contain a NUL.
         return Path(os.path.expanduser(name))
     return Path(name)
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Opens a regular file for reading.
+    """Returns a regular file that is opened for reading.
 
     Raises:
-      OSError: it cannot be opened or is not a regular file; FIFOs and devices may never end.
+      OSError: the file cannot be opened or is not a regular file; FIFOs and devices may never end.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -77,14 +77,17 @@ class HalfSurrogate(json.JSONDecodeError):
 def parse_json(
     text: str | bytes, decode: Callable[[Any], Any] = json.loads, halves: str = "strict"
 ) -> Any:
-    """Parses JSON; raises json.JSONDecodeError also for deep nesting and very long numbers.
+    """Returns the value of a JSON text, within limits that protect the process.
 
     Args:
       text: the JSON text.
       decode: the parser.
       halves: what to do with surrogates without a partner, which UTF-8 cannot represent. "strict"
-        raises HalfSurrogate (a json.JSONDecodeError), "replace" converts them to U+FFFD, and
-        "keep" keeps them for callers that report the row that has one.
+        raises HalfSurrogate (a json.JSONDecodeError), "replace" converts them to U+FFFD, and "keep"
+        keeps them for callers that report the row that has one.
+
+    Raises:
+      json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers.
     """
     try:
         value = decode(text)
@@ -126,7 +129,7 @@ def _replaced(value: Any) -> Any:
 
 
 def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
-    """Reads a JSON file in UTF-8 whose structure is known.
+    """Returns the content of a JSON file in UTF-8 whose structure is known.
 
     Args:
       path: the file.
@@ -135,13 +138,22 @@ def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
 
     Raises:
       OSError: the file cannot be read, is not a regular file, or is too large.
-      ValueError: its content has another structure.
+      ValueError: the content has another structure.
     """
     return checked_json(read_file(path, largest).decode("utf-8"), kind)
 
 
 def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = json.loads) -> Any:
-    """Parses JSON with a known structure; raises ValueError if the structure differs."""
+    """Returns the value of a JSON text with a known structure.
+
+    Args:
+      text: the JSON text.
+      kind: the structure; see `check`.
+      decode: the parser.
+
+    Raises:
+      ValueError: the text is not JSON, or its structure differs.
+    """
     content = parse_json(text, decode)
     if _is_deeper(content, _DEEPEST):
         raise ValueError(f"it nests deeper than {_DEEPEST} levels")
@@ -207,7 +219,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 @contextlib.contextmanager
 def catching_panics() -> Iterator[None]:
-    """Converts the panic of a library written in Rust, which is no Exception, to a ValueError."""
+    """Context that converts the panic of a library written in Rust to a ValueError.
+
+    A panic is not an Exception, so callers would not catch it.
+    """
     try:
         yield
     except BaseException as error:
@@ -232,14 +247,14 @@ class LazyArray(NamedTuple):
 
 @contextlib.contextmanager
 def npz(path: Path) -> Iterator[dict[str, LazyArray]]:
-    """Opens an .npz file and yields its arrays by name; they can be read inside the context.
+    """Context that opens an .npz file and yields its arrays by name, which can be read inside it.
 
     The arrays cannot claim more bytes than the file can contain: its size if they are stored
     without compression, and otherwise 1032 times its size.
 
     Raises:
-      ValueError: it is not an .npz file, is damaged, or contains arrays of objects.
-      OSError: it cannot be read.
+      ValueError: the file is not an .npz file, is damaged, or contains arrays of objects.
+      OSError: the file cannot be read.
     """
     with open_file(path) as file:
         with _said_of(path.name):
@@ -269,6 +284,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
         raise ValueError(f"{member.filename} does not have the {count:,} bytes of {shape} {dtype}")
 
     def read() -> np.ndarray:
+        """Returns the array."""
         content = np.empty(count, np.uint8)
         with _said_of(member.filename), archive.open(member) as file:
             file.read(begin)

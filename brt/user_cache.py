@@ -55,7 +55,7 @@ def writable() -> Path:
 
 
 def make(place: Path) -> None:
-    """Creates a directory and its parents with permissions for the user alone.
+    """Creates a directory and its parents, with permissions for the user alone.
 
     Raises:
       OSError: a directory cannot be created.

@@ -24,16 +24,13 @@ def draw(
     units_per_token: float,
     baseline: Baseline | None = None,
 ) -> list[Path]:
-    """Draws the curves of a run and writes them to plots/.
+    """Draws the curves of a run, writes them to plots/, and returns the paths of the files.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       metric: the task's primary metric.
       units_per_token: number of units of the metric (such as bytes) per training token.
       baseline: a simpler method on the held-out data, drawn as a horizontal line.
-
-    Returns:
-      The files.
 
     Raises:
       DataError: metrics.jsonl records no training step.
@@ -62,8 +59,11 @@ def _bits_figure(
     smooth = smoothed(train)
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
-    shown = [smooth[len(smooth) // 20 :]]  # the losses of the first steps would compress the rest
-    splits = sorted(  # the whole split has another tag than a part of it
+    # The first twentieth does not determine the limits of the axis, because its large losses would
+    # compress the rest.
+    shown = [smooth[len(smooth) // 20 :]]
+    # A whole split has another tag than a part of it, so both may be drawn.
+    splits = sorted(
         {name for record in records for name in record if name.endswith(f"/{metric.name}")}
     )
     for number, name in enumerate(splits):

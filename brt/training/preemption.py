@@ -12,7 +12,7 @@ from types import TracebackType
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-QUIT_AT_ONCE = 130  # exit code of programs that Ctrl-C ended, by the shells' convention
+QUIT_AT_ONCE = 130  # The exit code that shells report for programs that Ctrl-C ended.
 
 
 def _announce(message: str) -> None:
@@ -21,9 +21,10 @@ def _announce(message: str) -> None:
 
 @contextlib.contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Makes SIGTERM raise Preempted for the block, in which there is nothing to save."""
+    """Context in which SIGTERM raises Preempted, because there is nothing to save."""
 
     def stop(*_: object) -> None:
+        """Raises Preempted."""
         raise Preempted("SIGTERM: stopped outside of training; run the same command again")
 
     old = signal.signal(signal.SIGTERM, stop)
@@ -34,7 +35,7 @@ def stop_at_once() -> Iterator[None]:
 
 
 class StopSignal:
-    """A context in which the first signal requests a stop, and a later Ctrl-C quits at once.
+    """Context in which the first signal requests a stop, and a later Ctrl-C quits at once.
 
     A thread answers the signals, because Python's own handlers run only when the main thread
     returns from compiling or computing, which may take minutes. Outside of the main thread Python
@@ -43,7 +44,7 @@ class StopSignal:
     Args:
       announce: called in that thread with a message about what happens next.
       uninterruptible: returns the current phase if that has to end before the run can stop
-        ("compiling"), else "".
+        ("compiling"), otherwise "".
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class StopSignal:
 
     @property
     def requested(self) -> str | None:
-        """The name of the first signal; None before it arrives."""
+        """Name of the first signal; None before it arrives."""
         return self._requested
 
     def __enter__(self) -> "StopSignal":
@@ -84,12 +85,13 @@ class StopSignal:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._old_wakeup)
-            self._writer.close()  # ends the thread
+            self._writer.close()  # The thread ends when the other end of the socket is closed.
             self._thread.join()
             self._reader.close()
 
     def _watch(self) -> None:
-        while received := self._reader.recv(1):  # Python's wakeup mechanism writes its number
+        # Python writes the number of each signal to the socket (signal.set_wakeup_fd).
+        while received := self._reader.recv(1):
             if received[0] not in _SIGNALS:
                 continue
             if self._requested is None:

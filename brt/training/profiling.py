@@ -6,9 +6,11 @@ import jax
 
 from brt.training.workdir import Workdir, refuse_links
 
-# Peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by jax's name of the device.
+# The peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by jax's name of the
+# device.
 _PEAKS = {
-    "TPU v3": 123e12 / 2,  # a device of jax is one of a chip's two cores
+    "TPU v3": 123e12
+    / 2,  # The data sheet is about a chip; a device of jax is one of its two cores.
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
@@ -33,7 +35,14 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns model FLOPs over peak FLOPs as a metric; {} if one of the two is not known."""
+    """Returns the share of the peak FLOP/s that the model uses, as a metric by tag.
+
+    The result is {} if the FLOPs of a step or the peak of the devices are not known.
+
+    Args:
+      flops_per_second: FLOPs per second of the model; None if they are not known.
+      mesh: the devices.
+    """
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):
         return {}
@@ -41,11 +50,11 @@ def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict
 
 
 class Profile:
-    """Traces a range of steps, for TensorBoard's profiler.
+    """Records a profiler trace of a range of steps, which TensorBoard shows.
 
     Args:
       steps: the first and the last step to trace; () for none.
-      workdir: the run's; a trace is written to its TensorBoard directory.
+      workdir: the run directory; a trace is written to its TensorBoard directory.
     """
 
     def __init__(self, steps: tuple[int, ...], workdir: Workdir):
@@ -54,12 +63,16 @@ class Profile:
     def before(self, step: int) -> None:
         """Starts the trace if `step`, which is about to run, is the first one to trace."""
         if self._steps and step == self._steps[0] and not self._running:
-            refuse_links(self._workdir)  # the profiler would follow symbolic links
+            refuse_links(self._workdir)  # The profiler would follow symbolic links.
             jax.profiler.start_trace(str(self._workdir.tensorboard))
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends the trace after its last step, once the arrays `wait_for` are computed.
+        """Ends the trace if `step` is the last one to trace, once `wait_for` is computed.
+
+        Args:
+          step: the step that was started last.
+          wait_for: arrays that the step computes.
 
         Returns:
           True if the trace was ended.
@@ -74,5 +87,6 @@ class Profile:
         """Ends a trace that is still running."""
         if self._running:
             self._running = False
-            with contextlib.suppress(RuntimeError):  # another part of the program stopped it
+            # An error means that another part of the program has stopped the trace.
+            with contextlib.suppress(RuntimeError):
                 jax.profiler.stop_trace()

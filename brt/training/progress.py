@@ -16,8 +16,8 @@ from brt import durable
 from brt.formatting import clock, short
 from brt.training.phases import RunStatus
 
-_SILENT = ("starting", "stepping")  # phases that are not announced; other lines report them
-_TIMED = ("restoring", "compiling")  # phases whose duration is reported
+_SILENT = ("starting", "stepping")  # These phases are not announced; other lines report them.
+_TIMED = ("restoring", "compiling")  # The duration of these phases is reported.
 
 
 class Progress:
@@ -28,7 +28,7 @@ class Progress:
       initial_step: the step that the run resumes from.
       log: the file to which every line is appended, with its time.
       stream: receives the bar and the lines; None for stderr.
-      bar: whether to draw a moving bar; None draws one if the stream is a terminal of known width.
+      bar: True draws a moving bar; None draws one if the stream is a terminal of known width.
 
     Raises:
       OSError: the log cannot be opened because the disk fails or denies access.
@@ -54,7 +54,7 @@ class Progress:
             self._log = durable.open_file(log, "a")
         except OSError as error:
             if durable.storage_refuses(error):
-                raise  # the other files of the run are on the same disk
+                raise  # The other files of the run are on the same disk, so they would fail, too.
             self.message(f"warning: {log} cannot be written: {error.strerror}")
         if bar if bar is not None else _has_width(self._stream):
             self._bar = tqdm(
@@ -77,14 +77,14 @@ class Progress:
         self.close()
 
     def step(self, step: int) -> None:
-        """Moves the bar; cheap enough for every step."""
+        """Moves the bar to a step; cheap enough to be called for every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of an interval, in the bar or as a line."""
+        """Shows the metrics of an interval of steps, in the bar or as a line."""
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
@@ -92,7 +92,7 @@ class Progress:
         self._show_metrics(step, metrics)
 
     def began(self, step: int, bits_per_token: float) -> None:
-        """Shows the loss of the first step, long before the first interval ends."""
+        """Shows the loss of the first step, long before the first interval of steps ends."""
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
@@ -178,5 +178,5 @@ def _has_width(stream: io.TextIOBase) -> bool:
     """Returns True if a bar can be drawn; some terminals, such as that of `script`, are 0 wide."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:  # includes io.UnsupportedOperation, for a stream that is not a file
+    except OSError:  # A stream that is not a file raises io.UnsupportedOperation, an OSError.
         return False

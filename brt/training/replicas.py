@@ -22,15 +22,16 @@ from brt.distributed.rules import Names
 from brt.ops import dispatch
 
 _AXIS = rules.REPLICAS
-LANES = PartitionSpec(_AXIS)  # spec of an array whose first axis is lanes
-_SHARDED = "embed", "mlp", "vocab"  # names of axes along which optimizer states may be sharded
+LANES = PartitionSpec(_AXIS)  # The spec of an array whose first axis is lanes (rows).
+# The names of the axes along which optimizer states may be sharded.
+_SHARDED = "embed", "mlp", "vocab"
 
 
 def count(mesh: rules.Mesh | None = None) -> int:
     """Returns the number of replicas; 1 if devices share parameters.
 
     Args:
-      mesh: None for the mesh that is set.
+      mesh: the mesh; None for the mesh that is set.
     """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
@@ -44,8 +45,8 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
     which send every array separately, so that communication would cost more than is saved.
 
     Args:
-      optimizer: its setting `state` is "auto", "shared" or "whole".
-      mesh: None for the mesh that is set.
+      optimizer: settings; `state` is "auto", "shared" or "whole".
+      mesh: the mesh; None for the mesh that is set.
     """
     if count(mesh) == 1:
         return False
@@ -55,14 +56,14 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
 
 
 def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """Returns the spec that shards a parameter or moment over replicas.
+    """Returns the spec that shards a parameter, or an array of the optimizer, over replicas.
 
     The first large axis that the number of replicas divides is sharded; without one, the array is
     replicated.
 
     Args:
       names: names of the array's axes.
-      shape: the array's.
+      shape: shape of the array.
       replicas: number of replicas.
     """
     for axis, name in enumerate(names):
@@ -80,6 +81,7 @@ def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree
     """
 
     def spec_of(path: tuple, leaf: Array) -> PartitionSpec:
+        """Returns the spec of a parameter."""
         names = axes.get("/".join(key.key for key in path), ())
         return shard_spec(names, leaf.shape, count())
 
@@ -87,7 +89,7 @@ def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree
 
 
 def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Applies `with_sharding_constraint` to every array of a tree."""
+    """Returns the arrays of a tree with `with_sharding_constraint` applied to each."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
@@ -100,6 +102,7 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
     """
 
     def spec_of(_: Array, names: Names) -> PartitionSpec:
+        """Returns the spec of an array with these names of axes."""
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
 
     return jax.tree.map(spec_of, tree, names)
@@ -112,7 +115,8 @@ def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Ca
     not checked.
     """
     shape = jax.sharding.get_abstract_mesh().shape
-    # Axes of size 1 are made manual, too: kernels are refused inside a partly automatic shard_map.
+    # Axes of size 1 are made manual, too, because jax refuses kernels inside a shard_map some of
+    # whose axes are automatic.
     trivial = {axis for axis, size in shape.items() if size == 1}
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS} | trivial,
@@ -123,7 +127,7 @@ def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Ca
 def psum(
     tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec] | None = None
 ) -> PyTree[Array]:
-    """Sums every array of a tree over the replicas, inside of `shard_map`.
+    """Returns the sum over the replicas of every array of a tree; called inside of `shard_map`.
 
     CPUs send every array separately and mostly wait, so on CPUs all arrays are sent as one.
 

@@ -13,7 +13,8 @@ from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"
 STOP = "stop_after_evaluation"
-_LOOK_SECONDS = 1.0  # between looks for files, which are slow on network file systems
+# The seconds between two looks for files, which are slow on network file systems.
+_LOOK_SECONDS = 1.0
 _NEVER = (
     "this run makes no evaluations (Training.evaluate_every, or no held-out data); stop it with "
     "SIGTERM, which saves as well"
@@ -21,17 +22,17 @@ _NEVER = (
 
 
 class Requests:
-    """Signals and files, answered by all processes of a run at the same step.
+    """Requests to a run by signals and files; all processes of the run answer at the same step.
 
-    Only the first process looks for files and tells the others. A file is removed after the
-    request has been fulfilled, so that a run which is killed before answers the request when it
-    is started again.
+    Only the first process looks for files and tells the others. A file is removed after the request
+    has been fulfilled, so that a run which is killed before answers the request when it is started
+    again.
 
     Args:
       stop: receives SIGTERM and Ctrl-C.
       workdir: the directory in which users create the files.
-      phases: told of progress whenever the run checks for requests.
-      evaluates: whether the run makes evaluations at all.
+      phases: is notified of progress whenever the run checks for requests.
+      evaluates: True if the run makes evaluations at all.
       say: called with a message for the user.
       stack: closes the threads through which several processes agree.
     """
@@ -48,7 +49,8 @@ class Requests:
         self._stop, self._workdir, self._phases, self._say = stop, workdir, phases, say
         self._evaluates = evaluates
         self._next_look, self._announced_stop = 0.0, False
-        self._agreed: tuple[Agreed, Agreed] | None = None  # to stop, and to save
+        # The requests to stop and to save on which several processes agree.
+        self._agreed: tuple[Agreed, Agreed] | None = None
         if processes.several():
             self._agreed = (
                 Agreed("stop", lambda: stop.requested, reader.warn_on_stderr),
@@ -58,14 +60,17 @@ class Requests:
                 stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns the signal that asks the run to stop now, or None; the same on all processes."""
+        """Returns the name of the signal that asks the run to stop now; None if there is none.
+
+        The result is the same on all processes.
+        """
         self._phases.progressed()
         return self._agreed[0].due() if self._agreed else self._stop.requested
 
     def checkpoint(self) -> bool:
         """Returns True if a checkpoint is requested now; the same on all processes.
 
-        Has to be called after every step.
+        The method has to be called after every step.
         """
         looks = self._is_time_to_look()
         if looks and not self._announced_stop and self._exists(STOP):
@@ -77,7 +82,9 @@ class Requests:
         return looks and self._exists(CHECKPOINT)
 
     def checkpoint_done(self, step: int) -> None:
-        """Removes the request of `checkpoint` after the checkpoint was saved."""
+        """Removes the file that requested a checkpoint, after the checkpoint of `step`
+        was saved.
+        """
         self._fulfil(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
         if self._agreed:
             self._agreed[1].done()
@@ -87,7 +94,7 @@ class Requests:
         return bool(processes.from_first(self._exists(STOP)))
 
     def stop_after_evaluation_done(self, step: int) -> None:
-        """Removes the request of `stop_after_evaluation` after the step was saved."""
+        """Removes the file that requested a stop after an evaluation, after `step` was saved."""
         self._fulfil(STOP, f"{STOP}: step {step} is evaluated and saved")
 
     def _checkpoint_of_first(self) -> str | None:

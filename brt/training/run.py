@@ -69,12 +69,13 @@ class Run(NamedTuple):
 def build(
     config: Config, *, checkpoint: VerifiedCheckpoint | None = None, progress: bool = True
 ) -> Run:
-    """Prepares the data of a run, and computes its shapes.
+    """Prepares the data of a run, computes its shapes, and returns the run.
 
     Args:
-      checkpoint: the one that the run resumes from. It knows the model of Training.init_from,
-        even if those weights have been removed since.
-      progress: whether to report how far the preparation of the data is.
+      config: the config.
+      checkpoint: the one that the run resumes from. It knows the model of Training.init_from, even
+        if those weights have been removed since.
+      progress: True reports how far the preparation of the data is.
 
     Raises:
       ConfigError: settings contradict each other, the data or the weights.
@@ -97,10 +98,10 @@ def without_data(config: Config) -> Shapes | None:
 
 
 def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
-    """Returns the shapes of a config in which all sizes are filled in.
+    """Returns the mesh, the optimizer and the shapes of a run.
 
     Args:
-      config: the config.
+      config: the config, in which all sizes are filled in.
       devices: the devices of its mesh, which may be abstract; None for those of this machine.
     """
     mesh = meshes.build(config.mesh, tasks.from_config(config).sharded_sizes(config), devices)
@@ -118,19 +119,19 @@ def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shape
 def prepare(
     config: Config, weights: Weights | None = None, *, progress: bool = True
 ) -> tuple[Config, Dataset, Reader]:
-    """Opens the data of a run.
+    """Opens the data of a run, which are prepared first if necessary.
 
     Args:
-      config: the run's.
-      weights: those of Training.init_from.
-      progress: whether to report how far the preparation of the data is.
+      config: the config.
+      weights: the weights of Training.init_from; None if it names none.
+      progress: True reports how far the preparation of the data is.
 
     Returns:
       The config, in which sizes that depend on the data are filled in; the splits and the
       tokenizer; the batches of the training data.
 
     Raises:
-      ConfigError, DataError: as `build`.
+      ConfigError, DataError: the cases that `build` describes.
     """
     task = tasks.from_config(config)
     if weights:
@@ -152,7 +153,7 @@ def _weights(config: Config, checkpoint: VerifiedCheckpoint | None) -> Weights |
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
-    """Creates the train state at step 0 on the devices that its shardings name.
+    """Returns the train state at step 0, on the devices that its shardings name.
 
     Args:
       run: the run.
@@ -198,7 +199,7 @@ def own_reader(run: Run) -> Reader:
 
 
 def put(run: Run, batch: Any) -> Any:
-    """Puts a batch of `own_reader` onto the devices, sharded by lane."""
+    """Returns a batch of `own_reader` as arrays on the devices, sharded by lane (row)."""
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
     lanes = run.config.training.batch_size
@@ -207,35 +208,39 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Puts a number, the same in all processes, onto the devices."""
+    """Returns a number, the same in all processes, as an array on the devices."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """Lowers the train step, ready to be compiled, for batches of the shape of a given one.
+    """Returns the train step, lowered and ready to be compiled, for batches of a given shape.
 
     The step's arguments are those of `step_inputs`, a batch, the random key, and the limit of the
     loss if `skips_spikes`.
 
     Args:
-      config: the run's.
-      shapes: the run's.
+      config: the config of the run.
+      shapes: the run's mesh, optimizer and train state.
       batch: arrays or shapes of all lanes, or of some of them.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
+        """Returns the train state after a step, and the step's metrics."""
         state = rest._replace(params=params)
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 
     # If replicas shard the optimizer, the new parameters are the output of an all-gather, which
-    # cannot alias the old ones. Donating the old ones would only add a copy.
+    # cannot use the memory of the old parameters. Donating the old ones would only add a copy.
     donated = (1,) if replicas.shards_optimizer(config.optimizer, mesh) else (0, 1)
-    # One sharding applies to all leaves of the metrics.
+    # The second output sharding, a single one, applies to all leaves of the metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
     def with_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
+        """Returns the shape, dtype and sharding of an array of the batch with the lanes of all
+        processes.
+        """
         shape = (config.training.batch_size, *x.shape[1:])
         # jax converts an int64 of NumPy, for example a sum, to int32 when it puts a batch onto
         # devices.
@@ -251,7 +256,10 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the rest of the state, whose memory is donated separately."""
+    """Returns the parameters, and the train state without them; each is an argument of the step.
+
+    They are separate arguments so that their memory can be donated separately.
+    """
     return state.params, state._replace(params=None)
 
 
@@ -275,7 +283,9 @@ class CompiledStep:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
             lowered = lowered_step(self._run.config, shapes, batch)
             self._compiled[shape] = lowered.compile(compilation.options())
-            processes.wait_for_all("compiled")  # a process that waits in a collective soon gives up
+            # All processes start the step together, because one that waits in a collective for a
+            # process that still compiles would soon give up.
+            processes.wait_for_all("compiled")
 
     def prepared(self, batch: Any) -> bool:
         """Returns True if the step is compiled for batches of this shape."""

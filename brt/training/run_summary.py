@@ -21,7 +21,7 @@ from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
-Baseline = tuple[str, float]  # name and value of a simpler method on the same data, such as xz
+Baseline = tuple[str, float]  # The name and value of a simpler method on the same data, such as xz.
 
 
 def parameters(run: Run | Shapes) -> str:
@@ -30,11 +30,12 @@ def parameters(run: Run | Shapes) -> str:
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
-    """Returns counts and sizes of a run, JSON.
+    """Returns counts and sizes of a run that has not started, as JSON.
 
     Args:
       run: the run; its `Shapes` if the data are not open, whose sizes are then left out.
-      directory: the workdir, whose free disk space is reported; None for the current directory.
+      directory: the run directory, whose free disk space is reported; None for the current
+        directory.
     """
     total, non_embedding = parameter_counts(run.abstract.params)
     return {
@@ -67,7 +68,9 @@ def draw(run: Run, workdir: Workdir) -> Baseline | None:
     """Draws the plots if Training.plots says so; returns the baseline that they show."""
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
-        from brt.training import plots  # not imported before training: it takes most of a second
+        from brt.training import (
+            plots,
+        )  # Importing it takes most of a second, so it is imported here.
 
         units = run.task.units_per_token(run.dataset)
         metric = run.task.primary_metric(run.dataset)
@@ -82,7 +85,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
     Args:
       run: the run.
-      workdir: the run's.
+      workdir: the run directory.
       begin: `time.perf_counter` at the start of the command.
 
     Raises:
@@ -94,7 +97,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
-    for split in (f"{SPLIT}_whole", SPLIT):  # the whole split comes first
+    for split in (f"{SPLIT}_whole", SPLIT):  # Metrics of the whole split are preferred.
         tag = f"eval/{split}/{metric.name}"
         values = [record[tag] for record in records if record.get(tag) is not None]
         if values:
@@ -108,7 +111,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
 
 def changes(workdir: Workdir) -> list[str]:
-    """Lists the config changes that the user allowed with --allow_config_change, a line each.
+    """Returns a line for each config change that the user allowed with --allow_config_change.
 
     Raises:
       CheckpointError: provenance.json is damaged.

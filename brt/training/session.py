@@ -57,18 +57,19 @@ class Session(OpenRun):
     @classmethod
     @contextlib.contextmanager
     def open(cls, config: Config, path: Path, allowed: Collection[str] = ()) -> Iterator["Session"]:
-        """Opens a run for training, and closes all its files after the block.
+        """Context that opens a run for training, yields its session, and closes all its files.
 
         Args:
-          config: the run's.
-          path: the workdir; if it has a checkpoint, the run resumes from the newest one.
-          allowed: settings, as "Training.seed", that may differ from the checkpoint's although
-            that makes a different run.
+          config: config of the run.
+          path: the run directory; if it has a checkpoint, the run resumes from the newest one.
+          allowed: settings, as "Training.seed", that may differ from the checkpoint's although that
+            makes a different run.
 
         Raises:
           BrtError: the run cannot start.
         """
-        trackers.requested(config, reader.warn_on_stderr)  # may refuse, before data are prepared
+        # Trackers may refuse the config, so they are checked before data are prepared.
+        trackers.requested(config, reader.warn_on_stderr)
         config_changes.check_names(allowed)
         checkpoint = checkpoints.newest(path)
         run = runs.build(config, checkpoint=checkpoint)
@@ -83,7 +84,7 @@ class Session(OpenRun):
             stack.enter_context(meshes.use(run.mesh))
             parts = opening.open_files(run, workdir, checkpoint, allowed, stop, phases, stack)
             session = cls(**vars(parts))
-            del parts  # it refers to the first train state, whose memory is needed
+            del parts  # `parts` refers to the first train state, whose memory is needed.
             stack.callback(phases.enter, "ending")
             yield session
 
@@ -127,7 +128,11 @@ class Session(OpenRun):
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the next batches if bad_batches.jsonl says so; returns True if any are."""
+        """Leaves out the next batches if bad_batches.jsonl says so.
+
+        Returns:
+          True if batches were left out.
+        """
         ahead = min(self.bad_steps.skip_to(self.completed), self.steps)
         if not ahead:
             return False
@@ -151,10 +156,11 @@ class Session(OpenRun):
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
           CheckpointError: no checkpoint is intact.
         """
-        del self.state  # its memory is needed for the restored one
+        del self.state  # The memory of the train state is needed for the restored one.
         with self.pause("restoring"):
             self.writer.wait()
-            processes.wait_for_all("rollback")  # until process 0 has renamed the newest checkpoint
+            # All processes wait until process 0 has renamed the newest checkpoint.
+            processes.wait_for_all("rollback")
             directory = self.workdir.checkpoints
             checkpoint = checkpoints.newest(directory.parent)
             if checkpoint is None:
@@ -229,12 +235,14 @@ class Session(OpenRun):
 
     @contextlib.contextmanager
     def pause(self, phase: str) -> Iterator[None]:
-        """Enters a phase whose time does not count for the speed of training."""
+        """Context that enters a phase, whose time does not count for the speed of training."""
         with self.phases.during(phase), self.throughput.pause():
             yield
 
     def is_time(self, every: int) -> bool:
-        """Returns True at multiples of `every` steps and at the last step; never if it is 0."""
+        """Returns True if the current step is the last one or a multiple of `every`; never if it is
+        0.
+        """
         at_end = self.completed >= self.steps
         return bool(every) and (at_end or self.completed % every == 0)
 

@@ -15,24 +15,26 @@ from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
-# Adafactor's factored moments lack one axis of the matrix, sorted by size: the last or second last.
+# Adafactor's factored moments lack one axis of the matrix. If its axes are sorted by size, the
+# missing one is the last or the second last.
 _DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 
 def state_shardings(
     mesh: jax.sharding.Mesh, config: Config, state: TrainState, axes: Axes
 ) -> TrainState:
-    """Returns the sharding of every leaf of a train state.
+    """Returns the sharding of every array of a train state.
 
     Args:
-      mesh: the run's.
-      config: the run's.
+      mesh: mesh of the run.
+      config: config of the run.
       state: shapes and dtypes of the train state.
       axes: names of the parameters' axes; see `parameter_axes`.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
     def optimizer_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        """Returns the sharding of an array of the optimizer's state."""
         names = _moment_names(path, leaf.shape, axes, shapes)
         spec = rules.spec(names, leaf.shape, mesh)
         if replicas.shards_optimizer(config.optimizer, mesh):
@@ -56,9 +58,16 @@ def state_shardings(
 def parameter_shardings(
     mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
 ) -> PyTree[NamedSharding]:
-    """Returns the sharding of every parameter, by the names of its axes."""
+    """Returns the sharding of every parameter, by the names of its axes.
+
+    Args:
+      mesh: mesh of the run.
+      params: shapes of the parameters.
+      axes: names of the parameters' axes, by path.
+    """
 
     def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        """Returns the sharding of a parameter."""
         names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
         return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
 
@@ -94,7 +103,9 @@ def _moment_names(
     if size == shape:
         return names if rules.is_matrix(names) else replicated
     factored = [_DROPPED_AXIS[key] for key in keys if key in _DROPPED_AXIS]
-    matrix = slice(int(names[:1] == ("layers",)), None)  # without the axis of stacked layers
+    matrix = slice(
+        int(names[:1] == ("layers",)), None
+    )  # This slice removes the axis of stacked layers.
     if not factored or len(size[matrix]) < 2:
         return replicated
     dropped = int(np.argsort(size[matrix])[factored[0]]) + matrix.start

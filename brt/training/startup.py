@@ -10,7 +10,7 @@ from brt.training.workdir import Workdir
 
 
 def describe(run: Run, workdir: Workdir) -> str:
-    """Describes a run in a line: devices, parameters, tokens, memory of the state, workdir.
+    """Returns a line about a run: devices, parameters, tokens, memory of the state, directory.
 
     The memory does not include activations.
     """
@@ -29,7 +29,7 @@ def describe(run: Run, workdir: Workdir) -> str:
 
 
 def idle_devices(run: Run) -> str:
-    """Says which setting would use the idle devices; "" if no device is idle."""
+    """Returns a sentence about the setting that would use idle devices; "" if no device is idle."""
     available, used = len(jax.devices()), run.mesh.size
     if used == available:
         return ""

@@ -14,19 +14,19 @@ from brt import tasks
 from brt.config import Config
 from brt.types import Variables
 
-EMBEDDINGS = (  # paths at which models keep their token embedding
+EMBEDDINGS = (  # The paths at which models keep their token embedding.
     "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
 )  # fmt: skip
 
 
 class TrainState(NamedTuple):
-    """Everything that changes in training. The position in the data follows from `step`.
+    """Everything that a training step changes. The position in the data follows from `step`.
 
     Attributes:
       step: int32, number of completed steps.
       params: float32 parameters, by the names of the model's modules.
       optimizer: state of the optimizer.
-      carry: caches and recurrent states of all lanes; empty for models without any.
+      carry: caches and recurrent states of all lanes (rows); empty for models without any.
       model_state: statistics that the model learns without gradients.
     """
 
@@ -46,7 +46,7 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """Returns new parameters, each boxed with the names of its axes.
 
     Args:
-      config: the run's.
+      config: config of the run.
       key: random key; None for that of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
@@ -54,7 +54,9 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of all parameters that have such names, by path."""
+    """Returns the names of the axes of each parameter, by path; parameters without names are left
+    out.
+    """
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
@@ -65,8 +67,8 @@ def initial_state(
     """Returns the train state at step 0; can be traced by `jax.eval_shape` and `jax.jit`.
 
     Args:
-      config: the run's.
-      optimizer: the run's.
+      config: config of the run.
+      optimizer: optimizer of the run.
       key: random key; None for that of Training.seed.
     """
     task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
@@ -80,7 +82,7 @@ def initial_state(
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
-    """Counts all parameters, and those outside of the token embedding.
+    """Returns the number of all parameters, and of those outside the token embedding.
 
     Args:
       params: arrays, or their shapes.
@@ -91,6 +93,10 @@ def parameter_counts(params: PyTree) -> tuple[int, int]:
 
 
 def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Does the same as `parameter_counts`, for the sizes of parameters by path."""
+    """Returns the number of all parameters, and of those outside the token embedding.
+
+    Args:
+      sizes: number of elements of each parameter, by path.
+    """
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

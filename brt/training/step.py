@@ -14,7 +14,8 @@ from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas
 from brt.training.state import TrainState, parameter_axes
 
-# Folded into the random key for dropout. Another number would change the results of every run.
+# The number that is folded into the random key for dropout. Another number would change the results
+# of every run.
 DROPOUT = 1
 
 
@@ -26,7 +27,7 @@ class StepMetrics(NamedTuple):
       tokens: number of scored tokens.
       gradient_norm: norm of the gradients of the mean loss, before clipping.
       others: further metrics of the task, by name.
-      skipped: 1 if the step left the state unchanged, else 0; None if steps are never skipped.
+      skipped: 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
     """
 
     nats: Float[Array, ""]
@@ -45,7 +46,10 @@ def _loss_and_gradients(
     def of_microbatch(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
+        """Returns the results of the loss function and the gradients for a microbatch."""
+
         def loss_of(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
+            """Returns the loss and its other results as a function of the parameters alone."""
             return loss(config, params, LossInputs(batch, key, carry, model_state))
 
         (_, aux), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
@@ -56,10 +60,13 @@ def _loss_and_gradients(
         return of_microbatch(carry, state.model_state, batch, key)
 
     def split(x: Array) -> Array:
-        # Microbatch i takes the lanes i::count, so that every device has lanes of each microbatch.
+        """Returns an array [lanes, ...] as [microbatches, lanes of a microbatch, ...]."""
+        # Microbatch i consists of the lanes i, i + count, ..., so that every device has lanes of
+        # each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
     def body(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
+        """Adds the results of a microbatch to the sums."""
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(key, index)
         aux, gradients = of_microbatch(carry, model_state, part, part_key)
@@ -94,6 +101,7 @@ def _over_replicas(
         return _loss_and_gradients(state, carry, batch, key, config)
 
     def of_replica(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
+        """Returns sums over all replicas, and the carry of the replica's own lanes."""
         replica_state = state._replace(params=params)
         aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
         sums = aux.nats, aux.count, aux.metrics
@@ -124,7 +132,7 @@ def train_step(
     config: Config,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, StepMetrics]:
-    """Trains on one segment of every lane, or on a batch of rows.
+    """Trains on one segment of every lane (row), or on a batch of rows.
 
     The loss is the mean over all scored tokens of the batch. This function is the only place where
     gradients with respect to the carry are cut.
@@ -132,11 +140,11 @@ def train_step(
     Args:
       state: the train state before the step.
       batch: arrays whose first axis is lanes or rows.
-      key: random key of Training.seed, the same at every step. It is an argument so that runs
-        which differ only in their seed share one compiled program.
+      key: random key of Training.seed, the same at every step. It is an argument so that runs which
+        differ only in their seed share one compiled program.
       limit: the loss above which the step is skipped; None if no loss is too high.
-      config: the run's.
-      optimizer: the run's.
+      config: config of the run.
+      optimizer: optimizer of the run.
 
     Returns:
       The train state after the step, and the metrics of the step.
@@ -161,8 +169,8 @@ def train_step(
             after = jax.device_put(after, jax.memory.Space.Host)
         params = optax.apply_updates(params, updates)
         if optimizer_shards is not None:
-            # The updates are computed shard by shard. The output sharding of the step then gathers
-            # the parameters.
+            # Each replica computes the updates of its shard. The output sharding of the step then
+            # gathers the parameters.
             params = replicas.constrain(params, optimizer_shards)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     model_state = tasks.from_config(config).update_model_state(config, aux.model_state)

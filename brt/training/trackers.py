@@ -28,7 +28,7 @@ class _Service:
       warn: called once when the service fails; nothing is sent to it afterwards.
     """
 
-    name: str  # name of the module, and of brt's extra that installs it
+    name: str  # The name of the module, and of brt's extra that installs the module.
     _begin: Callable[[Config, Workdir, str | None], str]
     _log: Callable[[int, Mapping[str, float | int]], None]
     _end: Callable[[], None]
@@ -37,7 +37,9 @@ class _Service:
         self._module, self._warn, self._on = module, warn, True
 
     def refuses(self) -> str:
-        """Returns the reason why the service cannot record anything on this machine, or ""."""
+        """Returns the reason why the service cannot record anything on this machine; ""
+        if it can.
+        """
         return ""
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -60,7 +62,9 @@ class _Service:
     def _tolerated(self, call: Callable[[], Any]) -> Any:
         try:
             return call() if self._on else None
-        except Exception as error:  # network, login and server raise errors of many classes
+        except (
+            Exception
+        ) as error:  # Problems of network, login and server raise errors of many classes.
             self._on = False
             reason = " ".join(str(error).split())
             self._warn(f"{self.name} is off: {reason}; metrics.jsonl is still written")
@@ -88,11 +92,16 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """Opens the database or directory; a server is not contacted yet."""
+        """Returns the reason why the database or directory cannot be opened; "" if it can.
+
+        A server is not contacted yet.
+        """
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
-        except Exception as error:  # MLflow's classes of errors differ by version and kind of store
+        except (
+            Exception
+        ) as error:  # The classes of MLflow's errors differ by version and kind of store.
             return (
                 f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
                 "MLFLOW_TRACKING_URI to a server, http://HOST:PORT, or to a database, "
@@ -114,10 +123,10 @@ class _Mlflow(_Service):
 
 
 def requested(config: Config, warn: Warn) -> list[_Service]:
-    """Returns the services that Logging names, without starting a run of theirs.
+    """Returns the services that the section Logging names; none of them starts a run yet.
 
     Args:
-      config: the run's.
+      config: config of the run.
       warn: called when a service fails later.
 
     Raises:
@@ -146,15 +155,17 @@ def requested(config: Config, warn: Warn) -> list[_Service]:
 
 
 def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
-    """Starts the services that Logging names, or continues their runs of an earlier start.
+    """Starts the services that the section Logging names, and returns them as trackers.
+
+    A service continues the run that an earlier start of the same run began.
 
     Args:
-      config: the run's.
-      workdir: the run's.
+      config: config of the run.
+      workdir: the run directory.
       warn: called when a service fails.
 
     Raises:
-      ConfigError: as `requested`.
+      ConfigError: a service is not installed, or cannot record anything on this machine.
       CheckpointError: trackers.json is damaged.
     """
     services, file = requested(config, warn), workdir.path / "trackers.json"
@@ -167,7 +178,7 @@ def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
 
 
 def read_ids(file: Path) -> dict[str, str]:
-    """Reads the ids of runs in trackers.json, by service; {} if there is no file.
+    """Returns the ids of runs in trackers.json by service; {} if there is no file.
 
     Raises:
       CheckpointError: the file is damaged.

@@ -17,21 +17,22 @@ from brt.training import heartbeat
 from brt.training.phases import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
 
-HUNG = 70  # exit code: EX_SOFTWARE of sysexits.h
-PATIENCE = 4  # multiple of the limit for phases that show no progress until they end
-_CHECKS = 10  # number of checks within the limit
-_LONGEST_PAUSE = 5.0  # seconds between two checks
+HUNG = 70  # The exit code of a process that hung: EX_SOFTWARE of sysexits.h.
+# Phases that show no progress until they end may take this multiple of the limit.
+PATIENCE = 4
+_CHECKS = 10  # The number of checks within the limit.
+_LONGEST_PAUSE = 5.0  # The largest number of seconds between two checks.
 _GOODBYE_SECONDS = 5.0
-_SLACK = 10.0  # seconds that a busy machine may delay the watchdog's thread
-_STDERR = 2  # file descriptor; sys.stderr may have been replaced
+_SLACK = 10.0  # The number of seconds that a busy machine may delay the watchdog's thread.
+_STDERR = 2  # The file descriptor is used because sys.stderr may have been replaced.
 
 
 @contextlib.contextmanager
 def attended(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[None]:
-    """Writes the heartbeat file of this process, and watches its progress, for the block.
+    """Context in which this process writes its heartbeat file, and its progress is watched.
 
     Args:
-      workdir: the run's, whose directory `heartbeat` receives the files.
+      workdir: the run directory, whose directory `heartbeat` receives the files.
       phases: the status to report and watch; other processes of the run can ask for it too.
       seconds: Training.watchdog_seconds; see `watching`.
     """
@@ -46,16 +47,16 @@ def attended(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[N
 
 @contextlib.contextmanager
 def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[None]:
-    """Ends this process with exit code HUNG if it makes no progress for `seconds`.
+    """Context that ends this process with exit code HUNG if it makes no progress for `seconds`.
 
     Progress is a completed step, an evaluated batch, a sampled token or the beginning of a phase.
     Phases without such signs (`phases.WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
-    which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the
-    limit. The stacks of all Python threads go to stderr and to a file.
+    which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the limit.
+    The stacks of all Python threads go to stderr and to a file.
 
-    A thread does the watching, so that it works while the main thread is stuck in C code. If that
-    code holds Python's lock, no thread can run; then `faulthandler` prints the stacks after little
-    more than twice the limit, and the exit code is 1.
+    A thread watches the progress, so that it works while the main thread is stuck in C code. If
+    that code holds Python's lock, no thread can run; then `faulthandler` prints the stacks after
+    little more than twice the limit, and the exit code is 1.
 
     Args:
       phases: the status to watch.
@@ -67,12 +68,16 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
         return
     over = threading.Event()
     with contextlib.suppress(OSError):
-        stacks.unlink()  # an earlier start of the run may have written it
+        stacks.unlink()  # An earlier start of the run may have written the file.
 
     def exit_without_python(limit: float) -> None:
+        """Ends the process after twice the limit, unless called again, even if Python's lock is
+        held.
+        """
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
 
     def watch() -> None:
+        """Checks the progress at regular times, and ends the process if there is none."""
         pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
         previous, idle, checked = phases.now, 0.0, time.monotonic()
         while not over.wait(pause):
@@ -104,7 +109,7 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
     goodbye.start()
     faulthandler.dump_traceback(_STDERR, all_threads=True)
     where = "the stacks are above"
-    with contextlib.suppress(OSError):  # a full disk must not keep the process alive
+    with contextlib.suppress(OSError):  # A full disk must not keep the process alive.
         with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"

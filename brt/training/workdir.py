@@ -27,13 +27,13 @@ from brt.config_io import config_from_json
 from brt.errors import BrtError, CheckpointError, ConfigError, closing
 from brt.redaction import redacted
 
-_LONGEST_HOLDER = 500  # most bytes that are read of a lock file
+_LONGEST_HOLDER = 500  # The largest number of bytes that are read of a lock file.
 _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """Paths in the directory of a run; an instance creates nothing."""
+    """Paths of the files and directories in a run directory; the object creates none of them."""
 
     path: Path
 
@@ -47,6 +47,7 @@ class Workdir:
 
     @property
     def provenance(self) -> Path:
+        """Path of the description of versions, machine and command."""
         return self.path / "provenance.json"
 
     @property
@@ -63,7 +64,7 @@ class Workdir:
 
     @property
     def bad_batches(self) -> Path:
-        """Next to the checkpoints, because all processes of a run read it."""
+        """Path of the record of bad steps; next to the checkpoints, as all processes read it."""
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
@@ -88,6 +89,7 @@ class Workdir:
 
     @property
     def heartbeat(self) -> Path:
+        """Path of the directory of files that say what each process is doing."""
         return self.path / "heartbeat"
 
     @property
@@ -120,7 +122,7 @@ def create(path: Path) -> Workdir:
     workdir = Workdir(path)
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        workdir.checkpoints.mkdir(exist_ok=True)  # may be a link to another disk
+        workdir.checkpoints.mkdir(exist_ok=True)  # An existing link to another disk is accepted.
     for directory in _directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
@@ -132,7 +134,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 
     Args:
       directory: the directory.
-      below: the workdir, below which no component of the path may be a link; None for no limit.
+      below: the run directory, below which no part of the path may be a link; None for no limit.
 
     Raises:
       ConfigError: the directory cannot be created or written, or is reached by a link.
@@ -176,7 +178,7 @@ def _is_of_run(name: str) -> bool:
 
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """Yields a temporary workdir that shares the checkpoints and heartbeats of a real one.
+    """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one.
 
     Everything else that is written to it vanishes after the block. All processes of a run use a
     shadow except for the first one, which writes the real workdir.
@@ -187,7 +189,7 @@ def shadow(workdir: Workdir) -> Iterator[Workdir]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Reads the config of the run in a workdir; None if there is no run.
+    """Returns the config of the run in a directory; None if there is no run.
 
     Raises:
       ConfigError: config.json cannot be read, or brt did not write it.
@@ -205,10 +207,10 @@ def saved_config(path: Path | str) -> Config | None:
 
 @contextlib.contextmanager
 def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
-    """Locks a workdir for one trainer; the system releases the lock however the process ends.
+    """Context that locks a run directory; the system releases the lock however the process ends.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       warn: called with a message if the previous trainer did not end in an orderly way, or if the
         file system has no locks.
 
@@ -300,7 +302,7 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
     Args:
       path: the file.
       content: its bytes.
-      below: the workdir, below which no component of the path may be a link; None for the
+      below: the run directory, below which no part of the path may be a link; None for the
         directory of the file.
 
     Raises:
@@ -325,7 +327,7 @@ def _takeover(holder: str) -> str:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a ConfigError or CheckpointError that names the path."""
+    """Context that turns an OSError into a ConfigError or CheckpointError that names the path."""
     try:
         yield
     except OSError as error:

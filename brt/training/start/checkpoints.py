@@ -36,11 +36,11 @@ def find(
       directory: the `checkpoints` directory of a run.
       step: the step of the checkpoint; None for the newest one.
       warned: problems that the user has already been warned of; see `reader.find`.
-      to_resume: whether training continues from the checkpoint, which needs the position in the
+      to_resume: True if training continues from the checkpoint, which needs the position in the
         data and the accumulated metrics in addition to the model and its config.
 
     Raises:
-      CheckpointError: as `reader.find`; or no trainer wrote such metadata.
+      CheckpointError: the cases of `reader.find`; or no trainer wrote the metadata.
     """
     checkpoint = reader.find(directory, step, warned=warned)
     meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"
@@ -74,7 +74,7 @@ def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | Non
             f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
             "the checkpoints back, or choose another --workdir to start a new run"
         )
-    if not checkpoint.problems:  # `find` has already warned of damaged checkpoints
+    if not checkpoint.problems:  # Otherwise `find` has already warned of damaged checkpoints.
         reader.warn_on_stderr(
             f"checkpoint {last} is gone from {directory}; using {checkpoint.step}"
         )

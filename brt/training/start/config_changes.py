@@ -46,19 +46,19 @@ def check_names(names: Collection[str]) -> None:
 def check_resumable(
     saved: Config, config: Config, allowed: Collection[str] | None = None
 ) -> list[str]:
-    """Describes every difference between a checkpoint's config and the config of its new use.
+    """Returns every difference between a checkpoint's config and the config of its new use.
 
     Args:
       saved: the checkpoint's config.
       config: the config that is used with the checkpoint.
-      allowed: settings that may differ although they make a different run; None if the
-        checkpoint is only read, so that the error does not offer --allow_config_change.
+      allowed: settings that may differ although they make a different run; None if the checkpoint
+        is only read, so that the error does not offer --allow_config_change.
 
     Returns:
       The differences as "Section.field: old -> new".
 
     Raises:
-      ConfigError: a setting differs that makes a different run and is not allowed to.
+      ConfigError: a setting differs that makes a different run, and the user did not allow it.
     """
     differences = difference(saved, config)
     refused = {
@@ -79,7 +79,7 @@ def check_resumable(
 def compare(
     checkpoint: VerifiedCheckpoint, config: Config, abstract: TrainState, allowed: Collection[str]
 ) -> ConfigChanges:
-    """Compares a checkpoint with the run that is about to resume from it.
+    """Returns the differences between the config of a checkpoint and that of the resuming run.
 
     Args:
       checkpoint: the checkpoint.
@@ -88,8 +88,8 @@ def compare(
       allowed: settings that the user allows to change; see `check_resumable`.
 
     Raises:
-      ConfigError: a difference is not allowed, or it changes the shapes of the saved arrays,
-        which no flag makes possible.
+      ConfigError: a difference is not allowed, or it changes the shapes of the saved arrays, which
+        no flag makes possible.
     """
     saved = config_from_json(checkpoint.meta["config"])
     lines = check_resumable(saved, config, allowed)
@@ -105,7 +105,7 @@ def compare(
 
 
 def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> list[dict[str, Any]]:
-    """Lists all config changes of a run so far, as JSON for provenance.json.
+    """Returns all config changes of a run so far, as JSON for provenance.json.
 
     Args:
       meta: metadata of the checkpoint that the run resumes from; None for a new run.

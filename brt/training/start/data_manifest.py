@@ -17,15 +17,16 @@ from brt.tasks.weights import Tokenizer
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
-_SHOWN = 3  # number of files that an error names
-_HASH = 12  # number of digits of a checksum that are shown
-_SPLIT = {  # in addition to the number of the split's documents, rows or clips
+_SHOWN = 3  # The number of files that an error names.
+_HASH = 12  # The number of digits of a checksum that are shown.
+# Entries of a split's description, besides the number of its documents, rows or clips.
+_SPLIT = {
     "names": [str], "sha256": str, "held_out": str, "bytes?": int,
     "sources": [{"name": str, "sha256": str}],
 }  # fmt: skip
 _MANIFEST = {"directory": str, "splits": {str: _SPLIT}}
 
-SplitDescription = Mapping[str, Any]  # as returned by `Dataset.described` for one split
+SplitDescription = Mapping[str, Any]  # A value of the dict that `Dataset.described` returns.
 
 
 class DataManifest(NamedTuple):
@@ -49,7 +50,7 @@ def write(workdir: Workdir, dataset: Dataset) -> None:
 
 
 def read(workdir: Workdir) -> DataManifest:
-    """Reads data.json; returns an empty manifest if the run has not written one yet.
+    """Returns the content of data.json; an empty manifest if the run has not written one yet.
 
     Raises:
       CheckpointError: data.json is damaged.
@@ -66,12 +67,12 @@ def read(workdir: Workdir) -> DataManifest:
 
 
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
-    """Reads the tokenizer that a run stored.
+    """Returns the tokenizer that a run stored.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       task: the run's task, which knows the format of the file.
-      fingerprint: the tokenizer's, according to the checkpoint.
+      fingerprint: fingerprint of the tokenizer, according to the checkpoint.
 
     Raises:
       CheckpointError: the file is missing, or its fingerprint is another one.
@@ -94,7 +95,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
     """Returns the error for a tokenizer that the run's model was not trained with.
 
     Args:
-      workdir: the run's.
+      workdir: the run directory.
       expected: fingerprint of the tokenizer that the model was trained with.
       actual: the tokenizer that was read.
     """
@@ -105,7 +106,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Describes each split in a line: its size, a few names, its checksum, its origin."""
+    """Returns a line for each split: its size, a few names, its checksum, its origin."""
     lines = []
     for name, split in splits.items():
         unit, count = _size(split)
@@ -123,7 +124,7 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
     """Raises DataError if the training data differ from those that the run began with.
 
     Args:
-      workdir: the run's, whose data.json describes the earlier data.
+      workdir: the run directory, whose data.json describes the earlier data.
       splits: descriptions of the data as they are now.
     """
     before, now = read(workdir).splits.get("train"), splits["train"]

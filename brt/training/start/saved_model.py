@@ -31,10 +31,10 @@ class SavedModel(NamedTuple):
     """The parameters of a checkpoint, with the config and metadata that they were saved with.
 
     Attributes:
-      workdir: the run's.
-      step: the checkpoint's, completed training steps.
-      config: the checkpoint's, with the changes that its reader asked for.
-      meta: the checkpoint's metadata.
+      workdir: the run directory.
+      step: number of completed training steps.
+      config: config of the checkpoint, with the changes that its reader requested.
+      meta: metadata of the checkpoint.
       params: the parameters, on the devices of `mesh`.
       model_state: state of the model that is learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
@@ -61,12 +61,12 @@ class SavedModel(NamedTuple):
 def load_config(
     workdir: Path, step: int | None = None
 ) -> tuple[Workdir, VerifiedCheckpoint, Config]:
-    """Reads the config of a checkpoint, but none of its arrays.
+    """Returns the run directory, the checkpoint and its config; no array is read.
 
     Settings that say where a run writes are reset to their defaults.
 
     Args:
-      workdir: the run's.
+      workdir: path of the run directory.
       step: the step of the checkpoint; None for the newest intact one.
 
     Raises:
@@ -81,14 +81,14 @@ def load_config(
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Reads the parameters of a checkpoint onto the devices that training would use.
+    """Returns the model of a checkpoint, on the devices that training would use.
 
     Fewer devices are used if this machine has fewer than the run's mesh.
 
     Args:
-      workdir: the run's.
-      checkpoint: as `load_config` returned it.
-      config: the checkpoint's, in which settings may differ that a resumed run may change.
+      workdir: the run directory.
+      checkpoint: the checkpoint that `load_config` returned.
+      config: config of the checkpoint, in which settings may differ that a resumed run may change.
 
     Raises:
       ConfigError: another setting differs.
@@ -107,8 +107,8 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
         shapes,
         _shardings(shapes, mesh, config),
     )
-    # A trainer may remove the checkpoint while it is read. If the user did not request this step,
-    # `restore` then takes the newest checkpoint instead.
+    # A trainer may remove the checkpoint while it is read. In this case `restore` takes the newest
+    # checkpoint instead, unless the user requested this step.
     restored = reader.restore(
         workdir.checkpoints, target, checkpoint.requested, checkpoint=checkpoint, partial=True
     )
@@ -138,24 +138,29 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Reads the run's tokenizer from its workdir; raises as `data_manifest.read_tokenizer`."""
+    """Returns the tokenizer that the run stored; raises the errors of
+    `data_manifest.read_tokenizer`.
+    """
     task = tasks.from_config(model.config)
     return data_manifest.read_tokenizer(model.workdir, task, model.meta["tokenizer"])
 
 
 def open_split(model: SavedModel, split: str) -> Dataset:
-    """Opens one split of the data that the model's config names, with the run's tokenizer.
+    """Returns one opened split of the data that the model's config names.
+
+    It is encoded with the run's tokenizer.
 
     Raises:
       ConfigError: the config names another tokenizer.
-      CheckpointError: as `tokenizer`; or the config names a store of another tokenizer.
+      CheckpointError: the run's tokenizer cannot be read, or the config names a store of another
+        one.
       DataError: the split does not exist or cannot be read; or it was held out of training data
         that have changed since, so that it is not the same split any more.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
     trained, requested = (getattr(to_read_with(c), task.data) for c in configs)
-    name = getattr(requested, "tokenizer", "")  # the config of speech has none
+    name = getattr(requested, "tokenizer", "")  # The section of speech has no tokenizer.
     if name != getattr(trained, "tokenizer", ""):
         raise ConfigError(
             f"{model.workdir.path} was trained with another tokenizer than "

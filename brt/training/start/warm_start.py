@@ -20,7 +20,7 @@ from brt.training.workdir import Workdir
 def find_weights(config: Config) -> Weights | None:
     """Returns the weights that Training.init_from names, or None if it names none.
 
-    They are a run, or a directory of converted weights.
+    The weights are those of a run, or a directory of converted weights.
 
     Raises:
       CheckpointError: there are no weights at that place, or they are of another kind of model.
@@ -39,10 +39,12 @@ def find_weights(config: Config) -> Weights | None:
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
-    """Describes the weights of a run from its config, without a way to load them.
+    """Returns a description of the weights of a run, whose `load` does not work.
+
+    A resumed run uses it, because its parameters come from its own checkpoint.
 
     Args:
-      where: the run's workdir, as Training.init_from names it.
+      where: directory of the run, as Training.init_from names it.
       config: the config of the run that starts.
       source_config: the config of the run that trained the weights.
       tokenizer: fingerprint of the tokenizer that the weights were trained with.
@@ -59,13 +61,14 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
         )
 
     def load() -> Any:
+        """Fails, because the weights are only described."""
         raise AssertionError("a resumed run takes its parameters from its own checkpoint")
 
     return Weights(where, getattr(source_config, task.model), tokenizer, source_task.name, load)
 
 
 def with_model(config: Config, weights: Weights) -> Config:
-    """Returns the config with the model of the weights.
+    """Returns the config of a new run with the model of the weights that it starts from.
 
     Each setting of the model declares in `brt.config.fields` whether it belongs to the new run
     ("own"), may be adapted by it ("adaptable"), or has to be that of the weights ("inherited").
