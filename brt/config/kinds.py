@@ -26,9 +26,12 @@ class KindSection:
 
     Attributes:
       kind: the name of the kind, which is part of the names of its parameters.
+      any_window: True if a layer of this kind may see more or fewer tokens than a block has, or
+        has no window at all.
     """
 
     kind: ClassVar[str]
+    any_window: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_finite(self)

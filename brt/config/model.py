@@ -26,8 +26,14 @@ class Model:
     heads: int = inherited(8)  # Number of attention heads.
     head_dim: int = inherited(128)  # Width of a head. heads * head_dim may differ from model_dim.
     mlp_dim: int = inherited(4096)  # Hidden width of the MLPs.
-    # Number of tokens that a token attends to, including itself; also the length of a block.
+    # Number of tokens that a token attends to, including itself.
     window: int = adaptable(512)
+    # Number of tokens of a block. Documents start at the start of a block, and recurrent states
+    # change at its end. 0 takes Model.window.
+    block: int = adaptable(0)
+    # Windows of the layers, lowest first; the pattern repeats up to the highest layer. 0 stands for
+    # Model.window, and an empty pattern gives all layers Model.window.
+    layer_windows: tuple[int, ...] = adaptable(())
     # True lets all layers attend to the states of the last recurrent layer.
     feedback: bool = adaptable(False)
     # False lets a block attend only to itself, as in a vanilla transformer.
@@ -77,7 +83,7 @@ class Model:
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "relative_max_distance",
             "scale_init",
         )  # fmt: skip
-        check_not_negative(self, "vocab_size", "layer_unroll", "block_unroll")
+        check_not_negative(self, "vocab_size", "block", "layer_unroll", "block_unroll")
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         half = self.relative_buckets // 2
         check(
@@ -104,6 +110,50 @@ class Model:
         )
         for section in ordered:
             section.check_model(self)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Refuses windows that some kind of layers cannot have."""
+        negative = [window for window in self.layer_windows if window < 0]
+        check(not negative, f"Model.layer_windows = {self.layer_windows} must not be negative")
+        fixed = [section for section in self.kinds if not section.any_window]
+        others = {kind for section in fixed for kind in section.places()}
+        for layer, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True)):
+            check(
+                window == self.block_length or kind not in others,
+                f"layer {layer} is {kind}: its window of {window} tokens must be the block of "
+                f"{self.block_length} tokens; set Model.block = 0, and its place in "
+                "Model.layer_windows to 0",
+            )
+        check(
+            set(self.windows) == {self.block_length} or self.mask_empty_cache,
+            f"a window of {max(self.windows)} tokens in blocks of {self.block_length} needs "
+            "Model.mask_empty_cache = True",
+        )
+
+    @property
+    def block_length(self) -> int:
+        """Number of tokens of a block: `block`, or `window` if `block` is 0."""
+        return self.block or self.window
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of every layer, lowest first."""
+        pattern = self.layer_windows or (0,)
+        return tuple(pattern[i % len(pattern)] or self.window for i in range(self.layers))
+
+    @property
+    def window_is_block(self) -> bool:
+        """True if `window` is the length of a block."""
+        return self.window == self.block_length
+
+    def with_window(self, window: int) -> "Model":
+        """Returns the settings as layers with this window see them; blocks stay as they are."""
+        if window == self.window and not self.layer_windows:
+            return self
+        return dataclasses.replace(
+            self, window=window, block=self.block_length, layer_windows=self.windows
+        )
 
     @property
     def layer_types(self) -> tuple[str, ...]:

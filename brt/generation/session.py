@@ -23,7 +23,7 @@ from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
 from brt.generation.sampling import choose
 from brt.generation.search import search
-from brt.layers.stack import StackBlock, StackState
+from brt.layers.runs import StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 from brt.types import Variables

@@ -17,11 +17,11 @@ from brt.layers.basic import (
     INTO_HEADS,
     ONES,
     SHARED,
-    ZEROS,
     dropout,
     kernel_init,
     parameter,
 )
+from brt.layers.mlp import MLP
 from brt.layers.state import (
     OpenBlock,
     WindowState,
@@ -31,18 +31,15 @@ from brt.layers.state import (
 )
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
-from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateKV
-from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import (
     last_block,
-    normalizes_in_kernel,
     segment_part,
     window_part_step,
 )
@@ -51,37 +48,24 @@ from brt.ops.window_attention import (
 Mix = Callable[[Array, AttentionPart], Array]
 
 
-class RawProjections(NamedTuple):
-    """Queries and keys before normalisation, for attention that normalises them itself.
-
-    Attributes:
-      queries, keys: [B, T, H, K].
-      cross_queries: queries of the recurrent states, or None.
-      handed: aliases of these keys and of the values that the next block reads. If blocks are read
-        one after the other, the gradients of the aliases are added to those of this block before
-        the backward pass of the projection.
-    """
-
-    queries: Float[Array, "B T H K"]
-    keys: Float[Array, "B T H K"]
-    cross_queries: Float[Array, "B T H K"] | None
-    handed: tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]
-
-
 class TokenProjections(NamedTuple):
-    """Queries, keys and values of tokens; learned scales are folded into the queries.
+    """Queries, keys and values of tokens as they were projected: attention normalises, scales and
+    rotates queries and keys.
 
     Attributes:
       queries, keys, values: [B, T, H, K].
       cross_queries: queries [B, T, H, K] for the recurrent states, or None.
-      raw: the same before normalisation, if attention normalises in its kernel; None otherwise.
+      next_keys, next_values: the same keys and values for the next block. If blocks are read one
+        after the other with deferred weight gradients, they are aliases whose gradients are added
+        to those of this block before the backward pass of the projection.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
-    raw: RawProjections | None = None
+    next_keys: Float[Array, "B T H K"]
+    next_values: Float[Array, "B T H K"]
 
 
 class KVCache(NamedTuple):
@@ -97,8 +81,8 @@ class KVCache(NamedTuple):
     cache_mask: Bool[Array, "B N"]
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns keys and values [B, W+T, H, K] of the cache and the segment, gathered on all
-        devices that share the tokens.
+        """Returns the unnormalised keys and the values [B, W+T, H, K] of the cache and the segment,
+        gathered on all devices that share the tokens.
         """
         names = ("lanes", None, "heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -152,12 +136,8 @@ class TransformerBlock(nn.Module):
         self.output = parameter(
             self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
         )
-        self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
-        self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
-        self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
-        if m.mlp_bias:
-            self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
-            self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
+        self.mlp = MLP(m, self.training)
+        nn.share_scope(self, self.mlp)  # The names of its parameters do not contain its own.
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the normalised input from which queries, keys and values are made."""
@@ -167,28 +147,21 @@ class TransformerBlock(nn.Module):
         """Returns queries, keys and values of the tokens, each by a matrix product of its own;
         splitting one product would copy its parts.
         """
-        m, h = self.model, self.normed(x)
-        kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
+        h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
             kernels.append(self.cross_queries)
-            scales.append(self.query_scale("cross_scale"))
         kernels.append(self.values)
         again = () if taps.projections is None else (1, len(kernels) - 1)
-        found = deferred.dots(h, kernels, taps.projections, again=again)
+        products = deferred.dots(h, kernels, taps.projections, again=again)
         names = ("lanes", self._along(h), "heads", None)
-        found = tuple(constrain(product, *names) for product in found)
-        (*products, values), handed = found[: len(kernels)], found[len(kernels) :]
-        scaled = scaled_unit if m.normalize_qk else _scaled
-        queries, keys, *cross = (scaled(*pair) for pair in zip(products, scales, strict=True))
-        raw = None
-        if m.normalize_qk and normalizes_in_kernel():
-            crossing, handed = (products[2] if cross else None), handed or (products[1], values)
-            raw = RawProjections(products[0], products[1], crossing, (handed[0], handed[1]))
-        return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
+        products = tuple(constrain(product, *names) for product in products)
+        queries, keys, *cross, values = products[: len(kernels)]
+        next_kv = products[len(kernels) :] or (keys, values)
+        return TokenProjections(queries, keys, values, cross[0] if cross else None, *next_kv)
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Returns keys and values [B, S, H, K] of vectors that are not tokens, with the weights for
-        tokens.
+        """Returns keys (as attention uses them) and values [B, S, H, K] of vectors that are not
+        tokens, with the weights for tokens.
 
         Args:
           z: the vectors.
@@ -197,8 +170,19 @@ class TransformerBlock(nn.Module):
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
         h = dropout(self, rms_norm(z, norm), self.model.dropout)
-        keys, values = dense(h, of_keys), dense(h, of_values)
-        return StateKV(l2_normalize(keys) if self.model.normalize_qk else keys, values)
+        return StateKV(self.unit_keys(dense(h, of_keys)), dense(h, of_values))
+
+    def unit_keys(self, keys: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
+        """Returns the keys as attention uses them: normalised if `Model.normalize_qk` is set."""
+        return l2_normalize(keys) if self.model.normalize_qk else keys
+
+    def scaled_queries(
+        self, queries: Float[Array, "B T H K"], name: str = "scale"
+    ) -> Float[Array, "B T H K"]:
+        """Returns the queries as attention uses them: normalised and scaled (see `query_scale`)."""
+        return (scaled_unit if self.model.normalize_qk else _scaled)(
+            queries, self.query_scale(name)
+        )
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """Returns the scale per head that is folded into the queries: learned, or 1/sqrt(K) for
@@ -249,13 +233,12 @@ class TransformerBlock(nn.Module):
         Args:
           memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
         """
-        m = self.model
-        tokens, mask, raw = x.shape[1], None, projections.raw
-        given = raw or projections
-        queries, keys, crossing = given.queries, given.keys, given.cross_queries
-        values, cached = projections.values, past.keys
-        if m.positions == "rotary":  # here, so that caches and states keep keys as they are
-            table = rotations(-m.window, m.window + tokens, m.head_dim)
+        m, mask = self.model, None
+        queries, keys, cached = projections.queries, projections.keys, past.keys
+        if not m.normalize_qk:
+            queries = self.scaled_queries(queries)
+        if m.positions == "rotary":
+            table = rotations(-m.window, m.window + x.shape[1], m.head_dim)
             own = Rotation(*(part[m.window :] for part in table))
             cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
             queries, keys = rotate(queries, own), rotate(keys, own)
@@ -264,20 +247,26 @@ class TransformerBlock(nn.Module):
             drawn = Dropout(self.make_rng(SHARED), m.dropout)
             mask = drawn.shared_mask(m.heads, m.window, m.window)
         part = segment_part(
-            queries, (cached, past.values), keys, values, self.bias(), past.cache_mask, mask,
-            attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
-            scale=self.query_scale() if raw else None,
+            queries, (cached, past.values), keys, projections.values, self.bias(),
+            past.cache_mask, mask, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            scale=self.query_scale() if m.normalize_qk else None,
             implementation=self.kernels.window_attention,
         )  # fmt: skip
-        attended = [part.output if mix is None else mix(projections.queries, part)]
+        attended = [
+            part.output if mix is None else mix(self.scaled_queries(projections.queries), part)
+        ]
         if memory is not None:
-            attended.append(
-                attend(
-                    crossing, *memory, scale=self.query_scale("cross_scale") if raw else None,
-                    implementation=self.kernels.softmax_attention,
-                )
-            )  # fmt: skip
+            attended.append(self._attend_to_states(projections.cross_queries, memory))
         return self.finish(x, attended, taps)
+
+    def _attend_to_states(
+        self, queries: Float[Array, "B T H K"] | None, memory: StateKV
+    ) -> Float[Array, "B T H K"]:
+        assert queries is not None  # The block has cross queries.
+        scale = self.query_scale("cross_scale") if self.model.normalize_qk else None
+        if scale is None:
+            queries = self.scaled_queries(queries, "cross_scale")
+        return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def attend_step(
         self,
@@ -307,17 +296,19 @@ class TransformerBlock(nn.Module):
             values=written(block.values, projections.values),
         )
         ring = after if m.attend_to_self else block
-        queries, keys = projections.queries, ring.keys
+        scaled = self.scaled_queries(projections.queries)
+        queries, keys = scaled, ring.keys
         if m.positions == "rotary":
             queries, keys = self._rotate_step(queries, keys, position)
         part = window_part_step(
-            queries[:, 0], keys, ring.values, self.bias(), cache_is_readable(m, window),
-            position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            queries[:, 0], keys, ring.values, self.bias(), cache_is_readable(m, window), position,
+            attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            normalize_keys=m.normalize_qk,
         )  # fmt: skip
         part = AttentionPart(part.output[:, None], part.lse[:, None])
-        attended = [part.output if mix is None else mix(projections.queries, part)]
+        attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
-            attended.append(attend(projections.cross_queries, *memory))
+            attended.append(self._attend_to_states(projections.cross_queries, memory))
         return self.finish(x, attended), after
 
     def _rotate_step(
@@ -355,20 +346,7 @@ class TransformerBlock(nn.Module):
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
         x = constrain(x, "lanes", tokens, None)
-        y = x + dropout(self, self._mlp(rms_norm(x, self.mlp_norm), taps), self.model.dropout)
-        return constrain(y, "lanes", tokens, None)
-
-    def _mlp(self, h: Float[Array, "B T D"], taps: TokenTaps) -> Float[Array, "B T D"]:
-        biased, first, last = self.model.mlp_bias, taps.mlp_in, taps.mlp_out
-        if first and last and not biased:
-            return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
-        hidden = deferred.dot(h, self.mlp_in, first)
-        if biased:
-            hidden = add_shared(hidden, self.mlp_in_bias)
-        hidden = relu(hidden, keeps=last is not None)
-        hidden = constrain(hidden, "lanes", self._along(h), "mlp")
-        out = deferred.dot(hidden, self.mlp_out, last)
-        return add_shared(out, self.mlp_out_bias) if biased else out
+        return constrain(self.mlp(x, tokens, taps), "lanes", tokens, None)
 
 
 def with_cache(
@@ -376,14 +354,8 @@ def with_cache(
     state: WindowState,
     projections: TokenProjections,
     document_start: Bool[Array, "B N"],
-    *,
-    as_they_are: bool = False,
 ) -> tuple[KVCache, WindowState]:
-    """Returns the cache that a segment attends to, and the next state.
-
-    Args:
-      as_they_are: True caches raw keys, which attention normalises itself.
-    """
+    """Returns the cache that a segment attends to, and the next state."""
     document_start = constrain(document_start, "lanes", None)
     rows = state.valid & ~document_start[:, 0]
     state = state._replace(valid=rows)
@@ -391,10 +363,8 @@ def with_cache(
         state = zero_where_invalid(state)
     cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     cache_mask = constrain(cache_mask, "lanes", None)
-    raw = projections.raw  # else all keys would be normalised for the sake of the last
-    shown = raw.handed if raw else (projections.keys, projections.values)
-    keys, values = (last_block(x, model.window) for x in shown)
-    if raw and not as_they_are:
-        keys = l2_normalize(keys)
+    keys, values = (
+        last_block(x, model.window) for x in (projections.next_keys, projections.next_values)
+    )
     after = WindowState(keys, values, jnp.ones_like(state.valid))
     return KVCache(state.keys, state.values, cache_mask), after

@@ -63,7 +63,7 @@ def _learned_forward(
     return (params, x), None
 
 
-def _learned_backward(_: None, gradients: tuple[PyTree[Array], Array]) -> tuple:
+def _learned_backward(_: None, gradients: tuple[PyTree[Array], PyTree[Array]]) -> tuple:
     return jax.lax.optimization_barrier(gradients)
 
 

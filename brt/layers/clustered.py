@@ -14,9 +14,11 @@ from brt.layers.basic import parameter
 from brt.layers.sections import Clustered
 from brt.layers.state import (
     WINDOW_AXES,
+    LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
+    closed_window,
     new_window_state,
 )
 from brt.ops.causal_clustered_attention import (
@@ -95,7 +97,7 @@ def clustered_flops(model: Model) -> int:
 
 
 class ClusteredLayer(nn.Module):
-    """A layer of causal clustered attention: (x, state) -> (y, state).
+    """A layer of causal clustered attention.
 
     It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
     those of the previous block, and to older ones as far as the centroids of their heads keep them.
@@ -134,10 +136,12 @@ class ClusteredLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: ClusteredState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B T D"], ClusteredState]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment in two phases: first the centroid memories of all blocks, then the tokens
         of all blocks.
         """
@@ -145,6 +149,7 @@ class ClusteredLayer(nn.Module):
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
         keys, values = cached.joined(projections)
+        keys = self.tokens.unit_keys(keys)
         cache_mask = cached.cache_mask
         implementation = self.kernels.causal_clustered_attention
         past, pasts = memory_scan(
@@ -158,30 +163,35 @@ class ClusteredLayer(nn.Module):
             )  # fmt: skip
 
         y = self.tokens.attend(x, projections, cached, feedback, mix)
-        return y, ClusteredState(window, *past)
+        return LayerOutput(y, ClusteredState(window, *past))
 
-    def begin_block(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
-        return x, OpenBlock(state.window.keys, state.window.values, None)
+        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[ClusteredState, OpenBlock],
+        *,
+        state: ClusteredState,
+        block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the centroid memory does not change."""
-        state, block = carried
         mix = self._mix_step(state, position)
-        return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+        return LayerOutput(
+            *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+        )
 
     def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
         def mix(queries: Float[Array, "B 1 H K"], part: AttentionPart) -> Float[Array, "B 1 H K"]:
             return causal_clustered_attention_step(
-                queries, part, window.keys, window.values, cache_is_readable(m, window), position,
+                queries, part, self.tokens.unit_keys(window.keys), window.values,
+                cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),
                 attend_to_self=m.attend_to_self,
             )  # fmt: skip
@@ -189,14 +199,13 @@ class ClusteredLayer(nn.Module):
         return mix
 
     def end_block(
-        self, x: None, carried: tuple[ClusteredState, OpenBlock], *_: None
-    ) -> tuple[None, ClusteredState]:
+        self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any
+    ) -> LayerOutput:
         """Returns the state after a full block: its keys and values become the window, and those of
         the previous window enter the memory of the centroids.
         """
-        state, block = carried
-        keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
+        keys = self.tokens.unit_keys(state.window.keys)
+        keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
         past = memory_after(state.past, keys, values, cache_mask, self._centroids())
-        window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
-        return x, ClusteredState(window, *past)
+        return LayerOutput(x, ClusteredState(closed_window(state.window, block), *past))

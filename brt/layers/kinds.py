@@ -20,15 +20,15 @@ from brt.layers.clustered import (
     new_clustered_state,
 )
 from brt.layers.recurrent import (
-    RECURRENT_AXES,
     RecurrentLayer,
     new_recurrent_state,
+    recurrent_axes,
     recurrent_taps,
     state_update_flops,
 )
 from brt.layers.sections import Clustered, Recurrence
-from brt.layers.state import WINDOW_AXES, LayerState, new_window_state
 from brt.layers.state import LayerAux as LayerAux
+from brt.layers.state import LayerState, new_window_state, window_axes
 from brt.layers.taps import token_taps
 from brt.layers.window import WindowLayer
 
@@ -36,24 +36,36 @@ from brt.layers.window import WindowLayer
 class LayerKind(NamedTuple):
     """Everything that the rest of brt knows about a kind of layer.
 
-    Its module has the fields `model`, `training` and `kernels`, and four methods. The last three
-    do the same as the first for one block, token by token:
+    Its module has the fields `model`, `training` and `kernels`, and four methods, which return a
+    `LayerOutput`. The first method reads a segment; the other three do the same for one block,
+    token by token:
 
-      (x [B, T, D], state, document_start [B, N], feedback) -> (y, state)
-      begin_block(None, state, document_start [B] or None, None) -> (None, block)
-      decode_step(x [B, 1, D], (state, block), position, feedback) -> (y, block)
-      end_block(None, (state, block), None, None) -> (None, state)
+      __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state, taps)
+      begin_block(None, state, document_start [B] or None, model_state, summaries=None)
+      decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries=None)
+      end_block(None, state, block, model_state, summaries)
 
-    Where a kind has `summaries`, x is a `Stream`, and end_block takes and returns one, too. Other
-    kinds do not see the summaries.
+    All arguments but x are keywords, and every kind gets all of them: a module names those that it
+    uses and takes the others as `**_`. `begin_block` and `decode_step` return the open block in the
+    place of the state. A layer may change its open block with every token, so that a recurrence
+    over tokens keeps its state there.
 
-    `feedback` is the `StateKV` that a layer shows to all others, or None. What a layer
-    learns without gradients is its model state: the last argument of all four methods where the
-    kind has one, and read only but for the first, which returns (y, state, LayerAux).
+      x: vectors of tokens.
+      state: the state of the layer before the segment or the block.
+      document_start: True where a block is the first of a document, where the layer forgets.
+      feedback: the keys and values of the states that the highest recurrent layer shows to all
+        layers (`StateKV`), or None.
+      summaries: summaries [B, N, U, D] of the blocks by the layer below, or None.
+      model_state: what the layer has learned without gradients; () for kinds without it. Only
+        `__call__` returns the next one, in `LayerAux`.
+      taps: accumulators of deferred weight gradients for a single block, or None.
+      block: the open block.
+      position: int32, the place of the token in its block.
 
     Attributes:
-      new_state: (model, batch, dtype) -> what has read nothing, with the batch on axis 0.
-      axes: the names of the axes of its arrays (`brt.distributed.rules`).
+      new_state: (model, batch, dtype) -> the state of a layer that has read nothing, with the batch
+        on axis 0.
+      axes: (model) -> the names of the axes of the arrays of a state (`brt.distributed.rules`).
       parts: the fields of the state that make its "cache", its "state" or its "memory", each in
         one part: what can be ablated or exchanged by itself.
       flops: of a token, forward, of what the kind adds to a sliding-window layer.
@@ -65,16 +77,16 @@ class LayerKind(NamedTuple):
         it made on the way, which others compute again where that is quicker than to keep it.
       summaries: (model) -> the number of vectors in which a layer summarises a block for the
         layer above; None if the kind neither reads nor makes summaries.
-      taps: (model, parameters of a run, blocks, lanes) -> a last argument of the first method,
-        for weight gradients that are computed after a scan over blocks (`brt.ops.deferred`):
-        with blocks on axis 0 and layers on axis 1; None: the kind takes none.
+      taps: (model, parameters of a run, blocks, lanes) -> accumulators of the weight gradients that
+        are computed after a scan over blocks (`brt.ops.deferred`), with blocks on axis 0 and layers
+        on axis 1; None if the kind defers none.
       new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
       settle: (model, model_state) -> the next step's, of what a step's parts have made of it.
     """
 
     module: type[nn.Module]
     new_state: Callable[[Model, int, jnp.dtype], LayerState]
-    axes: LayerState
+    axes: Callable[[Model], LayerState]
     parts: Mapping[str, tuple[str, ...]]
     flops: Callable[[Model], int]
     section: type[KindSection] | None = None
@@ -107,8 +119,8 @@ register_kind(
     LayerKind(
         WindowLayer,
         new_window_state,
-        WINDOW_AXES,
-        {"cache": ("keys", "values", "valid")},
+        window_axes,
+        {"cache": ("keys", "values", "valid", "length")},
         lambda model: 0,
         taps=token_taps,
     ),
@@ -118,7 +130,7 @@ register_kind(
     LayerKind(
         RecurrentLayer,
         new_recurrent_state,
-        RECURRENT_AXES,
+        recurrent_axes,
         {"cache": ("window",), "state": ("vectors", "valid")},
         state_update_flops,
         Recurrence,
@@ -132,7 +144,7 @@ register_kind(
     LayerKind(
         ClusteredLayer,
         new_clustered_state,
-        CLUSTERED_AXES,
+        lambda model: CLUSTERED_AXES,
         {"cache": ("window",), "memory": ("keys", "values", "rest", "totals", "filled")},
         clustered_flops,
         Clustered,
@@ -158,5 +170,5 @@ def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
     """A layer's `state` with some of its parts taken from `donor`; those of no such name stay."""
-    fields = [field for part in parts for field in kind.parts.get(part, ())]
-    return state._replace(**{field: getattr(donor, field) for field in fields})
+    names = {field for part in parts for field in kind.parts.get(part, ())}
+    return state._replace(**{name: getattr(donor, name) for name in names & {*state._fields}})

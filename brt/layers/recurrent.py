@@ -27,12 +27,14 @@ from brt.layers.basic import (
 )
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
-    WINDOW_AXES,
+    LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
+    closed_window,
     has_null_keys,
     new_window_state,
+    window_axes,
     zero_where_invalid,
 )
 from brt.layers.taps import NO_TAPS, TokenTaps, token_taps
@@ -64,7 +66,9 @@ class RecurrentState(NamedTuple):
     valid: Bool[Array, " B"]
 
 
-RECURRENT_AXES: Any = RecurrentState(WINDOW_AXES, ("lanes", None, None), ("lanes",))
+def recurrent_axes(model: Model) -> Any:
+    """Returns the names of the axes of the arrays of a state."""
+    return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
@@ -214,7 +218,7 @@ def recurrent_taps(
 
 
 class RecurrentLayer(nn.Module):
-    """A block-recurrent layer: (x, state) -> (y, state)."""
+    """A block-recurrent layer."""
 
     model: Model
     training: bool = False
@@ -247,78 +251,79 @@ class RecurrentLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: RecurrentState,
         document_start: Bool[Array, "B N"],
-        _: StateKV | None = None,
-        taps: RecurrentTaps = _NO_TAPS,
-    ) -> tuple[Float[Array, "B T D"], RecurrentState]:
+        taps: RecurrentTaps | None = None,
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment in two phases: first the states of all blocks, then the tokens of all
         blocks.
 
         Args:
           taps: accumulators of deferred weight gradients; the segment then has one block.
         """
-        section = self.model.of(Recurrence)
+        section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
-        past, window = with_cache(
-            self.model, state.window, projections, document_start, as_they_are=self.model.feedback
-        )
+        past, window = with_cache(m, state.window, projections, document_start)
         replicated = ("lanes", None, "heads", None)  # on all devices that share the tokens
-        raw = projections.raw
-        shown = raw.keys if raw else projections.keys, projections.values
-        keys, values = (constrain(x, *replicated) for x in shown)
-        m = self.model
+        keys, values = (constrain(z, *replicated) for z in (projections.keys, projections.values))
         on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.cache_mask, document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
             unroll=unrolled(m.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
-            raw_keys=raw is not None, **self._options(),
+            **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateKV(*(constrain(part, *names) for part in memory))
         y = self.tokens.attend(x, projections, past, memory, taps=taps.tokens)
-        return y, RecurrentState(window, vectors, window.valid)
+        return LayerOutput(y, RecurrentState(window, vectors, window.valid))
 
     def begin_block(
         self,
         x: None,
+        *,
         state: RecurrentState,
         document_start: Bool[Array, " B"] | None = None,
-        _: None = None,
-    ) -> tuple[None, OpenBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Returns an empty open block, with the keys and values of the recurrent states."""
         vectors = self._vectors(state, document_start)
         memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
             dtype=state.window.keys.dtype,
         )  # fmt: skip
-        return x, OpenBlock(state.window.keys, state.window.values, memory)
+        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, memory))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[RecurrentState, OpenBlock],
+        *,
+        state: RecurrentState,
+        block: OpenBlock,
         position: Int[Array, ""],
-        _: StateKV | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the recurrent states do not change."""
-        state, block = carried
-        return self.tokens.attend_step(x, state.window, block, position, block.memory)
+        attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
+        return LayerOutput(*attended)
 
     def end_block(
-        self, x: None, carried: tuple[RecurrentState, OpenBlock], *_: None
-    ) -> tuple[None, RecurrentState]:
+        self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
+    ) -> LayerOutput:
         """Returns the state after a full block, which the recurrent states have attended to."""
-        state, block = carried
         window = state.window
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)
-        before, own = (tokens_by_head(*x) for x in (window[:2], block[:2]))
+        before, own = (
+            tokens_by_head(self.tokens.unit_keys(part.keys), part.values)
+            for part in (window, block)
+        )
         cache_mask = cache_is_readable(self.model, window)
         vectors = state_update(
             self.cell.weights, self._vectors(state), before, own, cache_mask, **self._options()
         )[0]
-        after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
-        return x, RecurrentState(after, vectors, after.valid)
+        after = closed_window(window, block)
+        return LayerOutput(x, RecurrentState(after, vectors, after.valid))

@@ -9,12 +9,10 @@ block, exactly as in training.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Model
-from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -22,7 +20,8 @@ class WindowState(NamedTuple):
     """Keys and values of the last block (the Transformer-XL cache).
 
     Attributes:
-      keys: [B, W, H, K], normalised, in the compute dtype.
+      keys: [B, W, H, K], in the compute dtype, as they were projected: attention normalises and
+        rotates them.
       values: [B, W, H, K].
       valid: bool [B], False before the first block of a document.
     """
@@ -36,19 +35,6 @@ class WindowState(NamedTuple):
 WINDOW_AXES: Any = WindowState(
     ("lanes", None, "heads", None), ("lanes", None, "heads", None), ("lanes",)
 )
-
-
-class Stream(NamedTuple):
-    """The input of a layer: tokens, and the summaries of the layer below.
-
-    Attributes:
-      tokens: vectors of the tokens; None while blocks are opened and closed.
-      summaries: summaries of each of N blocks for the layer above; None in models without
-        summaries, and while tokens of an open block are read.
-    """
-
-    tokens: Float[Array, "B T D"]
-    summaries: Float[Array, "B N U D"] = None  # type: ignore[assignment]
 
 
 # The state of a layer: a NamedTuple of arrays with the batch on axis 0, whose fields depend on the
@@ -68,6 +54,28 @@ class LayerAux(NamedTuple):
     model_state: PyTree[Array] = ()
     losses: Mapping[str, Array] = {}
     metrics: Mapping[str, Array] = {}
+
+
+def window_axes(model: Model) -> Any:
+    """Returns the names of the axes of the arrays of a window's state."""
+    return WINDOW_AXES
+
+
+class LayerOutput(NamedTuple):
+    """The result of every method of a layer, whatever its kind (see `brt.layers.kinds.LayerKind`).
+
+    Attributes:
+      x: the output vectors of the tokens; None if no tokens were read.
+      state: the state after the tokens, or the open block.
+      aux: auxiliary losses, metrics and the next model state.
+      summaries: summaries [B, N, U, D] of N blocks for the layer above; None if the layer makes
+        none, in which case those of the layer below are passed on.
+    """
+
+    x: Float[Array, "B T D"] | None
+    state: LayerState
+    aux: LayerAux = LayerAux()
+    summaries: Float[Array, "B N U D"] | None = None
 
 
 class OpenBlock(NamedTuple):
@@ -91,6 +99,11 @@ def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState:
     return WindowState(cache, jnp.zeros_like(cache), jnp.zeros((batch,), bool))
 
 
+def closed_window(state: WindowState, block: OpenBlock) -> WindowState:
+    """Returns the state of a window after a full block."""
+    return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
+
+
 def zero_where_invalid(window: WindowState) -> WindowState:
     """Replaces keys and values by zeros where nothing was read (the null keys of the original
     code).
@@ -99,19 +112,6 @@ def zero_where_invalid(window: WindowState) -> WindowState:
     return window._replace(
         keys=jnp.where(keep, window.keys, 0), values=jnp.where(keep, window.values, 0)
     )
-
-
-def with_unit_keys(state: PyTree[Array]) -> PyTree[Array]:
-    """Normalises the keys of all window states, for layers that cached raw keys."""
-
-    def normalized(x: Any) -> Any:
-        return x._replace(keys=l2_normalize(x.keys)) if _is_window(x) else x
-
-    return jax.tree.map(normalized, state, is_leaf=_is_window)
-
-
-def _is_window(x: Any) -> bool:
-    return isinstance(x, WindowState)
 
 
 def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:

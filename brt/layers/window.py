@@ -2,19 +2,20 @@
 previous block.
 """
 
+from typing import Any
+
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.layers.attention import TransformerBlock, with_cache
-from brt.layers.state import OpenBlock, WindowState
+from brt.layers.state import LayerOutput, OpenBlock, WindowState, closed_window
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops.recurrent_attention import StateKV
 
 
 class WindowLayer(nn.Module):
-    """A sliding-window layer: (x, state) -> (y, state)."""
+    """A sliding-window layer."""
 
     model: Model
     training: bool = False
@@ -29,35 +30,36 @@ class WindowLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: WindowState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
-        taps: TokenTaps = NO_TAPS,
-    ) -> tuple[Float[Array, "B T D"], WindowState]:
+        taps: TokenTaps | None = None,
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment; with `taps`, a single block."""
+        taps = taps or NO_TAPS
         projections = self.tokens.project(x, taps)
-        past, state = with_cache(
-            self.model, state, projections, document_start, as_they_are=self.model.feedback
-        )
-        return self.tokens.attend(x, projections, past, feedback, taps=taps), state
+        past, state = with_cache(self.model, state, projections, document_start)
+        return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), state)
 
-    def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, *, state: WindowState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
-        return x, OpenBlock(state.keys, state.values, None)
+        return LayerOutput(x, OpenBlock(state.keys, state.values, None))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[WindowState, OpenBlock],
+        *,
+        state: WindowState,
+        block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block."""
-        return self.tokens.attend_step(x, *carried, position, feedback)
+        return LayerOutput(*self.tokens.attend_step(x, state, block, position, feedback))
 
-    def end_block(
-        self, x: None, carried: tuple[WindowState, OpenBlock], *_: None
-    ) -> tuple[None, WindowState]:
+    def end_block(self, x: None, *, state: WindowState, block: OpenBlock, **_: Any) -> LayerOutput:
         """Returns the state after a full block."""
-        state, block = carried
-        return x, WindowState(block.keys, block.values, jnp.ones_like(state.valid))
+        return LayerOutput(x, closed_window(state, block))

@@ -13,14 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.basic import ONES, compute_dtype, dropout, parameter
-from brt.layers.stack import (
-    ModelState,
-    Stack,
-    StackBlock,
-    StackState,
-    new_stack_state,
-    replace_parts,
-)
+from brt.layers.runs import ModelState, StackBlock, StackState, new_stack_state, replace_parts
+from brt.layers.stack import Stack
 from brt.ops.lookup import lookup
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
@@ -49,7 +43,7 @@ class Decoder(nn.Module):
     """A language model over segments or single tokens.
 
     Calls return a `DecoderOutput`. The model state (statistics that layers learn without gradients,
-    see `brt.layers.stack.new_model_state`) may be left out if no layer has one.
+    see `brt.layers.runs.new_model_state`) may be left out if no layer has one.
 
     Attributes:
       model: the settings of the model, with the size of the vocabulary set.

@@ -74,7 +74,6 @@ class BackendPolicy(NamedTuple):
       multiplies_separately: inputs of one product are multiplied one by one, not concatenated.
       gathers_by_product: rows are gathered by a product with zeros and ones.
       packs_dropout: dropout masks are drawn in the shape in which they are packed.
-      attention_normalizes: window attention itself normalises queries and keys.
       defers_gradients: weight gradients of a loop over blocks are computed after the loop.
       recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
         stored ones.
@@ -92,7 +91,6 @@ class BackendPolicy(NamedTuple):
     multiplies_separately: bool = False
     gathers_by_product: bool = False
     packs_dropout: bool = False
-    attention_normalizes: bool = False
     defers_gradients: bool = True
     recomputes_elementwise: bool = True
     sends_arrays_together: bool = False
@@ -108,7 +106,7 @@ _POLICIES = {
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(
         stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
-        packs_dropout=True, attention_normalizes=True,
+        packs_dropout=True,
     ),
 }  # fmt: skip
 

@@ -83,6 +83,11 @@ def layer_norm(
     return add_shared(scale_shared(y, scale), bias).astype(x.dtype)
 
 
+def inverse_norms(x: Float[Array, "*B K"]) -> Float[Array, "*B"]:
+    """Returns the float32 factors 1 / |x| by which `l2_normalize` multiplies vectors."""
+    return _inverse(x, 1.0)[..., 0]
+
+
 @jax.custom_vjp
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """Returns x / |x| over the last axis, in x's dtype."""

@@ -15,8 +15,8 @@ from brt.config import Config, Decoding, Model, Sampling, Training
 from brt.errors import DataError
 from brt.generation import session as sessions
 from brt.generation.session import CHUNK, Session
+from brt.layers.runs import new_model_state
 from brt.layers.sections import Recurrence
-from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
 from brt.types import Variables

@@ -18,7 +18,7 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     tokens = jnp.arange(2 * 6, dtype=jnp.float32).reshape(2, 6, 1, 1)
     state = WindowState(tokens[:, :2] - 100, tokens[:, :2] - 200, jnp.array([True, False]))
     start = jnp.array([[False, False, True], [False, True, False]])
-    projections = TokenProjections(tokens, tokens, -tokens, None)
+    projections = TokenProjections(tokens, tokens, -tokens, None, tokens, -tokens)
 
     past, after = with_cache(MODEL, state, projections, start)
     keys, values = past.joined(projections)
@@ -52,7 +52,9 @@ def test_positions_have_parameters_of_their_own(positions: str, shapes: dict) ->
     model = Model(window=4, model_dim=8, heads=3, head_dim=2, mlp_dim=8, positions=positions)
     x, state = jnp.zeros((1, 4, 8)), new_window_state(model, 1, jnp.dtype("float32"))
     key, start = jax.random.key(0), jnp.ones((1, 1), bool)
-    tree = jax.eval_shape(lambda: WindowLayer(model).init(key, x, state, start))
+    tree = jax.eval_shape(
+        lambda: WindowLayer(model).init(key, x, state=state, document_start=start)
+    )
     tokens = {name: leaf.value.shape for name, leaf in tree["params"]["tokens"].items()}
     found = {n: s for n, s in tokens.items() if n.startswith(("relative", "alibi"))}
     assert found == shapes and len(tokens) == 9 + len(found)

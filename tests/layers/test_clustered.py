@@ -56,7 +56,9 @@ def compiled(model: Model) -> Callable:
 def read(
     params: Any, x: jax.Array, state: ClusteredState, model: Model = MODEL
 ) -> tuple[jax.Array, ClusteredState]:
-    return compiled(model)({"params": params}, x, state, jnp.asarray(NOWHERE))
+    start = jnp.asarray(NOWHERE)
+    output = compiled(model)({"params": params}, x, state=state, document_start=start)
+    return output[:2]
 
 
 @pytest.mark.slow_cases("True")
@@ -74,7 +76,7 @@ def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     )
 
     def begin(layer: ClusteredLayer, x: jax.Array) -> tuple:
-        return layer._centroids(), layer.tokens.project(x).queries
+        return layer._centroids(), layer.tokens.scaled_queries(layer.tokens.project(x).queries)
 
     init = jax.jit(functools.partial(ClusteredLayer(model).init_with_output, method=begin))
     (centroids, queries), _ = init(jax.random.key(0), inputs())
@@ -105,7 +107,9 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
         params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)  # reached next to the token
     narrow = dataclasses.replace(wide, window=WINDOW)
     start = jnp.zeros((LANES, 1), bool)
-    expected, _ = compiled(wide)({"params": params}, inputs(), new_state(wide), start)
+    expected, _ = compiled(wide)(
+        {"params": params}, inputs(), state=new_state(wide), document_start=start
+    )
     y, _ = read(params, inputs(), new_state(narrow), narrow)
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
 
@@ -163,9 +167,11 @@ def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     placed = jax.device_put(arguments, by_lane)
 
     @jax.jit
-    def value_and_grad(params: Any, *arguments: Any) -> tuple:
+    def value_and_grad(params: Any, x: Any, state: Any, start: Any) -> tuple:
         def total(params: Any) -> tuple:
-            y, after = ClusteredLayer(MODEL).apply({"params": params}, *arguments)
+            y, after, *_ = ClusteredLayer(MODEL).apply(
+                {"params": params}, x, state=state, document_start=start
+            )
             return jnp.sum(y**2), (y, after)
 
         return jax.grad(total, has_aux=True)(params)

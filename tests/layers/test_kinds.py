@@ -22,8 +22,9 @@ from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
-from brt.layers.kinds import LayerAux, LayerKind
-from brt.layers.stack import new_model_state, parts, runs
+from brt.layers.kinds import LayerKind
+from brt.layers.runs import new_model_state, parts, runs
+from brt.layers.state import LayerAux, LayerOutput
 from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.ops.cross_entropy import cross_entropy
@@ -74,35 +75,39 @@ class Toy(nn.Module):
     def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
         return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
 
-    def __call__(self, x: Any, state: ToyState, start: Any, _: Any, seen: Any) -> tuple:
+    def __call__(
+        self, x: Any, *, state: ToyState, document_start: Any, model_state: Any, **_: Any
+    ) -> LayerOutput:
+        seen = model_state
         blocks = x.reshape(len(x), -1, WINDOW, x.shape[-1])
 
         def body(total: jax.Array, block: tuple) -> tuple:
             total = jnp.where(block[1][:, None], 0, total)
             return total + block[0], self._said(total, seen)
 
-        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), start.T
+        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), document_start.T
         after, said = jax.lax.scan(body, state.total, xs)
         y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
         aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
-        return y.reshape(x.shape), ToyState(after), aux
+        return LayerOutput(y.reshape(x.shape), ToyState(after), aux)
 
-    def begin_block(self, x: None, state: ToyState, *_: Any) -> tuple:
-        return x, ToyState(jnp.zeros_like(state.total))
+    def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
 
-    def decode_step(self, x: Any, carried: tuple, position: Any, _: Any, seen: Any) -> tuple:
-        state, block = carried
-        return x + self._said(state.total, seen)[:, None], ToyState(block.total + x[:, 0] / WINDOW)
+    def decode_step(
+        self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
+    ) -> LayerOutput:
+        y = x + self._said(state.total, model_state)[:, None]
+        return LayerOutput(y, ToyState(block.total + x[:, 0] / WINDOW))
 
-    def end_block(self, x: None, carried: tuple, *_: Any) -> tuple:
-        state, block = carried
-        return x, ToyState(state.total + block.total)
+    def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, ToyState(state.total + block.total))
 
 
 TOY = LayerKind(
     Toy,
     lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
-    ToyState(("lanes", None)),  # type: ignore[arg-type]
+    lambda model: ToyState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 3 * model.model_dim,
     section=ToySection,
@@ -157,7 +162,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> None:
-    assert runs(model) == [("toy_0", "toy", 2), ("window_2", "window", 1)]
+    assert [run[:3] for run in runs(model)] == [("toy_0", "toy", 2), ("window_2", "window", 1)]
     assert parts(model) == {"state", "cache"}
     plain = model.without(ToySection)
     assert forward_flops_per_token(model) - forward_flops_per_token(plain) == 2 * 3 * 8
@@ -225,7 +230,9 @@ def test_what_it_says_besides_is_the_same_however_layers_run(
         variables = {"params": {"weight": toy[i]}}
         state = TOY.new_state(model, LANES, jnp.dtype("float32"))
         size += float(np.mean(np.abs(x)))
-        x, _, aux = Toy(model).apply(variables, x, state, START, None, jnp.zeros(()))
+        x, _, aux, _ = Toy(model).apply(
+            variables, x, state=state, document_start=START, model_state=jnp.zeros(())
+        )
         loud += float(aux.losses["loud"])
     assert float(expected.losses["loud"]) == pytest.approx(loud, rel=1e-4)
     assert float(expected.metrics["toy_0/size"]) == pytest.approx(size / 2, rel=1e-4)

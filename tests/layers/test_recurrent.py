@@ -58,7 +58,8 @@ def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
 
     def segment(params: Any) -> tuple[jax.Array, tuple]:
-        y, after = layer.apply({"params": params}, x, state, jnp.zeros((LANES, BLOCKS), bool))
+        start = jnp.zeros((LANES, BLOCKS), bool)
+        y, after, *_ = layer.apply({"params": params}, x, state=state, document_start=start)
         return jnp.sum(y * cotangent), (y, after)
 
     def by_token(params: Any) -> tuple[jax.Array, Any]:
@@ -66,14 +67,16 @@ def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
 
         def block(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
             def step(opened: Any, place: tuple) -> tuple[Any, jax.Array]:
-                y, opened = layer.apply(
-                    variables, place[1], (state, opened), place[0], method="decode_step"
-                )
+                y, opened, *_ = layer.apply(
+                    variables, place[1], state=state, block=opened, position=place[0],
+                    method="decode_step",
+                )  # fmt: skip
                 return opened, y
 
-            _, opened = layer.apply(variables, None, state, None, method="begin_block")
+            opened = layer.apply(variables, None, state=state, method="begin_block").state
             opened, y = jax.lax.scan(step, opened, (jnp.arange(WINDOW), x))
-            return layer.apply(variables, None, (state, opened), None, method="end_block")[1], y
+            closed = layer.apply(variables, None, state=state, block=opened, method="end_block")
+            return closed.state, y
 
         tokens = jnp.moveaxis(x, 1, 0)[:, :, None].reshape(BLOCKS, WINDOW, LANES, 1, -1)
         after, y = jax.lax.scan(block, state, tokens)

@@ -13,8 +13,9 @@ from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.layers.basic import dropout_rngs
 from brt.layers.recurrent import RecurrentLayer
+from brt.layers.runs import StackState, new_stack_state, runs
 from brt.layers.sections import Recurrence
-from brt.layers.stack import Stack, StackState, new_stack_state, runs
+from brt.layers.stack import Stack
 from brt.layers.window import WindowLayer
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_kv
@@ -37,12 +38,13 @@ MODEL = Model(
 
 def test_equal_neighbours_make_a_run() -> None:
     model = with_settings(MODEL, {"layers": 6, "Recurrence.layers": (-3, 2)})
-    assert runs(model) == [
+    assert [run[:3] for run in runs(model)] == [
         ("window_0", "window", 2),
         ("recurrent_2", "recurrent", 2),
         ("window_4", "window", 2),
     ]
-    assert runs(with_settings(MODEL, {"Recurrence.layers": ()})) == [("window_0", "window", 3)]
+    (run,) = runs(with_settings(MODEL, {"Recurrence.layers": ()}))
+    assert run[:3] == ("window_0", "window", 3)
 
 
 def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
@@ -94,7 +96,7 @@ def test_layers_that_learn_one_after_the_other_learn_the_same(
     model = with_settings(MODEL, {"layers": 3, "Recurrence.layers": (1,)})
     params = random_params(model)["stack"]
     expected = results(model, params)
-    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
     found = jax.make_jaxpr(lambda p: results(model, p))(params)
     assert str(found).count("optimization_barrier") >= model.layers
     assert_close(results(model, params), expected)
@@ -180,7 +182,7 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
     places = [("window_0", 0), ("recurrent_1", 0), ("recurrent_1", 1)]
 
     def loop(params: Any, x: jax.Array, state: StackState, start: jax.Array) -> tuple:
-        names = [name for name, _, _ in runs(model)]
+        names = [run.name for run in runs(model)]
         layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for name, i in places]
         states = [
             jax.tree.map(lambda leaf, i=i: leaf[:, i], state[names.index(name)])
@@ -197,9 +199,10 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
             memory = type(memory)(*(part[:, None] for part in memory))
             for i, (name, _) in enumerate(places):
                 layer = RecurrentLayer(model) if "recurrent" in name else WindowLayer(model)
-                heard = () if "recurrent" in name else (memory,)
-                variables = {"params": layers[i]}
-                y, states[i] = layer.apply(variables, y, states[i], starts[:, None], *heard)
+                y, states[i], *_ = layer.apply(
+                    {"params": layers[i]}, y, state=states[i], document_start=starts[:, None],
+                    feedback=memory,
+                )  # fmt: skip
             outputs.append(y)
         grouped = [
             [s for (name, _), s in zip(places, states, strict=True) if name == n] for n in names
@@ -209,18 +212,6 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
 
     changed = dataclasses.replace(model, block_unroll=2, remat=True)
     assert_close(results(changed, params), results(model, params, loop))
-
-
-def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
-    random_params: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks hand on keys as they are then, and the segment the normalised ones."""
-    model = with_settings(MODEL, {"feedback": True, "layers": 2, "Recurrence.layers": (1,)})
-    params = random_params(model)["stack"]
-    expected = results(model, params)
-    for module in ("attention", "stack"):
-        monkeypatch.setattr(f"brt.layers.{module}.normalizes_in_kernel", lambda: True)
-    assert_close(results(model, params), expected)
 
 
 FED_BACK = {
@@ -243,7 +234,7 @@ def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
     model = dataclasses.replace(MODEL, feedback=True, **FED_BACK[name])
     params = random_params(model)["stack"]
     expected = results(model, params)
-    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
     assert_close(results(model, params), expected)
 
 
@@ -273,7 +264,7 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
         return added_up(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
 
     assert kernels <= carried()
-    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
     assert not kernels & carried()
 
 
@@ -284,7 +275,8 @@ def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
 ) -> None:
     """All blocks share the dropout mask of attention weights, with and without feedback."""
     if only_attention:
-        monkeypatch.setattr("brt.layers.attention.dropout", lambda module, x, rate: x)
+        for module in ("attention", "mlp"):
+            monkeypatch.setattr(f"brt.layers.{module}.dropout", lambda module, x, rate: x)
     model = with_settings(
         MODEL, {"layers": 1, "Recurrence.layers": (0,), "feedback": True, "dropout": 0.5}
     )

@@ -6,8 +6,8 @@ import pytest
 from brt.config import Model
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.recurrent import RecurrentState
+from brt.layers.runs import parts
 from brt.layers.sections import Recurrence
-from brt.layers.stack import parts
 from brt.layers.state import WindowState, zero_where_invalid
 from brt.memories import DenseMemory, Memorizing, Routing
 from brt.models.decoder import forget, new_state

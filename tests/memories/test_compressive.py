@@ -62,7 +62,9 @@ def read(
     params: Any, x: jax.Array, state: CompressedState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple:  # fmt: skip
-    return compiled(model)({"params": params}, x, state, jnp.asarray(start))
+    start = jnp.asarray(start)
+    output = compiled(model)({"params": params}, x, state=state, document_start=start)
+    return output[:3]
 
 
 def test_neighbours_become_one_by_hand() -> None:
@@ -153,7 +155,9 @@ def gradients(params: Any) -> Callable:
     def of(own: bool, params: Any, x: jax.Array, state: CompressedState) -> Any:
         def loss(params: Any, x: jax.Array, vectors: jax.Array) -> jax.Array:
             given = state._replace(vectors=vectors)
-            y, _, aux = CompressiveLayer(MODEL).apply({"params": params}, x, given, START)
+            y, _, aux, _ = CompressiveLayer(MODEL).apply(
+                {"params": params}, x, state=given, document_start=START
+            )
             return aux.losses["compression"] if own else jnp.sum(y**2)
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(params, x, state.vectors)
@@ -184,7 +188,9 @@ def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(own: bool, params: Any, x: jax.Array) -> tuple:
         def loss(params: Any, x: jax.Array) -> jax.Array:
-            y, _, aux = CompressiveLayer(model).apply({"params": params}, x, state, START)
+            y, _, aux, _ = CompressiveLayer(model).apply(
+                {"params": params}, x, state=state, document_start=START
+            )
             return aux.losses["compression"] if own else jnp.sum(y**2)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, x)

@@ -58,7 +58,10 @@ def read(
     params: Any, x: jax.Array, state: RoutedState, start: np.ndarray = NOWHERE,
     learnt: ClusterStatistics = LEARNT, model: Model = MODEL,
 ) -> tuple:  # fmt: skip
-    return compiled(model)({"params": params}, x, state, jnp.asarray(start), None, learnt)
+    output = compiled(model)(
+        {"params": params}, x, state=state, document_start=jnp.asarray(start), model_state=learnt
+    )
+    return output[:3]
 
 
 def test_a_step_in_parts_is_the_step_and_moves_centres_once(params: Any) -> None:
@@ -93,7 +96,9 @@ def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
         def loss(params: Any, state: RoutedState, learnt: ClusterStatistics) -> jax.Array:
             start = jnp.asarray(NOWHERE)
             variables = {"params": params}
-            y, _, aux = RoutingLayer(MODEL).apply(variables, inputs(), state, start, None, learnt)
+            y, _, aux, _ = RoutingLayer(MODEL).apply(
+                variables, inputs(), state=state, document_start=start, model_state=learnt
+            )
             return aux.losses["routing"] if own else jnp.sum(y**2)
 
         return jax.grad(loss, argnums=(0, 1, 2), allow_int=True)(params, state, LEARNT)

@@ -12,7 +12,7 @@ from model_settings import with_settings
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
-from brt.layers.state import Stream
+from brt.layers.scan import Stream
 from brt.memories import Summaries
 from brt.memories.summary.layer import LongSummaryLayer, LongSummaryState, new_long_summary_state
 from brt.models import decoder
@@ -63,7 +63,11 @@ def read(
     params: Any, stream: Stream, state: LongSummaryState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple[Stream, LongSummaryState]:  # fmt: skip
-    return compiled(model)({"params": params}, stream, state, jnp.asarray(start))
+    output = compiled(model)(
+        {"params": params}, stream.x, summaries=stream.summaries, state=state,
+        document_start=jnp.asarray(start),
+    )  # fmt: skip
+    return Stream(output.x, output.summaries), output.state
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -88,9 +92,9 @@ def test_tokens_read_no_summary_of_their_block_and_summaries_all_its_tokens(
         assert not tokens[0, : 2 * WINDOW].any() and tokens[0, 2 * WINDOW :].all()
         assert not made[0, :1].any() and made[0, 1:].all()  # mixed from all of a block's
         assert not (tokens[1].any() or made[1].any())
-    changed = inputs()._replace(tokens=inputs().tokens.at[0, WINDOW].add(1.0))
+    changed = inputs()._replace(x=inputs().x.at[0, WINDOW].add(1.0))
     after, _ = read(params, changed, new_state(), model=model)
-    assert differs(after.tokens, base.tokens)[0, WINDOW:].all()
+    assert differs(after.x, base.x)[0, WINDOW:].all()
     assert differs(after.summaries, base.summaries)[0, 1:].all()
 
 
@@ -103,7 +107,7 @@ def test_a_block_finds_what_earlier_blocks_left_until_newer_ones_push_it_out(par
     base, _ = read(silent, inputs(), full)
     for slot in range(MODEL.of(Summaries).long_memory):
         changed = full._replace(vectors=full.vectors.at[0, slot].add(1.0))
-        found = differs(read(silent, inputs(), changed)[0].tokens, base.tokens)
+        found = differs(read(silent, inputs(), changed)[0].x, base.x)
         found = found[0].reshape(BLOCKS, WINDOW)
         there = (
             np.arange(BLOCKS) <= slot // MODEL.of(Summaries).long_increment
@@ -115,7 +119,7 @@ def test_the_memory_has_the_last_blocks_in_their_order(params: Any) -> None:
     state = full = read(params, inputs(1), new_state())[1]
     made = []
     for n in range(BLOCKS):
-        tokens = inputs().tokens[:, n * WINDOW : (n + 1) * WINDOW]
+        tokens = inputs().x[:, n * WINDOW : (n + 1) * WINDOW]
         block = Stream(tokens, inputs().summaries[:, n : n + 1])
         before, (_, state) = state, read(params, block, state, NOWHERE[:, :1])
         old = before.vectors[:, MODEL.of(Summaries).long_increment :]
@@ -134,16 +138,16 @@ def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
     start[0, 0] = start[1, 2] = True
     y, after = read(params, inputs(), past, start)
     fresh, anew = read(params, inputs(), new_state())
-    np.testing.assert_array_equal(y.tokens[0], fresh.tokens[0])
+    np.testing.assert_array_equal(y.x[0], fresh.x[0])
     jax.tree.map(lambda a, e: np.testing.assert_array_equal(a[0], e[0]), after, anew)
     late = jax.tree.map(lambda leaf: jnp.roll(leaf, -2, axis=1), inputs().summaries)
-    moved = Stream(jnp.roll(inputs().tokens, -2 * WINDOW, axis=1), late)
+    moved = Stream(jnp.roll(inputs().x, -2 * WINDOW, axis=1), late)
     half, _ = read(params, moved, new_state())
-    assert_close(y.tokens[1, 2 * WINDOW :], half.tokens[1, : 2 * WINDOW])
+    assert_close(y.x[1, 2 * WINDOW :], half.x[1, : 2 * WINDOW])
     assert after.length.tolist() == [6, 4]
     without, _ = read(params, inputs(), past, start & [[True], [False]])
-    np.testing.assert_array_equal(without.tokens[1, : 2 * WINDOW], y.tokens[1, : 2 * WINDOW])
-    assert differs(without.tokens, y.tokens)[1, 2 * WINDOW :].all()
+    np.testing.assert_array_equal(without.x[1, : 2 * WINDOW], y.x[1, : 2 * WINDOW])
+    assert differs(without.x, y.x)[1, 2 * WINDOW :].all()
 
 
 @pytest.mark.slow_cases("False")
@@ -154,7 +158,7 @@ def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) 
 
     def first_block(gate: float, state: LongSummaryState) -> np.ndarray:
         changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
-        return np.asarray(read(changed, inputs(), state, model=model)[0].tokens[:, :WINDOW])
+        return np.asarray(read(changed, inputs(), state, model=model)[0].x[:, :WINDOW])
 
     shut, wide = (first_block(gate, new_state()) for gate in (100.0, -100.0))
     assert (np.abs(wide - shut).max() < TOLERANCE) == masked
@@ -207,7 +211,7 @@ def test_memories_are_parts_of_the_state_and_there_is_no_cache(params: Any) -> N
     jax.tree.map(np.testing.assert_array_equal, replace_parts(kind, one, other, ["cache"]), one)
     for part in kind.parts:
         changed = replace_parts(kind, one, new_state(), [part])
-        y = read(params, inputs(), one)[0].tokens - read(params, inputs(), changed)[0].tokens
+        y = read(params, inputs(), one)[0].x - read(params, inputs(), changed)[0].x
         assert np.abs(y).max() > 0.01
     model = with_settings(MODEL, {"layers": 2, "Summaries.layers": (1,)})
     state = decoder.new_state(model, LANES)
@@ -219,9 +223,9 @@ def test_bfloat16_goes_through_and_memories_stay_float32(params: Any) -> None:
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), inputs())
     y, after = read(params, rounded, new_state(), model=model)
     exact, _ = read(params, inputs(), new_state())
-    assert y.tokens.dtype == y.summaries.dtype == jnp.bfloat16
+    assert y.x.dtype == y.summaries.dtype == jnp.bfloat16
     assert after.vectors.dtype == after.short.vectors.dtype == jnp.float32
-    assert np.mean(np.abs(np.asarray(y.tokens, np.float32) - exact.tokens)) < 0.05
+    assert np.mean(np.abs(np.asarray(y.x, np.float32) - exact.x)) < 0.05
 
 
 def test_dropout_is_anothers_in_every_block(params: Any) -> None:
@@ -232,8 +236,11 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     @jax.jit
     def drawn(seed: int) -> jax.Array:
         layer, rngs = LongSummaryLayer(model, training=True), {"dropout": jax.random.key(seed)}
-        y, _ = layer.apply({"params": params}, same, new_state(), start, rngs=rngs)
-        return y.tokens.reshape(LANES * BLOCKS, -1)
+        y = layer.apply(
+            {"params": params}, same.x, summaries=same.summaries, state=new_state(),
+            document_start=start, rngs=rngs,
+        )  # fmt: skip
+        return y.x.reshape(LANES * BLOCKS, -1)
 
     y = drawn(0)
     np.testing.assert_array_equal(y, drawn(0))

@@ -9,8 +9,8 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
+from brt.layers.runs import new_model_state
 from brt.layers.sections import Recurrence
-from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder, forget
 from brt.ops.cross_entropy import cross_entropy

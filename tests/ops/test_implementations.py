@@ -107,7 +107,7 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
         cached[0] = l2_normalize(cached[0])
         return state_scan(
             *first, tuple(cached), *own, cache_mask, ~cache_mask, kind=kind, tanh="paper",
-            normalize_qk=True, null_keys=null_keys, raw_keys=True, implementation=name,
+            normalize_qk=True, null_keys=null_keys, implementation=name,
         )  # fmt: skip
 
     return run, [weights, *arrays]

@@ -66,11 +66,13 @@ def both_passes(scan: Callable, arrays: list[Any], flags: list[jax.Array]) -> li
 
 def plain(
     weights: CellWeights, initial: Any, vectors: Any, cached: Any, keys: Any, *others: Any,
-    raw_keys: bool, **options: Any,
+    normalize_qk: bool, **options: Any,
 ) -> Any:  # fmt: skip
-    if raw_keys:
+    if normalize_qk:
         cached, keys = (l2_normalize(cached[0]), cached[1]), l2_normalize(keys)
-    return xla.state_scan(weights, initial, vectors, cached, keys, *others, **options)
+    return xla.state_scan(
+        weights, initial, vectors, cached, keys, *others, normalize_qk=normalize_qk, **options
+    )
 
 
 def assert_close(found: list[Any], expected: list[Any], tolerance: float) -> None:
@@ -91,14 +93,14 @@ def test_equals_plain_xla_in_float32(
     dtype: str, tolerance: float, lanes: int, normalizes: bool, null_keys: bool
 ) -> None:
     arrays, flags = inputs(lanes, dtype=dtype, scale=2.0 if normalizes else SIZE**-0.5)
-    options = {"normalize_qk": normalizes, "null_keys": null_keys, "raw_keys": normalizes}
+    options = {"normalize_qk": normalizes, "null_keys": null_keys}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     expected = both_passes(partial(plain, **options, **FIXED), wide, flags)
     kernel = partial(tpu_cell.state_scan, interpret=True, **options)
     assert_close(both_passes(kernel, arrays, flags), expected, tolerance)
 
 
-OPTIONS = {"normalize_qk": True, "null_keys": True, "raw_keys": False}
+OPTIONS = {"normalize_qk": True, "null_keys": True}
 
 
 @pytest.mark.slow  # The attention of recurrent states has a quick test of this.

@@ -77,7 +77,7 @@ def test_equals_plain_xla_in_float32(
     """The tolerance is relative to the largest magnitude; plain XLA computes in float32."""
     arrays, cache_mask = inputs(lanes, dtype=dtype)
     options = {"normalize_qk": normalize_qk, "null_keys": null_keys}
-    kernel = partial(pallas_tpu.state_attention, interpret=True, raw_keys=normalize_qk, **options)
+    kernel = partial(pallas_tpu.state_attention, interpret=True, **options)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     read = normalizing(xla.state_attention) if normalize_qk else xla.state_attention
     expected = both_passes(partial(read, **options), wide, cache_mask)
@@ -90,7 +90,7 @@ def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFix
     options = {"normalize_qk": True, "null_keys": True}
     kernel = partial(pallas_tpu.state_attention, interpret=WATCHED, **options)
     first, again = (both_passes(kernel, arrays, cache_mask) for _ in range(2))
-    expected = both_passes(partial(xla.state_attention, **options), arrays, cache_mask)
+    expected = both_passes(partial(normalizing(xla.state_attention), **options), arrays, cache_mask)
     for found, repeated, wanted in zip(first, again, expected, strict=True):
         np.testing.assert_array_equal(found, repeated)
         assert np.abs(found - wanted).max() <= 5e-6 * np.abs(wanted).max()

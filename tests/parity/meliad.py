@@ -11,8 +11,8 @@ from jaxtyping import Array
 from brt.config import Model
 from brt.errors import DataError
 from brt.layers.recurrent import RecurrentState
+from brt.layers.runs import runs
 from brt.layers.sections import Recurrence
-from brt.layers.stack import runs
 from brt.layers.state import LayerState, WindowState
 
 Arrays = Mapping[str, np.ndarray]
@@ -108,7 +108,7 @@ def _stacked(layers: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[s
 def decoder_parameters(arrays: Arrays, model: Model) -> dict[str, object]:
     """A whole stack's parameters as a `Decoder` tree."""
     stack, first = {}, 0
-    for name, _, count in runs(model):
+    for name, _, count, _ in runs(model):
         layers = [
             layer_parameters(_subtree(arrays, f"transformer{first + i}/"), model)
             for i in range(count)

@@ -68,7 +68,9 @@ def test_layer(dense_layer_file: Path) -> None:
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def value_and_grad(params: Any, xs: jax.Array, state: DenseState, start: jax.Array) -> tuple:
-        ys, state = DenseMemoryLayer(model).apply({"params": params}, xs, state, start)
+        ys, state, *_ = DenseMemoryLayer(model).apply(
+            {"params": params}, xs, state=state, document_start=start
+        )
         return jnp.sum(ys * golden["ct"]), (ys, state)
 
     keys, values = map(jnp.asarray, memory(golden.under("state_in")))
@@ -120,7 +122,9 @@ def test_stack(dense_stack_file: Path) -> None:
         for (name, model), state in zip(layers.items(), states, strict=True):
             layer = DenseMemoryLayer if model is dense else WindowLayer
             start = starts(flags, tokens.shape[1], model)
-            y, own = layer(model).apply({"params": params[name]}, x, state, start)
+            y, own, *_ = layer(model).apply(
+                {"params": params[name]}, x, state=state, document_start=start
+            )
             x = x + y if model is dense else y
             after.append(own)
         logits = decoder.logits(xl, params["embedding"], rms_norm(x, params["norm"]))

@@ -13,7 +13,7 @@ from recordings import Golden, assert_close
 
 from brt.config import Model
 from brt.layers.kinds import KINDS
-from brt.layers.state import Stream
+from brt.layers.scan import Stream
 from brt.memories import Summaries
 from brt.memories.summary.layer import LongSummaryState, SummaryState
 from brt.models import decoder
@@ -129,13 +129,17 @@ def test_layer(melodi_layer_file: Path) -> None:
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def value_and_grad(params: Any, stream: Stream, state: Any, start: jax.Array) -> tuple:
-        after, state = module.apply({"params": params}, stream, state, start)
-        us, memories = after.summaries.reshape(golden["us"].shape), golden.under("cs")
-        value = jnp.sum(after.tokens * golden["ct"]) + jnp.sum(us * golden["cu"])
+        after = module.apply(
+            {"params": params}, stream.x, summaries=stream.summaries, state=state,
+            document_start=start,
+        )  # fmt: skip
+        state, memories = after.state, golden.under("cs")
+        us = after.summaries.reshape(golden["us"].shape)
+        value = jnp.sum(after.x * golden["ct"]) + jnp.sum(us * golden["cu"])
         value += jnp.sum(state.short.vectors * memories["short" + MEMORY])
         if isinstance(state, LongSummaryState):
             value += jnp.sum(state.vectors * memories["long" + MEMORY])
-        return value, (after.tokens, us, state)
+        return value, (after.x, us, state)
 
     tokens = golden["xs"].shape[1]
     (value, (ys, us, state)), (grads, grad_stream) = value_and_grad(
@@ -147,7 +151,7 @@ def test_layer(melodi_layer_file: Path) -> None:
     check_state(state, golden.under("state_out"), "state")
     scale = float(np.abs(golden["ys"] * golden["ct"]).sum())
     assert_close(value, golden["loss"], "loss", scale)
-    assert_close(grad_stream.tokens, golden["grad_xs"], "gradient of xs")
+    assert_close(grad_stream.x, golden["grad_xs"], "gradient of xs")
     grad_us = grad_stream.summaries.reshape(golden["us"].shape)
     assert_close(grad_us, golden["grad_us"], "gradient of summaries")
     expected = flatten_dict(layer_parameters(golden.under("grad_params"), model), sep="/")

@@ -91,7 +91,7 @@ def test_what_tpus_run_equals_one_device(
 ) -> None:
     """Their kernels, interpreted; no loop over blocks; weight gradients of pairs behind them."""
     config, (nats, state) = case(name)
-    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
     operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"
     config = dataclasses.replace(
         config,

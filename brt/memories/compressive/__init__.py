@@ -14,7 +14,7 @@ register_kind(
     LayerKind(
         CompressiveLayer,
         new_compressed_state,
-        COMPRESSED_AXES,
+        lambda model: COMPRESSED_AXES,
         {"cache": ("window", "inputs"), "memory": ("vectors", "length")},
         compressive_flops,
         Compressive,

@@ -11,14 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import KVCache, Mix, TokenProjections, TransformerBlock, with_cache
+from brt.layers.attention import KVCache, Mix, TransformerBlock, with_cache
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
+    LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
+    closed_window,
     new_window_state,
 )
 from brt.memories.compressive.compression import (
@@ -90,7 +92,7 @@ def compressive_flops(model: Model) -> int:
 
 
 class CompressiveLayer(nn.Module):
-    """A layer of the Compressive Transformer: (x, state) -> (y, state).
+    """A layer of the Compressive Transformer.
 
     It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
     those of the previous block, and to older blocks as slots (`Compressive.rate` tokens in one)
@@ -133,10 +135,12 @@ class CompressiveLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: CompressedState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B T D"], CompressedState, LayerAux]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment; with feedback, a single block."""
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
@@ -157,17 +161,19 @@ class CompressiveLayer(nn.Module):
                 for part in self._slots(vectors)
             )
         )
+        keys, values = past.joined(projections)
         tokens = StateKV(
             *(
                 sliding_windows(part, blocks, step=m.window, size=m.window)
-                for part in past.joined(projections)
+                for part in (self.tokens.unit_keys(keys), values)
             )
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
         mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
         y = self.tokens.attend(x, projections, past, feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
-        return y, after, self._aux(projections, tokens, before, made, past)
+        queries = self.tokens.scaled_queries(projections.queries)
+        return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
 
     def _nearest(self) -> int:
         return 0 if self.model.attend_to_self else 1
@@ -227,7 +233,7 @@ class CompressiveLayer(nn.Module):
 
     def _aux(
         self,
-        projections: TokenProjections,
+        queries: Float[Array, "B T H K"],
         before: StateKV,
         inputs: Float[Array, "B N W D"],
         made: Float[Array, "B N S D"],
@@ -245,31 +251,32 @@ class CompressiveLayer(nn.Module):
             slots = (
                 _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
             )
-            queries = _by_block(projections.queries, made.shape[1])
+            queries = _by_block(queries, made.shape[1])
             errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
         loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 
-    def begin_block(
-        self, x: None, state: CompressedState, *_: None
-    ) -> tuple[None, CompressedBlock]:
+    def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
         """Returns an empty open block, with the keys and values of the slots."""
         tokens = OpenBlock(state.window.keys, state.window.values, None)
         inputs = jnp.zeros_like(state.inputs)
-        return x, CompressedBlock(tokens, inputs, self._slots(state.vectors))
+        return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[CompressedState, CompressedBlock],
+        *,
+        state: CompressedState,
+        block: CompressedBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], CompressedBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the slots do not change."""
-        (state, block), window = carried, carried[0].window
+        window = state.window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))
-            for parts in (block.slots, (window.keys, window.values))
+            for parts in (block.slots, (self.tokens.unit_keys(window.keys), window.values))
         )
         cache_mask = cache_is_readable(self.model, window)
         left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
@@ -277,21 +284,19 @@ class CompressiveLayer(nn.Module):
         mix = self._mix(slots, before, length[:, None], cache_mask[:, None], left)
         y, tokens = self.tokens.attend_step(x, window, block.tokens, position, feedback, mix)
         inputs = jax.lax.dynamic_update_slice_in_dim(block.inputs, x, position, axis=1)
-        return y, block._replace(tokens=tokens, inputs=inputs)
+        return LayerOutput(y, block._replace(tokens=tokens, inputs=inputs))
 
     def end_block(
-        self, x: None, carried: tuple[CompressedState, CompressedBlock], *_: None
-    ) -> tuple[None, CompressedState]:
+        self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
+    ) -> LayerOutput:
         """Returns the state after a full block; the block before it becomes slots."""
-        section = self.model.of(Compressive)
-        (state, block), m = carried, self.model
+        section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)
         length = jnp.minimum(state.length + made.shape[1], section.slots)
         length = jnp.where(cache_is_readable(m, state.window), length, 0)
-        tokens = block.tokens
-        window = WindowState(tokens.keys, tokens.values, jnp.ones_like(state.window.valid))
-        return x, self._after(window, block.inputs, vectors, length)
+        window = closed_window(state.window, block.tokens)
+        return LayerOutput(x, self._after(window, block.inputs, vectors, length))
 
 
 def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:

@@ -14,7 +14,7 @@ register_kind(
     LayerKind(
         DenseMemoryLayer,
         new_dense_state,
-        DENSE_AXES,
+        lambda model: DENSE_AXES,
         {"memory": ("keys", "values", "length")},
         dense_memory_flops,
         DenseMemory,

@@ -17,6 +17,7 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import compute_dtype
+from brt.layers.state import LayerOutput
 from brt.memories.dense_memory.section import DenseMemory
 from brt.memories.history import tokens_before
 from brt.ops.dropout import Dropout
@@ -60,7 +61,7 @@ def dense_memory_flops(model: Model) -> int:
 
 
 class DenseMemoryLayer(nn.Module):
-    """A dense-memory layer without positions: (x, state) -> (y, state)."""
+    """A dense-memory layer without positions."""
 
     model: Model
     training: bool = False
@@ -73,20 +74,24 @@ class DenseMemoryLayer(nn.Module):
         )  # fmt: skip
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: DenseState, document_start: Bool[Array, "B N"],
-        _: None = None,
-    ) -> tuple[Float[Array, "B T D"], DenseState]:  # fmt: skip
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: DenseState,
+        document_start: Bool[Array, "B N"],
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment: every block attends to itself and to its memory."""
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
-        projected = self.tokens.project(x)
-        pairs = (state.keys, projected.keys), (state.values, projected.values)
+        queries, own = self._projected(x)
+        pairs = (state.keys, own.keys), (state.values, own.values)
         keys, values = (
             jnp.concatenate([old, constrain(new, *_VECTORS)], axis=1) for old, new in pairs
         )
         start = constrain(document_start, "lanes", None)
         lengths = tokens_before(state.length, start, window=m.window, size=section.size)
-        queries = constrain(projected.queries, *_VECTORS)
+        queries = constrain(queries, *_VECTORS)
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
 
         # A block's weights are computed again for its gradients: there are W (M + W) of them.
@@ -107,9 +112,15 @@ class DenseMemoryLayer(nn.Module):
             return self._read(own, seen, length, jnp.arange(m.window), dropout)
 
         read = jax.lax.map(lambda n: of_block(n, keys, values, queries), jnp.arange(blocks))
-        read = jnp.moveaxis(read, 0, 1).reshape(projected.queries.shape)
+        read = jnp.moveaxis(read, 0, 1).reshape(queries.shape)
         y = self.tokens.finish(x, [read])
-        return y, self._after(keys, values, lengths[:, -1])
+        return LayerOutput(y, self._after(keys, values, lengths[:, -1]))
+
+    def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], StateKV]:
+        """Returns queries, keys and values as attention uses them."""
+        projections = self.tokens.project(x)
+        keys = self.tokens.unit_keys(projections.keys)
+        return self.tokens.scaled_queries(projections.queries), StateKV(keys, projections.values)
 
     def _read(
         self,
@@ -146,41 +157,41 @@ class DenseMemoryLayer(nn.Module):
         keys, values = (jnp.where(kept, z[:, -size:], 0) for z in (keys, values))
         return DenseState(keys, values, length)
 
-    def begin_block(self, x: None, state: DenseState, *_: None) -> tuple[None, StateKV]:
+    def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
         m = self.model
         shape = (len(state.length), m.window, m.heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
-        return x, StateKV(zeros, zeros)
+        return LayerOutput(x, StateKV(zeros, zeros))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[DenseState, StateKV],
+        *,
+        state: DenseState,
+        block: StateKV,
         position: Int[Array, ""],
-        _: None = None,
-    ) -> tuple[Float[Array, "B 1 D"], StateKV]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the memory does not change."""
-        state, block = carried
-        projected = self.tokens.project(x)
-        pairs = (block.keys, projected.keys), (block.values, projected.values)
+        queries, own = self._projected(x)
         block = StateKV(
-            *(jax.lax.dynamic_update_slice_in_dim(z, own, position, axis=1) for z, own in pairs)
+            *(
+                jax.lax.dynamic_update_slice_in_dim(z, new, position, axis=1)
+                for z, new in zip(block, own, strict=True)
+            )
         )
         seen = StateKV(
             *(jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True))
         )
-        read = self._read(projected.queries, seen, state.length, position[None])
-        return self.tokens.finish(x, [read]), block
+        read = self._read(queries, seen, state.length, position[None])
+        return LayerOutput(self.tokens.finish(x, [read]), block)
 
-    def end_block(
-        self, x: None, carried: tuple[DenseState, StateKV], *_: None
-    ) -> tuple[None, DenseState]:
+    def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
         """Returns the state after a full block, which enters the memory."""
-        section = self.model.of(DenseMemory)
-        (state, block), m = carried, self.model
+        section, m = self.model.of(DenseMemory), self.model
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)
         )
         length = jnp.minimum(state.length + m.window, section.size)
-        return x, self._after(keys, values, length)
+        return LayerOutput(x, self._after(keys, values, length))

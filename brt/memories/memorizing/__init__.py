@@ -14,7 +14,7 @@ register_kind(
     LayerKind(
         MemorizingLayer,
         new_memory_state,
-        MEMORY_AXES,
+        lambda model: MEMORY_AXES,
         {"cache": ("window",), "memory": ("keys", "values", "length")},
         memory_flops,
         Memorizing,

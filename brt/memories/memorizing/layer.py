@@ -12,7 +12,14 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
+from brt.layers.state import (
+    WINDOW_AXES,
+    LayerOutput,
+    OpenBlock,
+    WindowState,
+    closed_window,
+    new_window_state,
+)
 from brt.memories.history import tokens_before
 from brt.memories.memorizing.memory_attention import memory_attention
 from brt.memories.memorizing.section import Memorizing
@@ -84,7 +91,7 @@ def remembered(
 
 
 class MemorizingLayer(nn.Module):
-    """A Memorizing Transformer layer: (x, state) -> (y, state).
+    """A Memorizing Transformer layer.
 
     A token attends to its window, and to the results of a search in the memory of the tokens before
     its block (Memorizing Transformers, section 3). A learned gate per head mixes the two. As in the
@@ -131,44 +138,47 @@ class MemorizingLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: MemoryState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryState]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment; with feedback, a single block."""
         section = self.model.of(Memorizing)
         m = self.model
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
-        past = extended(state, projections.keys, projections.values)
+        past = extended(state, self.tokens.unit_keys(projections.keys), projections.values)
         counts = tokens_before(state.length, document_start, window=m.window, size=section.size)
         mix = self._mix(past, counts[:, :-1])
         y = self.tokens.attend(x, projections, cached, feedback, mix)
-        return y, remembered(past, counts[:, -1], window, size=section.size)
+        return LayerOutput(y, remembered(past, counts[:, -1], window, size=section.size))
 
-    def begin_block(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
-        return x, OpenBlock(state.window.keys, state.window.values, None)
+        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[MemoryState, OpenBlock],
+        *,
+        state: MemoryState,
+        block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the memory does not change."""
-        state, block = carried
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
-        return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+        return LayerOutput(
+            *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+        )
 
-    def end_block(
-        self, x: None, carried: tuple[MemoryState, OpenBlock], *_: None
-    ) -> tuple[None, MemoryState]:
+    def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
         """Returns the state after a full block, which enters the memory."""
-        section = self.model.of(Memorizing)
-        (state, block), m = carried, self.model
-        past = extended(state, block.keys, block.values)
+        section, m = self.model.of(Memorizing), self.model
+        past = extended(state, self.tokens.unit_keys(block.keys), block.values)
         length = jnp.minimum(state.length + m.window, section.size)
-        window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
-        return x, remembered(past, length, window, size=section.size)
+        window = closed_window(state.window, block)
+        return LayerOutput(x, remembered(past, length, window, size=section.size))

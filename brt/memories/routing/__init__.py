@@ -16,7 +16,7 @@ register_kind(
     LayerKind(
         RoutingLayer,
         new_routed_state,
-        ROUTED_AXES,
+        lambda model: ROUTED_AXES,
         {"cache": ("window",), "memory": ("keys", "values", "filled")},
         routing_flops,
         Routing,

@@ -14,7 +14,15 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock, with_cache
 from brt.layers.basic import INTO_HEADS, kernel_init, parameter
-from brt.layers.state import WINDOW_AXES, LayerAux, OpenBlock, WindowState, new_window_state
+from brt.layers.state import (
+    WINDOW_AXES,
+    LayerAux,
+    LayerOutput,
+    OpenBlock,
+    WindowState,
+    closed_window,
+    new_window_state,
+)
 from brt.memories.routing.routed_attention import (
     ClusterStatistics,
     Rings,
@@ -105,7 +113,7 @@ def routing_flops(model: Model) -> int:
 
 
 class RoutingLayer(nn.Module):
-    """A layer with routed heads: (x, state, statistics) -> (y, state, aux).
+    """A layer with routed heads, whose model state are the statistics of the clusters.
 
     A token of a routed head belongs to the cluster whose centroid fits its query best, and attends
     to the last tokens of this cluster including itself (`brt.memories.routing.routed_attention`).
@@ -160,13 +168,14 @@ class RoutingLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        *,
         state: RoutedState,
         document_start: Bool[Array, "B N"],
-        _: None,
-        statistics: ClusterStatistics,
-    ) -> tuple[Float[Array, "B T D"], RoutedState, LayerAux]:
+        model_state: ClusterStatistics,
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment."""
-        m = self.model
+        m, statistics = self.model, model_state
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         queries, routed = self._routed(x, statistics)
@@ -184,7 +193,7 @@ class RoutingLayer(nn.Module):
         x = x + dense(read, self.output, inputs=2)  # and what the other heads read is added to it
         y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)
-        return y, RoutedState(window, *rings), self._aux(routed, statistics)
+        return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
 
     def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
         section = self.model.of(Routing)
@@ -198,26 +207,27 @@ class RoutingLayer(nn.Module):
         loss = weight * commitment(routed.keys, routed.clusters, statistics)
         return LayerAux(after, {"routing": loss}, metrics)
 
-    def begin_block(self, x: None, state: RoutedState, *_: Any) -> tuple[None, RoutedBlock]:
+    def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
         section = self.model.of(Routing)
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
         keys = jnp.zeros(shape, state.keys.dtype)
         routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
-        return x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed)
+        return LayerOutput(x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[RoutedState, RoutedBlock],
+        *,
+        state: RoutedState,
+        block: RoutedBlock,
         position: Int[Array, ""],
-        _: None,
-        statistics: ClusterStatistics,
-    ) -> tuple[Float[Array, "B 1 D"], RoutedBlock]:
+        model_state: ClusterStatistics,
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the rings do not change."""
-        state, block = carried
-        queries, routed = self._routed(x, statistics)
+        queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
             *(
                 jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
@@ -232,13 +242,13 @@ class RoutingLayer(nn.Module):
             x + dense(read, self.output, inputs=2), state.window, block.tokens, position, None,
             projections=self.tokens.project(x),
         )  # fmt: skip
-        return y, RoutedBlock(tokens, whole)
+        return LayerOutput(y, RoutedBlock(tokens, whole))
 
     def end_block(
-        self, x: None, carried: tuple[RoutedState, RoutedBlock], *_: Any
-    ) -> tuple[None, RoutedState]:
+        self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
+    ) -> LayerOutput:
         """Returns the state after a full block, whose tokens enter the rings."""
-        state, (tokens, routed) = carried
         nowhere = jnp.zeros((len(state.keys), 1), bool)
-        window = WindowState(tokens.keys, tokens.values, jnp.ones_like(state.window.valid))
-        return x, RoutedState(window, *rings_after(routed, state.rings, nowhere))
+        window = closed_window(state.window, block.tokens)
+        rings = rings_after(block.routed, state.rings, nowhere)
+        return LayerOutput(x, RoutedState(window, *rings))

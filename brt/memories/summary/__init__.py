@@ -19,7 +19,7 @@ register_kind(
     LayerKind(
         SummaryLayer,
         new_summary_state,
-        SUMMARY_AXES,
+        lambda model: SUMMARY_AXES,
         {"state": ("vectors", "valid")},
         summary_flops,
         Summaries,
@@ -32,7 +32,7 @@ register_kind(
     LayerKind(
         LongSummaryLayer,
         new_long_summary_state,
-        LONG_SUMMARY_AXES,
+        lambda model: LONG_SUMMARY_AXES,
         {"state": ("short",), "memory": ("vectors", "length")},
         long_summary_flops,
         Summaries,

@@ -20,7 +20,7 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
-from brt.layers.state import Stream
+from brt.layers.state import LayerOutput
 from brt.memories.summary.section import Summaries
 from brt.memories.summary.token_mixing import MixWeights, mix_tokens
 from brt.ops.dropout import Dropout
@@ -183,7 +183,7 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A layer with a short-term memory: (`Stream`, state) -> (`Stream`, state)."""
+    """A layer with a short-term memory."""
 
     model: Model
     training: bool = False
@@ -208,16 +208,22 @@ class SummaryLayer(nn.Module):
             )  # fmt: skip
 
     def __call__(
-        self, stream: Stream, state: Any, document_start: Bool[Array, "B N"], _: None = None
-    ) -> tuple[Stream, Any]:
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: Any,
+        document_start: Bool[Array, "B N"],
+        summaries: Float[Array, "B N U D"],
+        **_: Any,
+    ) -> LayerOutput:
         """Reads a segment: projections of all blocks at once, then block by block."""
-        m, blocks = self.model, document_start.shape[1]
-        x = constrain(stream.tokens, "lanes", None, None)  # nobody has a block for himself
-        x = x.reshape(len(x), blocks, m.window, m.model_dim)
-        z = jnp.concatenate([x, constrain(stream.summaries, "lanes", None, None, None)], axis=2)
-        projected = self.tokens.project(z.reshape(len(z), -1, m.model_dim))
+        m, blocks, shape = self.model, document_start.shape[1], x.shape
+        # The blocks are read one after the other, so every device holds all of them.
+        x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
+        z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
+        projected = self._projected(z.reshape(len(z), -1, m.model_dim))
         heads = (*z.shape[:3], m.heads, m.head_dim)
-        tokens = Tokens(z, *(part.reshape(heads) for part in projected[:3]))
+        tokens = Tokens(z, *(part.reshape(heads) for part in projected))
         scan = nn.scan(
             SummaryLayer._read_block,
             variable_broadcast="params",
@@ -229,8 +235,14 @@ class SummaryLayer(nn.Module):
         )
         read = Read(state, self._long(state))
         read, (x, summaries) = scan(self, read, tokens, document_start, self._bias())
-        x = constrain(x.reshape(stream.tokens.shape), "lanes", "tokens", None)
-        return Stream(x, summaries), read.state
+        x = constrain(x.reshape(shape), "lanes", "tokens", None)
+        return LayerOutput(x, read.state, summaries=summaries)
+
+    def _projected(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values [B, T, H, K] as attention uses them."""
+        projections = self.tokens.project(x)
+        queries = self.tokens.scaled_queries(projections.queries)
+        return queries, self.tokens.unit_keys(projections.keys), projections.values
 
     def _read_block(
         self,
@@ -332,56 +344,64 @@ class SummaryLayer(nn.Module):
         last = section.short_memory - (0 if m.attend_to_self else 1)  # distance of place 0 to key 0
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
-    def begin_block(self, stream: Stream, state: Any, *_: None) -> tuple[Stream, SummaryBlock]:
+    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
         """Returns an empty open block, with the keys and values of the memories."""
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
         block = SummaryBlock(keys, keys, outputs, self._short(state), self._long(state))
-        return stream, block
+        return LayerOutput(x, block)
 
     def decode_step(
-        self, stream: Stream, carried: tuple[Any, SummaryBlock], position: Int[Array, ""],
-        _: None = None,
-    ) -> tuple[Stream, SummaryBlock]:  # fmt: skip
+        self,
+        x: Float[Array, "B 1 D"],
+        *,
+        state: Any,
+        block: SummaryBlock,
+        position: Int[Array, ""],
+        **_: Any,
+    ) -> LayerOutput:
         """Reads one token of the open block; the memories do not change."""
         section = self.model.of(Summaries)
-        (state, block), x = carried, stream.tokens
-        projected = self.tokens.project(x)
+        queries, keys, values = self._projected(x)
 
         def written(whole: Array, z: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
-        pairs = (block.keys, projected.keys), (block.values, projected.values)
-        own = StateKV(*(written(*pair) for pair in pairs))
+        own = StateKV(written(block.keys, keys), written(block.values, values))
         bias = self._row()
         if bias is not None:
-            keys = section.short_memory + self.model.window
-            distance = self._distance(position[None])[0, :keys]
+            columns = section.short_memory + self.model.window
+            distance = self._distance(position[None])[0, :columns]
             bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
         read = Read(state, block.long)
-        y = self._attend(projected.queries, own, block.short, read, bias, position)
+        y = self._attend(queries, own, block.short, read, bias, position)
         y = self.tokens.finish(x, [y])
         block = block._replace(keys=own.keys, values=own.values, outputs=written(block.outputs, y))
-        return stream._replace(tokens=y), block
+        return LayerOutput(y, block)
 
     def end_block(
-        self, stream: Stream, carried: tuple[Any, SummaryBlock], *_: None
-    ) -> tuple[Stream, Any]:
+        self,
+        x: None,
+        *,
+        state: Any,
+        block: SummaryBlock,
+        summaries: Float[Array, "B 1 U D"],
+        **_: Any,
+    ) -> LayerOutput:
         """Returns the state after a full block. Summaries travel up the layers only now."""
-        (state, block), window = carried, self.model.window
-        u = stream.summaries[:, 0]
-        projected = self.tokens.project(u)
-        pairs = (block.keys, projected.keys), (block.values, projected.values)
+        window, u = self.model.window, summaries[:, 0]
+        queries, *kv = self._projected(u)
+        pairs = zip((block.keys, block.values), kv, strict=True)
         own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
         bias = self._bias()
         y = self._attend(
-            projected.queries, own, block.short, Read(state, block.long),
+            queries, own, block.short, Read(state, block.long),
             None if bias is None else bias[:, window:], jnp.asarray(window),
         )  # fmt: skip
         u = self.tokens.finish(u, [y])
         read, u = self._after(Read(state, None), block.outputs, u)
-        return stream._replace(summaries=u[:, None]), read.state
+        return LayerOutput(x, read.state, summaries=u[:, None])
 
 
 class LongSummaryLayer(SummaryLayer):

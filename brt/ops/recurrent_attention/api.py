@@ -19,15 +19,20 @@ from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
 def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that expects normalized keys; the wrapper normalizes raw ones."""
+    """Wraps an implementation that expects the keys of tokens as attention uses them.
+
+    The wrapper normalizes the keys, which saves doing so in both blocks that read them.
+    """
 
     def prepared(
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
-        keys: Array, *others: Array, raw_keys: bool, **options: Any,
+        keys: Array, *others: Array, normalize_qk: bool, **options: Any,
     ) -> Any:  # fmt: skip
-        if raw_keys:
+        if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
-        return function(weights, initial, vectors, cached, keys, *others, **options)
+        return function(
+            weights, initial, vectors, cached, keys, *others, normalize_qk=normalize_qk, **options
+        )
 
     return prepared
 
@@ -58,7 +63,6 @@ def state_scan(
     *,
     taps: PyTree[Array] = None,
     unroll: int = 1,
-    raw_keys: bool = False,
     implementation: str | None = None,
     **options: str | bool | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
@@ -69,13 +73,13 @@ def state_scan(
       initial: float32, the learned states at the start of a document.
       vectors: float32, the states before the segment.
       cached: keys and values of the tokens of the block before the segment.
-      keys, values: those of the tokens of the segment.
+      keys, values: those of the tokens of the segment, as they were projected: `normalize_qk`
+        also normalizes them and the cached keys.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       taps: for a segment of one block, one step of the taps that `state_taps` returns. None lets
         the function make its own.
       unroll: blocks per iteration of the scan.
-      raw_keys: True if the keys of the tokens, including cached ones, must be normalized first.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
       options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
@@ -90,5 +94,5 @@ def state_scan(
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,
         document_start, taps=taps, unroll=unroll,
-        raw_keys=raw_keys, **options,
+        **options,
     )  # fmt: skip

@@ -77,16 +77,14 @@ def state_attention(
     *,
     normalize_qk: bool,
     null_keys: bool,
-    raw_keys: bool = False,
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """Computes `xla.state_attention`; `interpret` runs on any device and with any sizes.
 
-    Args:
-      raw_keys: True if the kernel also normalizes the keys of the tokens.
+    If `normalize_qk` is set, the keys of the tokens are normalized here, too.
     """
-    settings = StateKernelSettings(normalize_qk, raw_keys, null_keys, interpret)
+    settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     arguments = _Arguments(
         projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
         cache_mask.astype(jnp.int32),

@@ -69,16 +69,11 @@ def state_scan(
     *,
     normalize_qk: bool,
     null_keys: bool,
-    raw_keys: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
     **_: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes `api.state_scan`; `interpret` runs on any device and with any sizes.
-
-    Args:
-      raw_keys: True if the kernel normalizes the keys of the tokens, including cached ones.
-    """
-    settings = StateKernelSettings(normalize_qk, raw_keys, null_keys, interpret)
+    """Computes `api.state_scan`; `interpret` runs on any device and with any sizes."""
+    settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     flags = BlockFlags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
     key_pair, value_pair = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)

@@ -251,7 +251,7 @@ def _write_token_gradients(
     The gradients of the tokens before this block are kept in VMEM for the next step.
     """
     window = keys[1].shape[0]
-    raw = keys if settings.raw_keys else None, None
+    raw = keys if settings.normalize_qk else None, None
     both = zip(sums.attended, sums.behind, (results.keys, results.values), raw, strict=True)
     for total, behind, (cached, own), known in both:
         end = total.shape[0] - window

@@ -33,14 +33,12 @@ class StateKernelSettings(NamedTuple):
     """Static settings of the kernels.
 
     Attributes:
-      normalize_qk: True normalizes keys and queries of the states.
-      raw_keys: True also normalizes the keys of the tokens.
+      normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
       null_keys: True makes unreadable keys count as zero keys with zero values.
       interpret: runs on any device, slowly.
     """
 
     normalize_qk: bool
-    raw_keys: bool
     null_keys: bool
     interpret: bool | pltpu.InterpretParams
 
@@ -110,7 +108,7 @@ def _key_parts(
     if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
     known, own_pair = ([x[...] for x in pair] for pair in (before, own))
-    if settings.raw_keys:
+    if settings.normalize_qk:
         known[0], own_pair[0] = (
             l2_normalize_rows(x)[0].astype(x.dtype) for x in (known[0], own_pair[0])
         )
@@ -250,7 +248,7 @@ def _write_token_gradients(
 ) -> None:
     """Writes the gradients of the tokens of both blocks."""
     window = results.keys[0].shape[0]
-    raw = inputs.keys if settings.raw_keys else None, None
+    raw = inputs.keys if settings.normalize_qk else None, None
     for (before, own), total, keys in zip((results.keys, results.values), sums, raw, strict=True):
         end = total.shape[0] - window
         d_before, own_pair = total[end - window : end], total[end:]

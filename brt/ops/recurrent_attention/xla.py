@@ -27,9 +27,10 @@ def state_attention(
     Args:
       projected: keys, queries, queries to tokens, and values of the states, from one product.
       scales: the scales of the two kinds of queries.
-      before, own: the tokens of the previous block and of this block.
+      before, own: the tokens of the previous block and of this block; their keys are normalized
+        already if `normalize_qk` is set.
       cache_mask: False if the tokens of the previous block are unreadable.
-      normalize_qk: True normalizes keys and queries.
+      normalize_qk: True normalizes keys and queries of the states.
       null_keys: True makes unreadable keys count as zero keys.
       attention: the implementation of both attentions.
 

@@ -1,6 +1,5 @@
 """Sliding-window attention with keys and values carried from segment to segment."""
 
-from brt.ops.window_attention.api import normalizes_in_kernel as normalizes_in_kernel
 from brt.ops.window_attention.api import window_part as window_part
 from brt.ops.window_attention.api import window_part_step as window_part_step
 from brt.ops.window_attention.segment import last_block as last_block

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.normalization import inverse_norms, l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import (
@@ -87,11 +87,6 @@ OP = Op(
 )
 
 
-def normalizes_in_kernel() -> bool:
-    """Returns True if the attention op should normalize queries and keys, as is faster on TPUs."""
-    return dispatch.policy().attention_normalizes
-
-
 def window_part(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
@@ -150,13 +145,14 @@ def window_part_step(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
+    normalize_keys: bool = False,
 ) -> AttentionPart:
     """Computes `window_part` for one token, row `position` of a block.
 
     `keys` and `values` are a ring buffer. Slots up to `position` hold the current block, including
     the token's own key. The other slots still hold the previous block, which `cache_mask` makes
     readable or not. If tokens do not see themselves, the token's own slot still holds the previous
-    block.
+    block. `normalize_keys` is True if the logits are those of normalized keys.
 
     Returns:
       The output [B, H, K] and the log-sum-exp [B, H].
@@ -167,6 +163,8 @@ def window_part_step(
     own = slots <= position - nearest
     mask = (own[None] | cache_mask[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
+    if normalize_keys:  # Scaling logits saves writing a normalized copy of all keys.
+        logits *= inverse_norms(keys).swapaxes(1, 2)
     if null_keys:
         logits = jnp.where(mask, logits, 0.0)
         values = jnp.where(mask[:, 0, :, None, None], values, 0)

@@ -24,7 +24,7 @@ from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import mesh as meshes
 from brt.distributed import rules
 from brt.formatting import counted
-from brt.layers.stack import StackState, parts
+from brt.layers.runs import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.config import Config
 from brt.layers.basic import dropout_rngs
-from brt.layers.stack import StackState
+from brt.layers.runs import StackState
 from brt.models.decoder import Decoder, DecoderOutput, logit_scale
 from brt.ops.cross_entropy import token_scores
 from brt.types import Batch, Variables

@@ -20,7 +20,7 @@ from brt.generation.session import Session
 from brt.interop.exporting import Exported, ExportSource
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
-from brt.layers.stack import ModelState, StackState, new_model_state, runs, settled, state_axes
+from brt.layers.runs import ModelState, StackState, new_model_state, runs, settled, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving

@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.layers.stack import ModelState, runs
+from brt.layers.runs import ModelState, runs
 from brt.tasks.weights import WarmStart, Weights
 
 
@@ -53,7 +53,7 @@ def start_model_state(model: Model, weights: Weights, initial: ModelState) -> Mo
     )
     merged = {layer: old.get(layer, row) for layer, row in rows.items()}
     states, first = {}, 0
-    for run, kind, count in runs(model):
+    for run, kind, count, _ in runs(model):
         if run in initial:
             layers = [merged[kind, first + i] for i in range(count)]
             states[run] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -64,7 +64,7 @@ def start_model_state(model: Model, weights: Weights, initial: ModelState) -> Mo
 def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
     """Takes the stacked state of runs of equal layers apart, by kind and index of the layer."""
     states, first = {}, 0
-    for run, kind, count in runs(model):
+    for run, kind, count, _ in runs(model):
         for i in range(count if run in model_state else 0):
             states[kind, first + i] = jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run])
         first += count
@@ -74,7 +74,7 @@ def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int]
 def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:
     """Takes stacked parameters apart; a name becomes, for example, "layer 3: tokens/keys"."""
     flat, layers, first = flatten_dict(params, sep="/"), {}, 0
-    for run, _, count in runs(model):
+    for run, _, count, _ in runs(model):
         prefix = f"stack/{run}/"
         for name in [name for name in flat if name.startswith(prefix)]:
             rows = flat.pop(name)
@@ -87,7 +87,7 @@ def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:
 def _by_run(arrays: dict[str, Array], model: Model) -> PyTree[Array]:
     """Stacks parameters of consecutive layers of one kind again; the inverse of `_by_layer`."""
     rest, flat, first = dict(arrays), {}, 0
-    for run, _, count in runs(model):
+    for run, _, count, _ in runs(model):
         prefix = f"layer {first}: "
         for name in [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]:
             rows = [rest.pop(f"layer {first + i}: {name}") for i in range(count)]

@@ -13,6 +13,7 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
+from brt.layers.state import LayerOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class EchoState(NamedTuple):
 
 
 class EchoLayer(nn.Module):
-    """(x, state) -> (y, state)."""
+    """Adds the echo of earlier blocks to every token."""
 
     model: Model
     training: bool = False
@@ -39,7 +40,9 @@ class EchoLayer(nn.Module):
     def setup(self) -> None:
         self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
 
-    def __call__(self, x: jax.Array, state: EchoState, document_start: jax.Array, _: Any) -> tuple:
+    def __call__(
+        self, x: jax.Array, *, state: EchoState, document_start: jax.Array, **_: Any
+    ) -> LayerOutput:
         decay, blocks = self.model.of(Echo).decay, document_start.shape[1]
         means = x.reshape(len(x), blocks, -1, x.shape[-1]).mean(axis=2)
 
@@ -50,19 +53,19 @@ class EchoLayer(nn.Module):
 
         total, before = jax.lax.scan(step, state.total, (means.swapaxes(0, 1), document_start.T))
         echo = jnp.repeat(before.swapaxes(0, 1), x.shape[1] // blocks, axis=1)
-        return x + echo * self.weight[None, None], EchoState(total)
+        return LayerOutput(x + echo * self.weight[None, None], EchoState(total))
 
-    def begin_block(self, x: None, state: EchoState, *_: Any) -> tuple:
-        return x, jnp.zeros_like(state.total)
+    def begin_block(self, x: None, *, state: EchoState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, jnp.zeros_like(state.total))
 
-    def decode_step(self, x: jax.Array, carried: tuple, *_: Any) -> tuple:
-        state, read = carried
+    def decode_step(
+        self, x: jax.Array, *, state: EchoState, block: jax.Array, **_: Any
+    ) -> LayerOutput:
         echo = state.total * self.weight[None]
-        return x + echo[:, None], read + x[:, 0] / self.model.window
+        return LayerOutput(x + echo[:, None], block + x[:, 0] / self.model.block_length)
 
-    def end_block(self, x: None, carried: tuple, *_: Any) -> tuple:
-        state, read = carried
-        return x, EchoState(self.model.of(Echo).decay * state.total + read)
+    def end_block(self, x: None, *, state: EchoState, block: jax.Array, **_: Any) -> LayerOutput:
+        return LayerOutput(x, EchoState(self.model.of(Echo).decay * state.total + block))
 
 
 brt.register_kind(
@@ -70,7 +73,7 @@ brt.register_kind(
     LayerKind(
         EchoLayer,
         lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), dtype)),
-        EchoState(("lanes", None)),  # type: ignore[arg-type]
+        lambda model: EchoState(("lanes", None)),  # type: ignore[arg-type]
         parts={"state": ("total",)},
         flops=lambda model: 2 * model.model_dim,
         section=Echo,

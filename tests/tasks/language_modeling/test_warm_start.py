@@ -18,8 +18,8 @@ from brt.config import Config, Data, Model, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
+from brt.layers.runs import new_model_state
 from brt.layers.sections import Clustered, Recurrence
-from brt.layers.stack import new_model_state
 from brt.memories import Memorizing
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs

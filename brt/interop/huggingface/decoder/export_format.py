@@ -16,8 +16,8 @@ from brt.interop.huggingface.decoder import verify
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
 from brt.layers.recurrent import StateCell
+from brt.layers.runs import runs
 from brt.layers.sections import Recurrence
-from brt.layers.stack import runs
 from brt.layers.state import has_null_keys
 from brt.models.decoder import logit_scale
 from brt.ops.gates import GateWeights
@@ -125,7 +125,7 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
     params, model, first = trained.params, trained.model, 0
     for name in ("embedding", "norm"):
         yield f"decoder.{name}", np.asarray(params[name], np.float32)
-    for run, kind, count in runs(model):
+    for run, kind, count, _ in runs(model):
         for i in range(count):
             layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run])
             for name, array in _layer(model, kind, layer_params).items():

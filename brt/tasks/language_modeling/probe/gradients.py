@@ -15,7 +15,7 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.distributed.mesh import place_like
-from brt.layers.stack import StackState, runs
+from brt.layers.runs import StackState, runs
 from brt.models.decoder import new_state
 from brt.tasks.interface import Aux, LossInputs
 from brt.tasks.language_modeling.forward import block_nats
@@ -87,7 +87,7 @@ def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
     A name is, for example, `layer_3/tokens/keys`.
     """
     first, places = 0, {}
-    for name, _, count in runs(config.model):
+    for name, _, count, _ in runs(config.model):
         places[f"stack/{name}/"] = range(first, first + count)
         first += count
     named = {}

@@ -20,7 +20,7 @@ from brt.data.blocks import block_counts
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.distributed.mesh import place_like
-from brt.layers.stack import StackState
+from brt.layers.runs import StackState
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config, Model
 from brt.distributed import rules
 from brt.layers import kinds
+from brt.layers.runs import StackState, runs
 from brt.layers.sections import Recurrence
-from brt.layers.stack import StackState, runs
 
 # The number of lanes for which training computes the metrics. The Gram matrices of all lanes would
 # need much memory.
@@ -58,7 +58,7 @@ def state_metrics(vectors: Float[Array, "B S D"]) -> StateMetrics:
 def recurrent_vectors(model: Model, carried: StackState) -> dict[int, Float[Array, "B S D"]]:
     """Returns the state vectors of each recurrent layer in a carried state, by layer index."""
     vectors, first = {}, 0
-    for (_, kind, count), state in zip(runs(model), carried, strict=True):
+    for (_, kind, count, _), state in zip(runs(model), carried, strict=True):
         if kinds.of(kind).recurs:
             vectors |= {first + i: state.vectors[:, i] for i in range(count)}
         first += count
@@ -70,7 +70,7 @@ def with_vectors(
 ) -> StackState:
     """Returns the carried state with other state vectors; the inverse of `recurrent_vectors`."""
     after, first = [], 0
-    for (_, kind, count), state in zip(runs(model), carried, strict=True):
+    for (_, kind, count, _), state in zip(runs(model), carried, strict=True):
         if kinds.of(kind).recurs:
             stacked = jnp.stack([vectors[first + i] for i in range(count)], axis=1)
             state = state._replace(vectors=stacked)
@@ -86,7 +86,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     two gates (the dual layout). The decay is -log g.
     """
     decays, first = {}, 0
-    for name, kind, count in runs(model):
+    for name, kind, count, _ in runs(model):
         if kinds.of(kind).recurs and model.of(Recurrence).gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]

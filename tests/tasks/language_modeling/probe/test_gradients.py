@@ -9,7 +9,7 @@ from model_settings import with_settings
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.layers import recurrent
-from brt.layers.stack import new_model_state
+from brt.layers.runs import new_model_state
 from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 from brt.types import Variables
 

@@ -12,7 +12,7 @@ from brt.config import Config
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
-from brt.layers.stack import new_model_state
+from brt.layers.runs import new_model_state
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.probe import job

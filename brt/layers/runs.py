@@ -1,0 +1,125 @@
+"""Runs of neighbouring layers of one kind, which a scan reads, and the states of all runs."""
+
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from brt.config import Model
+from brt.config.checks import check
+from brt.distributed.rules import Names
+from brt.layers import kinds
+from brt.layers.kinds import LayerKind
+from brt.layers.state import LayerState
+
+# One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
+StackState = tuple[LayerState, ...]
+StackBlock = tuple[PyTree[Array], ...]
+# Of the runs that have one, by name; the layers of the run on axis 0.
+ModelState = Mapping[str, PyTree[Array]]
+
+
+class Run(NamedTuple):
+    """Neighbouring layers of one kind with one window, whose parameters are stacked on axis 0.
+
+    Attributes:
+      name: the name of the run among the parameters, such as `window_0`: its kind and the index of
+        its first layer.
+      kind: the name of the kind.
+      layers: the number of layers.
+      model: the settings of the model as these layers see them: `window` is the window of these
+        layers.
+    """
+
+    name: str
+    kind: str
+    layers: int
+    model: Model
+
+    @property
+    def layer_kind(self) -> LayerKind:
+        return kinds.of(self.kind)
+
+
+def runs(model: Model) -> list[Run]:
+    """Returns the runs of the model, the lowest first.
+
+    Raises:
+      ConfigError: a kind does not exist, or Model.feedback is set and no layer has states to feed
+        back.
+    """
+    recurs = [kinds.of(kind).recurs for kind in model.layer_types]
+    check(
+        not model.feedback or any(recurs),
+        f"Model.feedback = True needs a layer that recurs; none of {model.layer_types} does",
+    )
+    result, first = [], 0
+    for (kind, window), group in groupby(zip(model.layer_types, model.windows, strict=True)):
+        count = len(list(group))
+        result.append(Run(f"{kind}_{first}", kind, count, model.with_window(window)))
+        first += count
+    return result
+
+
+def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
+    """Returns the state of a stack that has read nothing."""
+
+    def stacked(run: Run) -> LayerState:
+        layer = run.layer_kind.new_state(run.model, batch, dtype)
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], run.layers, axis=1), layer)
+
+    return tuple(map(stacked, runs(model)))
+
+
+def state_axes(model: Model) -> StackState:
+    """Returns the names of the axes of a stack's state, for sharding."""
+
+    def stacked(leaf: Names) -> Names:
+        return (*leaf[:1], "layers", *leaf[1:])
+
+    axes = (run.layer_kind.axes(run.model) for run in runs(model))
+    return tuple(jax.tree.map(stacked, own, is_leaf=_is_names) for own in axes)
+
+
+def _is_names(leaf: Any) -> bool:
+    return type(leaf) is tuple
+
+
+def new_model_state(model: Model) -> ModelState:
+    """Returns what the layers learn without gradients, at step 0."""
+    result = {}
+    for run in runs(model):
+        if (new := run.layer_kind.new_model_state) is not None:
+            result[run.name] = _repeated(new(run.model), run.layers)
+    return result
+
+
+def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], layers, axis=0), layer)
+
+
+def settled(model: Model, model_state: ModelState) -> ModelState:
+    """Returns the model state of the next step (see `LayerKind.settle`)."""
+    by_name = {run.name: run for run in runs(model)}
+    return {
+        name: by_name[name].layer_kind.settle(by_name[name].model, own)
+        for name, own in model_state.items()
+    }
+
+
+def parts(model: Model) -> set[str]:
+    """Returns the parts that the state of a model consists of: "cache", "state", "memory"."""
+    return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
+
+
+def replace_parts(
+    model: Model, state: StackState, donor: StackState, replaced: Collection[str]
+) -> StackState:
+    """Returns `state` with the parts named in `replaced` taken from `donor`."""
+    triples = zip(runs(model), state, donor, strict=True)
+    return tuple(
+        kinds.replace_parts(run.layer_kind, own, other, replaced) for run, own, other in triples
+    )

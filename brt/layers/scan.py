@@ -1,0 +1,127 @@
+"""How the layers of a run are read by a scan: unrolled, rematerialised, and tied."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Model
+from brt.config.fields import RematPolicy
+from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
+from brt.layers.runs import Run
+from brt.layers.state import LayerAux, LayerOutput
+from brt.ops import dispatch
+
+_CPU_LAYERS = 6  # On CPUs, a loop over more layers saves compile time.
+
+
+class Stream(NamedTuple):
+    """What layers hand to the layer above: vectors of tokens, and summaries of N blocks.
+
+    Either is None where it does not exist (see `brt.layers.state.LayerOutput`).
+    """
+
+    x: Float[Array, "B T D"] | None
+    summaries: Float[Array, "B N U D"] | None = None
+
+
+def defers_gradients() -> bool:
+    """Returns True on accelerators, which compute weight gradients of loops after the loop."""
+    return dispatch.policy().defers_gradients
+
+
+def scan_layers(
+    layers: nn.Module, run: Run, method: str, stream: Stream, *,
+    each: Mapping[str, PyTree[Array]], shared: Mapping[str, Any], model_state: PyTree[Array] = (),
+    taps: PyTree[Array] = None, axis: int = 1, ties: bool = True,
+) -> LayerOutput:  # fmt: skip
+    """Calls a method of all layers of one run by a scan over them, whose carry is the stream.
+
+    Args:
+      layers: the module of the layers of the run.
+      run: the run.
+      method: `__call__`, `begin_block`, `decode_step` or `end_block`.
+      stream: what the lowest layer reads.
+      each: keyword arguments with the layers on `axis` of every array.
+      shared: keyword arguments that are the same for all layers.
+      model_state: the model state, with the layers on axis 0; () for kinds without one.
+      taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
+      axis: the axis of layers in `each` and in the states that are returned.
+      ties: False while parameters are initialised.
+
+    Returns:
+      The output of the highest layer, the states of all layers with the layers on `axis`, and
+      auxiliary losses, metrics and model states with the layers on axis 0.
+    """
+    whole = method == "__call__"
+    at_once = _layers_at_once(run.model, run.layers)
+    no_loop = whole and at_once == run.layers
+    tied = ties and no_loop and taps is None and defers_gradients()
+
+    def layer(
+        module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, shared: Any
+    ) -> tuple[Stream, tuple[Any, LayerAux]]:
+        inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
+        if whole:
+            inputs["taps"] = taps
+        call = _call_tied if tied else _call
+        output = call(module, method, stream.x, inputs)
+        summaries = stream.summaries if output.summaries is None else output.summaries
+        return Stream(output.x, summaries), (output.state, output.aux)
+
+    if whole and (keep := _saved_for_backward(run)):
+        # Without a loop between the passes, common subexpressions would undo rematerialisation.
+        layer = nn.remat(layer, prevent_cse=no_loop, policy=remat_policy(keep))
+    scan = nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True, SHARED: True},
+        in_axes=(axis, 0, 0, nn.broadcast),
+        out_axes=(axis, 0),
+        length=run.layers,
+        unroll=at_once,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+        check_constancy_invariants=False,  # The check would trace every layer twice.
+    )
+    stream, (state, aux) = scan(layers, stream, each, model_state, taps, shared)
+    return LayerOutput(stream.x, state, aux, stream.summaries)
+
+
+def _layers_at_once(model: Model, layers: int) -> int:
+    """Returns the number of layers per iteration of a scan, if no setting gives it."""
+    on_tpus = layers if model.feedback or not model.remat else 1
+    on_cpus = on_tpus if layers <= _CPU_LAYERS else 1
+    return unrolled(model.layer_unroll, layers, on_tpus, on_cpus)
+
+
+def _saved_for_backward(run: Run) -> RematPolicy | None:
+    """Returns what layers store for their backward pass besides their inputs; None stores
+    everything.
+    """
+    if run.model.remat:
+        return run.model.remat_keep
+    recomputes = dispatch.policy().recomputes_elementwise and not run.layer_kind.loops
+    return "products" if recomputes else None
+
+
+def _call(module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]) -> LayerOutput:
+    return getattr(module, method)(x, **inputs)
+
+
+def _call_tied(
+    module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]
+) -> LayerOutput:
+    """Calls a layer so that its weight gradients are computed before those below it."""
+    tied = []
+
+    def tie(params: PyTree[Array]) -> PyTree[Array]:
+        params, x_tied = learned_at_once(params, (x, inputs["summaries"]))
+        tied.append(x_tied)
+        return params
+
+    def call(module: nn.Module) -> LayerOutput:
+        x_tied, summaries = tied[-1]
+        return _call(module, method, x_tied, {**inputs, "summaries": summaries})
+
+    return nn.map_variables(call, "params", trans_in_fn=tie, rngs=True)(module)
