@@ -68,12 +68,11 @@ class Model:
     # Results that remat stores nevertheless: none, those of all matrix products, or those of
     # products with weights.
     remat_keep: RematPolicy = free("nothing")
-    # Number of layers in an iteration of the scan over neighbouring layers of one kind. With 0, brt
-    # decides: all layers on TPUs without remat, up to six layers on CPUs, otherwise one.
-    layer_unroll: int = free(0)
-    # Number of blocks in an iteration of a recurrent layer's scan over blocks. With 0, brt decides:
-    # eight blocks on TPUs and, with large states, on CPUs, otherwise one.
-    block_unroll: int = free(0)
+    # Largest number of neighbouring layers of one kind, and of blocks of a recurrent layer, in one
+    # iteration of a loop; 1 compiles quickest. With 0, brt decides: all layers on TPUs
+    # without remat, up to six layers on CPUs, otherwise one; eight blocks on TPUs and, with large
+    # states, on CPUs, otherwise one.
+    unroll: int = free(0)
     kinds: tuple[KindSection, ...] = nested(())
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ class Model:
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "relative_max_distance",
             "scale_init",
         )  # fmt: skip
-        check_not_negative(self, "vocab_size", "block", "layer_unroll", "block_unroll")
+        check_not_negative(self, "vocab_size", "block", "unroll")
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         half = self.relative_buckets // 2
         check(

@@ -37,6 +37,8 @@ REMOVED = {
     "Encoder.remat_keep": Removed("nothing", "Model.remat = True stores the inputs of layers"),
     "Encoder.convolution_width": Removed(15, "convolutional positions see 15 inputs"),
     "Model.layer_kinds": Removed((), "every kind of layers has a section, which places its layers"),
+    "Model.layer_unroll": Removed(0, "Model.unroll bounds the layers of an iteration"),
+    "Model.block_unroll": Removed(0, "Model.unroll bounds the blocks of an iteration"),
     "Decoding.batch_size": Removed(None, "Evaluation.batch_size also counts summaries"),
 }  # fmt: skip
 

@@ -68,7 +68,7 @@ def _advance(
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
     memory = Memory(memory.state, block, memory.position + 1, next_logits, memory.count + 1)
-    is_full = memory.position == decoder.model.window
+    is_full = memory.position == decoder.model.block_length
     return jax.lax.cond(is_full, end_block, lambda memory: memory, memory)
 
 
@@ -77,7 +77,7 @@ def _read_segment(
 ) -> Memory:
     """Reads whole blocks at once; the memory must be at a block boundary."""
     params, model_state = {"params": variables.params}, variables.model_state
-    start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.window), bool)
+    start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
     hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
     return memory._replace(
         state=state,
@@ -224,7 +224,7 @@ class Session:
         Args:
           tokens: ids of the text. BOS is read before the first text.
         """
-        window, length = self._config.model.window, self._config.evaluation_segment_length
+        window, length = self._config.model.block_length, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
         if self.memory.count == 0:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
@@ -321,7 +321,7 @@ class Session:
                     )
                 leaves = [_leaf(*pair) for pair in zip(stored, old, strict=True)]
             memory = jax.tree.unflatten(structure, leaves)
-            if memory.count < 0 or not 0 <= memory.position < self._config.model.window:
+            if memory.count < 0 or not 0 <= memory.position < self._config.model.block_length:
                 raise ValueError("its position or count is out of range")
         except FileNotFoundError as error:
             raise DataError(f"there is no state file {path}") from error

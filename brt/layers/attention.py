@@ -3,12 +3,11 @@ MLP.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain, shard_count
@@ -21,73 +20,23 @@ from brt.layers.basic import (
     kernel_init,
     parameter,
 )
+from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.mlp import MLP
-from brt.layers.state import (
-    OpenBlock,
-    WindowState,
-    cache_is_readable,
-    has_null_keys,
-    zero_where_invalid,
-)
+from brt.layers.state import LocalState, OpenBlock, WindowState, cache_is_readable, has_null_keys
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
+from brt.ops.local_attention import local_attention, local_attention_step
 from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import (
-    last_block,
-    segment_part,
-    window_part_step,
-)
+from brt.ops.window_attention import segment_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
 Mix = Callable[[Array, AttentionPart], Array]
-
-
-class TokenProjections(NamedTuple):
-    """Queries, keys and values of tokens as they were projected: attention normalises, scales and
-    rotates queries and keys.
-
-    Attributes:
-      queries, keys, values: [B, T, H, K].
-      cross_queries: queries [B, T, H, K] for the recurrent states, or None.
-      next_keys, next_values: the same keys and values for the next block. If blocks are read one
-        after the other with deferred weight gradients, they are aliases whose gradients are added
-        to those of this block before the backward pass of the projection.
-    """
-
-    queries: Float[Array, "B T H K"]
-    keys: Float[Array, "B T H K"]
-    values: Float[Array, "B T H K"]
-    cross_queries: Float[Array, "B T H K"] | None
-    next_keys: Float[Array, "B T H K"]
-    next_values: Float[Array, "B T H K"]
-
-
-class KVCache(NamedTuple):
-    """The cached keys and values that the tokens of a segment attend to.
-
-    Attributes:
-      keys, values: [B, W, H, K], of the block before the segment.
-      cache_mask: [B, N], True where block n may attend to the block before it.
-    """
-
-    keys: Float[Array, "B W H K"]
-    values: Float[Array, "B W H K"]
-    cache_mask: Bool[Array, "B N"]
-
-    def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns the unnormalised keys and the values [B, W+T, H, K] of the cache and the segment,
-        gathered on all devices that share the tokens.
-        """
-        names = ("lanes", None, "heads", None)
-        pairs = (self.keys, tokens.keys), (self.values, tokens.values)
-        keys, values = (jnp.concatenate([old, constrain(x, *names)], axis=1) for old, x in pairs)
-        return keys, values
 
 
 def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Array, "B T H K"]:
@@ -233,7 +182,7 @@ class TransformerBlock(nn.Module):
         Args:
           memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
         """
-        m, mask = self.model, None
+        m = self.model
         queries, keys, cached = projections.queries, projections.keys, past.keys
         if not m.normalize_qk:
             queries = self.scaled_queries(queries)
@@ -242,16 +191,21 @@ class TransformerBlock(nn.Module):
             own = Rotation(*(part[m.window :] for part in table))
             cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
             queries, keys = rotate(queries, own), rotate(keys, own)
-        if m.dropout and self.training:
+        drawn = Dropout(self.make_rng(SHARED), m.dropout) if m.dropout and self.training else None
+        tokens = queries, (cached, past.values), keys, projections.values, self.bias()
+        scale = self.query_scale() if m.normalize_qk else None
+        if past.first is not None:
+            part = local_attention(
+                *tokens, past.first, drawn, attend_to_self=m.attend_to_self, scale=scale
+            )
+        else:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
-            drawn = Dropout(self.make_rng(SHARED), m.dropout)
-            mask = drawn.shared_mask(m.heads, m.window, m.window)
-        part = segment_part(
-            queries, (cached, past.values), keys, projections.values, self.bias(),
-            past.cache_mask, mask, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
-            scale=self.query_scale() if m.normalize_qk else None,
-            implementation=self.kernels.window_attention,
-        )  # fmt: skip
+            mask = drawn and drawn.shared_mask(m.heads, m.window, m.window)
+            part = segment_part(
+                *tokens, past.cache_mask, mask, attend_to_self=m.attend_to_self,
+                null_keys=has_null_keys(m), scale=scale,
+                implementation=self.kernels.window_attention,
+            )  # fmt: skip
         attended = [
             part.output if mix is None else mix(self.scaled_queries(projections.queries), part)
         ]
@@ -271,7 +225,7 @@ class TransformerBlock(nn.Module):
     def attend_step(
         self,
         x: Float[Array, "B 1 D"],
-        window: WindowState,
+        window: WindowState | LocalState,
         block: OpenBlock,
         position: Int[Array, ""],
         memory: StateKV | None,
@@ -288,8 +242,10 @@ class TransformerBlock(nn.Module):
         m = self.model
         projections = projections or self.project(x)
 
+        slot = position % m.window
+
         def written(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(ring, z, position, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(ring, z, slot, axis=1)
 
         after = block._replace(
             keys=written(block.keys, projections.keys),
@@ -300,11 +256,16 @@ class TransformerBlock(nn.Module):
         queries, keys = scaled, ring.keys
         if m.positions == "rotary":
             queries, keys = self._rotate_step(queries, keys, position)
-        part = window_part_step(
-            queries[:, 0], keys, ring.values, self.bias(), cache_is_readable(m, window), position,
-            attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
-            normalize_keys=m.normalize_qk,
-        )  # fmt: skip
+        tokens = queries[:, 0], keys, ring.values, self.bias()
+        options = {"attend_to_self": m.attend_to_self, "normalize_keys": m.normalize_qk}
+        if isinstance(window, LocalState):
+            read = window.length * m.cache + position
+            part = local_attention_step(*tokens, read, position, **options)
+        else:
+            part = window_part_step(
+                *tokens, cache_is_readable(m, window), position, null_keys=has_null_keys(m),
+                **options,
+            )  # fmt: skip
         part = AttentionPart(part.output[:, None], part.lse[:, None])
         attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
@@ -317,25 +278,27 @@ class TransformerBlock(nn.Module):
         keys: Float[Array, "B W H K"],
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W H K"]]:
-        """Applies rotary positions to a token and to its ring of keys, of which those that were not
-        overwritten yet are W tokens back.
+        """Applies rotary positions to a token, at position 0, and to the keys of its ring, at their
+        distances before it.
         """
         m = self.model
-        table = rotations(-m.window, 2 * m.window, m.head_dim)
-        slots = jnp.arange(m.window)
-        own = slots <= position - (0 if m.attend_to_self else 1)
+        nearest = 0 if m.attend_to_self else 1
+        steps = (position - nearest - jnp.arange(m.window)) % m.window + nearest
+        table = rotations(-m.window, m.window + 1, m.head_dim)
 
         def rows(places: Int[Array, " P"]) -> Rotation:
             return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in table))
 
-        of_queries, of_keys = rows(position[None] + m.window), rows(slots + m.window * own)
-        return rotate(queries, of_queries), rotate(keys, of_keys)
+        zero = jnp.asarray([m.window])
+        return rotate(queries, rows(zero)), rotate(keys, rows(zero - steps))
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
         """Returns the name of the axis of tokens, which is sharded by whole blocks
         or not at all.
         """
-        return "tokens" if shard_count("blocks", x.shape[1] // self.model.window) > 1 else None
+        return (
+            "tokens" if shard_count("blocks", x.shape[1] // self.model.block_length) > 1 else None
+        )
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
@@ -347,24 +310,3 @@ class TransformerBlock(nn.Module):
         x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
         x = constrain(x, "lanes", tokens, None)
         return constrain(self.mlp(x, tokens, taps), "lanes", tokens, None)
-
-
-def with_cache(
-    model: Model,
-    state: WindowState,
-    projections: TokenProjections,
-    document_start: Bool[Array, "B N"],
-) -> tuple[KVCache, WindowState]:
-    """Returns the cache that a segment attends to, and the next state."""
-    document_start = constrain(document_start, "lanes", None)
-    rows = state.valid & ~document_start[:, 0]
-    state = state._replace(valid=rows)
-    if not model.mask_empty_cache:
-        state = zero_where_invalid(state)
-    cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
-    cache_mask = constrain(cache_mask, "lanes", None)
-    keys, values = (
-        last_block(x, model.window) for x in (projections.next_keys, projections.next_values)
-    )
-    after = WindowState(keys, values, jnp.ones_like(state.valid))
-    return KVCache(state.keys, state.values, cache_mask), after

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.layers.attention import Mix, TransformerBlock, with_cache
+from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
+from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Clustered
 from brt.layers.state import (
     WINDOW_AXES,
@@ -18,7 +19,6 @@ from brt.layers.state import (
     OpenBlock,
     WindowState,
     cache_is_readable,
-    closed_window,
     new_window_state,
 )
 from brt.ops.causal_clustered_attention import (
@@ -208,4 +208,4 @@ class ClusteredLayer(nn.Module):
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
         past = memory_after(state.past, keys, values, cache_mask, self._centroids())
-        return LayerOutput(x, ClusteredState(closed_window(state.window, block), *past))
+        return LayerOutput(x, ClusteredState(closed_window(self.model, state.window, block), *past))

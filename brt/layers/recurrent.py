@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import TransformerBlock, with_cache
+from brt.layers.attention import TransformerBlock
 from brt.layers.basic import (
     BLOCKS_AT_ONCE,
     FROM_HEADS,
@@ -25,13 +25,13 @@ from brt.layers.basic import (
     parameter,
     unrolled,
 )
+from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
-    closed_window,
     has_null_keys,
     new_window_state,
     window_axes,
@@ -273,13 +273,13 @@ class RecurrentLayer(nn.Module):
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.cache_mask, document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
-            unroll=unrolled(m.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
+            unroll=unrolled(m.unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateKV(*(constrain(part, *names) for part in memory))
         y = self.tokens.attend(x, projections, past, memory, taps=taps.tokens)
-        return LayerOutput(y, RecurrentState(window, vectors, window.valid))
+        return LayerOutput(y, RecurrentState(window, vectors, jnp.ones_like(state.valid)))
 
     def begin_block(
         self,
@@ -325,5 +325,5 @@ class RecurrentLayer(nn.Module):
         vectors = state_update(
             self.cell.weights, self._vectors(state), before, own, cache_mask, **self._options()
         )[0]
-        after = closed_window(window, block)
-        return LayerOutput(x, RecurrentState(after, vectors, after.valid))
+        after = closed_window(self.model, window, block)
+        return LayerOutput(x, RecurrentState(after, vectors, jnp.ones_like(state.valid)))

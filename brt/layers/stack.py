@@ -134,7 +134,7 @@ class Stack(nn.Module):
             split_rngs={"params": False, "dropout": True, SHARED: False},
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
-            unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
+            unroll=unrolled(self.model.unroll, document_start.shape[1], BLOCKS_AT_ONCE),
             check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
         x = constrain(x, "lanes", None, None)  # Blocks are read in turn: all devices hold all.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.ops.recurrent_attention import StateKV
@@ -56,9 +56,26 @@ class LayerAux(NamedTuple):
     metrics: Mapping[str, Array] = {}
 
 
+LONGEST = 1 << 30  # Lengths of documents are counted up to this number of tokens.
+
+
+class LocalState(NamedTuple):
+    """Keys and values of the last W tokens, for windows that are longer or shorter than a block.
+
+    Attributes:
+      keys: [B, W, H, K], oldest first, in the compute dtype, as they were projected.
+      values: [B, W, H, K].
+      length: int32 [B], number of tokens of the present document that were read; 0 at its start.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    length: Int[Array, " B"]
+
+
 def window_axes(model: Model) -> Any:
     """Returns the names of the axes of the arrays of a window's state."""
-    return WINDOW_AXES
+    return WINDOW_AXES if model.window_is_block else LocalState(*WINDOW_AXES)
 
 
 class LayerOutput(NamedTuple):
@@ -93,15 +110,12 @@ class OpenBlock(NamedTuple):
     memory: StateKV | None
 
 
-def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState:
+def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState | LocalState:
     """Returns the state of a sliding-window layer that has read nothing."""
-    cache = jnp.zeros((batch, model.window, model.heads, model.head_dim), dtype)
-    return WindowState(cache, jnp.zeros_like(cache), jnp.zeros((batch,), bool))
-
-
-def closed_window(state: WindowState, block: OpenBlock) -> WindowState:
-    """Returns the state of a window after a full block."""
-    return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
+    keys = jnp.zeros((batch, model.window, model.heads, model.head_dim), dtype)
+    if not model.window_is_block:
+        return LocalState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+    return WindowState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), bool))
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:

@@ -8,8 +8,9 @@ import flax.linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.layers.attention import TransformerBlock, with_cache
-from brt.layers.state import LayerOutput, OpenBlock, WindowState, closed_window
+from brt.layers.attention import TransformerBlock
+from brt.layers.cache import closed_window, with_cache
+from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops.recurrent_attention import StateKV
 
@@ -31,7 +32,7 @@ class WindowLayer(nn.Module):
         self,
         x: Float[Array, "B T D"],
         *,
-        state: WindowState,
+        state: WindowState | LocalState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
         taps: TokenTaps | None = None,
@@ -40,10 +41,10 @@ class WindowLayer(nn.Module):
         """Reads a segment; with `taps`, a single block."""
         taps = taps or NO_TAPS
         projections = self.tokens.project(x, taps)
-        past, state = with_cache(self.model, state, projections, document_start)
-        return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), state)
+        past, after = with_cache(self.model, state, projections, document_start)
+        return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
 
-    def begin_block(self, x: None, *, state: WindowState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
         return LayerOutput(x, OpenBlock(state.keys, state.values, None))
 
@@ -51,7 +52,7 @@ class WindowLayer(nn.Module):
         self,
         x: Float[Array, "B 1 D"],
         *,
-        state: WindowState,
+        state: WindowState | LocalState,
         block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
@@ -60,6 +61,8 @@ class WindowLayer(nn.Module):
         """Reads one token of the open block."""
         return LayerOutput(*self.tokens.attend_step(x, state, block, position, feedback))
 
-    def end_block(self, x: None, *, state: WindowState, block: OpenBlock, **_: Any) -> LayerOutput:
+    def end_block(
+        self, x: None, *, state: WindowState | LocalState, block: OpenBlock, **_: Any
+    ) -> LayerOutput:
         """Returns the state after a full block."""
-        return LayerOutput(x, closed_window(state, block))
+        return LayerOutput(x, closed_window(self.model, state, block))

@@ -7,7 +7,7 @@ import pytest
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.attention import TokenProjections, with_cache
+from brt.layers.cache import TokenProjections, with_cache
 from brt.layers.state import WindowState, new_window_state
 from brt.layers.window import WindowLayer
 

@@ -218,7 +218,7 @@ def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
 
 
 @pytest.mark.slow_cases("changes0")
-@pytest.mark.parametrize("changes", [{"remat": True}, {"layer_unroll": 2}])
+@pytest.mark.parametrize("changes", [{"remat": True}, {"unroll": 2}])
 def test_what_it_says_besides_is_the_same_however_layers_run(
     model: Model, params: Any, changes: dict
 ) -> None:

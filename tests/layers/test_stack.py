@@ -77,7 +77,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layer_unroll": 2, "remat": True},
+        {"unroll": 2, "remat": True},
         pytest.param({"remat": True, "remat_keep": "products"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -122,7 +122,7 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
         ("gpu", {}, Mesh(), 1),
         ("tpu", {}, Mesh(), 5),
         ("tpu", {}, Mesh(data=2), 5),
-        ("tpu", {"layer_unroll": 2}, Mesh(), 2),
+        ("tpu", {"unroll": 2}, Mesh(), 2),
         ("tpu", {"remat": True}, Mesh(), 1),
         ("tpu", {}, Mesh(fsdp=2), 5),
     ],
@@ -210,7 +210,7 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
         after = [jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *run) for run in grouped]
         return jnp.concatenate(outputs, axis=1), tuple(after)
 
-    changed = dataclasses.replace(model, block_unroll=2, remat=True)
+    changed = dataclasses.replace(model, unroll=2, remat=True)
     assert_close(results(changed, params), results(model, params, loop))
 
 

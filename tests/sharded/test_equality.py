@@ -95,7 +95,7 @@ def test_what_tpus_run_equals_one_device(
     operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, block_unroll=8, layer_unroll=8),
+        model=dataclasses.replace(config.model, unroll=8),
         kernels=Kernels(use=tuple(f"{name}=pallas_interpret" for name in operations)),
     )
     found, after = curve(config, MESHES[mesh], STEPS)

@@ -67,8 +67,7 @@ def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
         return Model(
             layers=layers,
             dtype="float32",
-            layer_unroll=unroll,
-            block_unroll=unroll,
+            unroll=unroll,
             **size.model,
             kinds=(Recurrence(layers=recurrent, states=size.states),),
         )

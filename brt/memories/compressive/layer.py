@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import KVCache, Mix, TransformerBlock, with_cache
+from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
+from brt.layers.cache import KVCache, closed_window, with_cache
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
@@ -20,7 +21,6 @@ from brt.layers.state import (
     OpenBlock,
     WindowState,
     cache_is_readable,
-    closed_window,
     new_window_state,
 )
 from brt.memories.compressive.compression import (
@@ -295,7 +295,7 @@ class CompressiveLayer(nn.Module):
         vectors = jnp.concatenate([state.vectors, made], axis=1)
         length = jnp.minimum(state.length + made.shape[1], section.slots)
         length = jnp.where(cache_is_readable(m, state.window), length, 0)
-        window = closed_window(state.window, block.tokens)
+        window = closed_window(self.model, state.window, block.tokens)
         return LayerOutput(x, self._after(window, block.inputs, vectors, length))
 
 

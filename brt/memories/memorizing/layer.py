@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import Mix, TransformerBlock, with_cache
+from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
+from brt.layers.cache import closed_window, with_cache
 from brt.layers.state import (
     WINDOW_AXES,
     LayerOutput,
     OpenBlock,
     WindowState,
-    closed_window,
     new_window_state,
 )
 from brt.memories.history import tokens_before
@@ -180,5 +180,5 @@ class MemorizingLayer(nn.Module):
         section, m = self.model.of(Memorizing), self.model
         past = extended(state, self.tokens.unit_keys(block.keys), block.values)
         length = jnp.minimum(state.length + m.window, section.size)
-        window = closed_window(state.window, block)
+        window = closed_window(self.model, state.window, block)
         return LayerOutput(x, remembered(past, length, window, size=section.size))

@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import TransformerBlock, with_cache
+from brt.layers.attention import TransformerBlock
 from brt.layers.basic import INTO_HEADS, kernel_init, parameter
+from brt.layers.cache import closed_window, with_cache
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
     LayerOutput,
     OpenBlock,
     WindowState,
-    closed_window,
     new_window_state,
 )
 from brt.memories.routing.routed_attention import (
@@ -249,6 +249,6 @@ class RoutingLayer(nn.Module):
     ) -> LayerOutput:
         """Returns the state after a full block, whose tokens enter the rings."""
         nowhere = jnp.zeros((len(state.keys), 1), bool)
-        window = closed_window(state.window, block.tokens)
+        window = closed_window(self.model, state.window, block.tokens)
         rings = rings_after(block.routed, state.rings, nowhere)
         return LayerOutput(x, RoutedState(window, *rings))

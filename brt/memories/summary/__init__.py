@@ -1,16 +1,15 @@
 """Layers that summarise what they read (MELODI, arXiv 2410.03156)."""
 
 from brt.layers.kinds import LayerKind, register_kind
+from brt.memories.summary.flops import long_summary_flops, summary_flops
 from brt.memories.summary.layer import (
     LONG_SUMMARY_AXES,
     SUMMARY_AXES,
     LongSummaryLayer,
     SummaryLayer,
-    long_summary_flops,
     new_long_summary_state,
     new_summary_state,
     number_of_summaries,
-    summary_flops,
 )
 from brt.memories.summary.section import Summaries as Summaries
 

@@ -187,7 +187,7 @@ class DocumentEvaluator:
         part = ablate or self._ablate
         begin, timed = None, 0
         for batch, document in evaluation_batches(
-            store, batch_size=batch_size, segment_length=length, window=config.model.window,
+            store, batch_size=batch_size, segment_length=length, window=config.model.block_length,
             tokens_per_document=tokens_per_document,
         ):  # fmt: skip
             if control.stop():

@@ -78,4 +78,4 @@ def block_nats(
 
 def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
     """Returns nats summed over the tokens of each block."""
-    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2)
+    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.block_length), axis=2)

@@ -30,7 +30,7 @@ class TextScorer:
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
         """Reads the text in segments of Evaluation.segment_length with carried state."""
-        length, window = self._config.evaluation_segment_length, self._config.model.window
+        length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])
         for start in range(0, len(tokens), length):

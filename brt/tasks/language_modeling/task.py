@@ -65,14 +65,15 @@ class LanguageModeling(Task):
                 f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "
                 "must not; remove it, and name layers in Clustered.layers"
             )
+        block = "Model.block" if model.block else "Model.window"
         for name, length in (
             ("Training.segment_length", config.training.segment_length),
             ("Evaluation.segment_length", config.evaluation_segment_length),
         ):
-            if length % model.window:
+            if length % model.block_length:
                 raise ConfigError(
-                    f"{name} = {length} must be a multiple of Model.window = {model.window}; "
-                    f"set it to {max(length // model.window, 1) * model.window}"
+                    f"{name} = {length} must be a multiple of {block} = {model.block_length}; "
+                    f"set it to {max(length // model.block_length, 1) * model.block_length}"
                 )
             for section in model.kinds:
                 section.check_segment(name, length)
@@ -102,20 +103,20 @@ class LanguageModeling(Task):
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
-            segment_length=t.segment_length, window=config.model.window, seed=t.seed,
+            segment_length=t.segment_length, window=config.model.block_length, seed=t.seed,
         )  # fmt: skip
 
     def example_row(self, config: Config) -> Batch:
         """Returns a batch of one row with a segment of tokens."""
         tokens = (1, config.training.segment_length)
-        blocks = (1, tokens[1] // config.model.window)
+        blocks = (1, tokens[1] // config.model.block_length)
         ids = np.zeros(tokens, np.int32)
         return Batch(ids, ids, np.ones(tokens, bool), np.ones(blocks, bool))
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         """Returns newly initialised parameters of the decoder."""
         model = config.model
-        tokens, start = jnp.zeros((1, model.window), jnp.int32), jnp.ones((1, 1), bool)
+        tokens, start = jnp.zeros((1, model.block_length), jnp.int32), jnp.ones((1, 1), bool)
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
@@ -131,7 +132,7 @@ class LanguageModeling(Task):
         """Returns the sizes that mesh axes must divide, including the number of blocks in a
         segment.
         """
-        blocks = config.training.segment_length // config.model.window
+        blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
         return {**super().sharded_sizes(config), "blocks": entry}
 

@@ -61,6 +61,11 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
                     f"Face's format has no layers of the kind {kind!r}, only window and recurrent "
                     "ones"
                 )
+    if set(model.windows) != {model.block_length}:
+        raise CheckpointError(
+            f"windows of {sorted(set(model.windows))} tokens in blocks of {model.block_length} "
+            "cannot be exported to Hugging Face's format; only models whose windows are blocks can"
+        )
     if model.mlp_bias:
         raise CheckpointError(
             "Model.mlp_bias = True cannot be exported to Hugging Face's format; only MLPs without "

@@ -75,7 +75,7 @@ def segment_logits(
     @jax.jit
     def read(state: Any, tokens: Array) -> tuple[Array, Any]:
         """Returns the logits of a segment and the state after the segment."""
-        start = jnp.zeros((len(tokens), tokens.shape[1] // model.window), bool)
+        start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
         return logits(model, params["embedding"], out.hidden), out.state
 
@@ -88,7 +88,7 @@ def segment_logits(
 
 def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     torch, rng = importlib.import_module("torch"), np.random.default_rng(0)
-    segments = list(rng.integers(model.vocab_size, size=(SEGMENTS, 2, model.window)))
+    segments = list(rng.integers(model.vocab_size, size=(SEGMENTS, 2, model.block_length)))
     pieces, state = [], None
     with torch.no_grad():
         for tokens in segments:
@@ -101,7 +101,7 @@ def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: flo
 
 def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     """Checks that each token of their greedy text has the largest logit in brt, too."""
-    torch, window = importlib.import_module("torch"), model.window
+    torch, window = importlib.import_module("torch"), model.block_length
     size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
     text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN).numpy()

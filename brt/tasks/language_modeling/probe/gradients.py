@@ -116,7 +116,7 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
     """
     batches = evaluation_batches(
         store, batch_size=1, segment_length=config.training.segment_length,
-        window=config.model.window,
+        window=config.model.block_length,
     )  # fmt: skip
     segments = [batch for batch, _ in islice(batches, 2)]
     if len(segments) == 1 or not segments[1].scored.all():

@@ -140,7 +140,7 @@ def evaluate_interventions(
     if scored == 1 and donor is not None:
         store = _with_donor(store, donor)
     lanes = min(max(config.evaluation.batch_size, 2), len(store))
-    window, length = config.model.window, config.evaluation_segment_length
+    window, length = config.model.block_length, config.evaluation_segment_length
     streams = _Streams(config, variables, lanes)
     batches = evaluation_batches(store, batch_size=lanes, segment_length=length, window=window)
     segments: list[tuple[np.ndarray, ...]] = []

@@ -141,7 +141,7 @@ def layers(
     """Returns a description of the gate, the memory horizon and the states of each recurrent
     layer.
     """
-    window = config.model.window
+    window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)
     rows = []
     for layer, left in retention(config, variables, store).items():

@@ -38,10 +38,10 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
     """
     model = config.model
     batches = evaluation_batches(
-        store, batch_size=1, segment_length=model.window, window=model.window
+        store, batch_size=1, segment_length=model.block_length, window=model.block_length
     )
-    before = config.training.segment_length // model.window
-    longest = int(np.argmax(block_counts(store.lengths, model.window)))
+    before = config.training.segment_length // model.block_length
+    longest = int(np.argmax(block_counts(store.lengths, model.block_length)))
     document = takewhile(lambda b: b[1] == longest and b[0].scored.all(), batches)
     blocks = [batch for batch, _ in islice(document, before + BLOCKS)]
     before = min(before, len(blocks) - 1)

@@ -125,7 +125,7 @@ class StateProbe:
             for name, value in state_metrics(vectors[:_LANES])._asdict().items():
                 values[f"probe/layer_{layer}/state_{name}"] = jnp.mean(value)
         for layer, decay in fixed_gate_decay(self._model, params).items():
-            tokens = half_life_tokens(decay, self._model.window)
+            tokens = half_life_tokens(decay, self._model.block_length)
             values[f"probe/layer_{layer}/gate_half_life_tokens"] = jnp.median(tokens)
         return values
 

@@ -1,0 +1,111 @@
+"""The cached keys and values that a segment attends to, and those that it leaves behind."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Model
+from brt.distributed.rules import constrain
+from brt.layers.state import LONGEST, LocalState, OpenBlock, WindowState, zero_where_invalid
+from brt.ops.window_attention import last_block
+
+
+class TokenProjections(NamedTuple):
+    """Queries, keys and values of tokens as they were projected: attention normalises, scales and
+    rotates queries and keys.
+
+    Attributes:
+      queries, keys, values: [B, T, H, K].
+      cross_queries: queries [B, T, H, K] for the recurrent states, or None.
+      next_keys, next_values: the same keys and values for the next block. If blocks are read one
+        after the other with deferred weight gradients, they are aliases whose gradients are added
+        to those of this block before the backward pass of the projection.
+    """
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B T H K"]
+    values: Float[Array, "B T H K"]
+    cross_queries: Float[Array, "B T H K"] | None
+    next_keys: Float[Array, "B T H K"]
+    next_values: Float[Array, "B T H K"]
+
+
+class KVCache(NamedTuple):
+    """The cached keys and values that the tokens of a segment attend to.
+
+    Attributes:
+      keys, values: [B, W, H, K], of the W tokens before the segment.
+      cache_mask: [B, N], True where block n may attend to the block before it.
+      first: [B, N], the place of the first token of the document of block n, where the segment
+        begins at place 0; None if the window is a block.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    cache_mask: Bool[Array, "B N"]
+    first: Int[Array, "B N"] | None = None
+
+    def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
+        """Returns the unnormalised keys and the values [B, W+T, H, K] of the cache and the segment,
+        gathered on all devices that share the tokens.
+        """
+        names = ("lanes", None, "heads", None)
+        pairs = (self.keys, tokens.keys), (self.values, tokens.values)
+        keys, values = (jnp.concatenate([old, constrain(x, *names)], axis=1) for old, x in pairs)
+        return keys, values
+
+
+def with_cache(
+    model: Model,
+    state: WindowState | LocalState,
+    projections: TokenProjections,
+    document_start: Bool[Array, "B N"],
+) -> tuple[KVCache, WindowState | LocalState]:
+    """Returns the cache that a segment attends to, and the next state."""
+    document_start = constrain(document_start, "lanes", None)
+    if isinstance(state, LocalState):
+        return _with_local_cache(model, state, projections, document_start)
+    rows = state.valid & ~document_start[:, 0]
+    state = state._replace(valid=rows)
+    if not model.mask_empty_cache:
+        state = zero_where_invalid(state)
+    cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
+    cache_mask = constrain(cache_mask, "lanes", None)
+    keys, values = (
+        last_block(x, model.window) for x in (projections.next_keys, projections.next_values)
+    )
+    after = WindowState(keys, values, jnp.ones_like(state.valid))
+    return KVCache(state.keys, state.values, cache_mask), after
+
+
+def _with_local_cache(
+    model: Model,
+    state: LocalState,
+    projections: TokenProjections,
+    document_start: Bool[Array, "B N"],
+) -> tuple[KVCache, LocalState]:
+    blocks, tokens = document_start.shape[1], projections.keys.shape[1]
+    begins = jnp.arange(blocks, dtype=jnp.int32)[None] * (tokens // blocks)
+    first = jnp.where(document_start, begins, -state.length[:, None])
+    # Before the first document that starts in the segment, the document is that of the state.
+    first = jax.lax.cummax(first, axis=1)
+    length = jnp.minimum(tokens - first[:, -1], LONGEST)
+    if not model.cache:
+        first, length = jnp.broadcast_to(begins, first.shape), jnp.zeros_like(length)
+    cache = KVCache(state.keys, state.values, first < begins, first)
+    keys, values = (x[:, -model.window :] for x in cache.joined(projections))
+    return cache, LocalState(keys, values, length)
+
+
+def closed_window(
+    model: Model, state: WindowState | LocalState, block: OpenBlock
+) -> WindowState | LocalState:
+    """Returns the state of a window after a full block."""
+    if isinstance(state, WindowState):
+        return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
+    # The slot of the oldest token comes first.
+    keys, values = (jnp.roll(x, -model.block_length, axis=1) for x in (block.keys, block.values))
+    length = jnp.minimum(state.length + model.block_length, LONGEST) * model.cache
+    return LocalState(keys, values, length)

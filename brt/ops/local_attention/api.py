@@ -1,0 +1,94 @@
+"""Attention of every token to the last W tokens of its document, itself included.
+
+`brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
+the window and the length of a block are independent.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops.dropout import Dropout
+from brt.ops.local_attention import xla
+from brt.ops.normalization import inverse_norms, l2_normalize, scaled_unit
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import MASKED, softmax_and_lse
+
+
+def local_attention(
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
+    bias: Float[Array, "H W"] | None,
+    first: Int[Array, "B N"],
+    dropout: Dropout | None = None,
+    *,
+    attend_to_self: bool = True,
+    scale: Float[Array, " H"] | None = None,
+) -> AttentionPart:
+    """Attends from every token of a segment to its window; the logits are q.k + bias.
+
+    Args:
+      queries: already multiplied by any scale.
+      cached: keys and values of the W tokens before the segment, oldest first.
+      keys, values: those of the segment.
+      bias: float32, by distance; column 0 is the nearest key that a token sees. None is no bias.
+      first: for each of N blocks, the place of the first token of its document; the segment begins
+        at place 0, and cached tokens have negative places.
+      dropout: dropout of the attention weights.
+      attend_to_self: True if the nearest key is the token itself.
+      scale: if not None, keys are normalized first, and queries are normalized to this length.
+
+    Returns:
+      The attention output [B, T, H, K] in the dtype of `values`, with zeros where a token sees no
+        key, and the float32 log-sum-exp [B, T, H] of the logits.
+    """
+    keys, values = (
+        jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
+    )
+    if scale is not None:
+        queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
+    by_token = jnp.repeat(first, queries.shape[1] // first.shape[1], axis=1)
+    return xla.local_attention(
+        queries, keys, values, bias, by_token, dropout, attend_to_self=attend_to_self
+    )
+
+
+def local_attention_step(
+    query: Float[Array, "B H K"],
+    keys: Float[Array, "B W H K"],
+    values: Float[Array, "B W H K"],
+    bias: Float[Array, "H W"] | None,
+    read: Int[Array, " B"],
+    position: Int[Array, ""],
+    *,
+    attend_to_self: bool = True,
+    normalize_keys: bool = False,
+) -> AttentionPart:
+    """Computes `local_attention` for one token.
+
+    Args:
+      query: the query, already normalized and multiplied by any scale.
+      keys, values: ring buffers. The token at place p of the open block has slot p % W, and a token
+        before the block keeps its slot until another token takes it. If tokens do not see
+        themselves, the slot of the token still holds the token W places before it.
+      bias: as in `local_attention`.
+      read: number of tokens of the document before this token.
+      position: the place of the token in the open block.
+      attend_to_self: True if the nearest key is the token itself.
+      normalize_keys: True if the logits are those of normalized keys.
+
+    Returns:
+      The output [B, H, K] and the log-sum-exp [B, H].
+    """
+    window, nearest = keys.shape[1], 0 if attend_to_self else 1
+    steps = (position - nearest - jnp.arange(window)) % window  # from the nearest visible key
+    seen = ((steps + nearest)[None] <= read[:, None])[:, None]  # [B, 1, W]
+    logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
+    if normalize_keys:
+        logits *= inverse_norms(keys).swapaxes(1, 2)
+    if bias is not None:
+        logits += jnp.take(bias, steps, axis=1)[None]
+    weights, lse = softmax_and_lse(jnp.where(seen, logits, MASKED))
+    output = jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values)
+    return AttentionPart(output, lse)

@@ -1,0 +1,68 @@
+"""Local attention in plain XLA: chunks of queries, each with the keys that its tokens can see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from brt.ops.dropout import Dropout
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import matmul_nt
+from brt.ops.softmax import MASKED, softmax_and_lse
+
+CHUNK = 256  # Largest number of queries of a chunk: its logits have CHUNK * (CHUNK + W) columns.
+
+
+def local_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    bias: Float[Array, "H W"] | None,
+    first: Int[Array, "B T"],
+    dropout: Dropout | None,
+    *,
+    attend_to_self: bool,
+) -> AttentionPart:
+    """Computes `api.local_attention`; `keys` and `values` begin with the W cached ones.
+
+    The backward pass computes the attention weights of a chunk again.
+    """
+    length = queries.shape[1]
+    window, chunk = keys.shape[1] - length, min(length, CHUNK)
+    count = -(-length // chunk)
+    padding = ((0, 0), (0, count * chunk - length), (0, 0), (0, 0))
+    q, k, v = (jnp.pad(x, padding) for x in (queries, keys, values))
+    starts = jnp.pad(first, padding[:2])
+    nearest = 0 if attend_to_self else 1
+    # The distance of a key of the chunk's columns to a query, after the nearest visible key.
+    steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
+    in_window = (steps >= 0) & (steps < window)
+    tile = None
+    if bias is not None:
+        tile = jnp.take(bias, np.clip(steps, 0, window - 1), axis=1)
+
+    @jax.checkpoint
+    def attend(n: Int[Array, ""]) -> AttentionPart:
+        rows = (jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk, axis=1) for x in (q, starts))
+        columns = (
+            jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk + window, axis=1) for x in (k, v)
+        )
+        (own, begin), (near_keys, near_values) = rows, columns
+        places = n * chunk - window + jnp.arange(chunk + window)
+        seen = jnp.asarray(in_window)[None] & (places[None, None] >= begin[..., None])
+        own, near_keys, near_values = (x.swapaxes(1, 2) for x in (own, near_keys, near_values))
+        logits = matmul_nt(own, near_keys)
+        if tile is not None:
+            logits += tile[None]
+        weights, lse = softmax_and_lse(jnp.where(seen[:, None], logits, MASKED))
+        if dropout is not None:
+            weights = Dropout(jax.random.fold_in(dropout.rng, n), dropout.rate)(weights)
+        output = weights.astype(near_values.dtype) @ near_values
+        return AttentionPart(output.swapaxes(1, 2), lse.swapaxes(1, 2))
+
+    parts = jax.lax.map(attend, jnp.arange(count))
+
+    def by_token(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
+
+    return AttentionPart(*map(by_token, parts))
