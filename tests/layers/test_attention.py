@@ -35,7 +35,7 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
     parity = dataclasses.replace(MODEL, mask_empty_cache=False)
-    keys, values, _ = with_cache(parity, state, projections, start)[0]
+    keys, values, *_ = with_cache(parity, state, projections, start)[0]
     assert keys[0].all() and not keys[1].any() and not values[1].any()
 
 
