@@ -46,7 +46,13 @@ def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source
 
 
 def read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
-    """Adds a file and the files that it includes to `sources`, and returns its key."""
+    """Adds a file and the files that it includes to `sources`, and returns the file's key.
+
+    Args:
+      path: the file.
+      sources: the sources that were read before; files among them are not read again.
+      including: keys of the files that include this one, so that cycles are refused.
+    """
     key, shown = str(path.resolve()), shown_path(path)
     if key in including:
         circle = " includes ".join(shown_path(Path(file)) for file in (*including, key))
@@ -164,7 +170,8 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
         raise ConfigError(
             f"{origin(error.lineno)}: {_unreadable(error.msg, error.text)}"
         ) from error
-    except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
+    # A list as a dictionary's key raises TypeError.
+    except (tokenize.TokenError, TypeError) as error:
         raise ConfigError(f"{origin(None)}: {_unreadable(str(error.args[0]), None)}") from error
 
 

@@ -32,8 +32,8 @@ _PATTERNS = [
     (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
     (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),  # https://host/?token=...
     (rf"(?i)(://[^\s'\"]*?[?&;](?:[\w.-]*[_.-])?{_PERHAPS}=){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
-    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # a single argument or variable
-    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # an argument in a command
+    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # Hides the value of a variable.
+    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # Hides a flag's value.
     (rf"(?i)(?<!\S)(--?(?:[\w.-]*[_.-])?{_PERHAPS}[= ]){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
     (r"(?i)\b(bearer[ +:]+|authorization: *\w+ +)(?=\S*\d)[\w.~+/=-]{8,}", rf"\1{HIDDEN}"),
     (rf"(?<![A-Za-z0-9])(?=[\w.-]*\d)(?:{_SERVICES})", HIDDEN),

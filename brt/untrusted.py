@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 LARGEST = 1 << 30  # Default limit in bytes of files that are read into memory.
-NUMBER = int | float  # see `check`
+NUMBER = int | float  # The kind of JSON numbers, for `check`.
 _CHUNK = 1 << 20  # Number of bytes of an array that are read at a time.
 _DEEPEST = 100  # Deepest nesting of lists and objects in JSON.
 _RATIO = 1032  # Largest compression ratio of deflate.
@@ -197,9 +197,8 @@ def _is(value: Any, kind: Any) -> bool:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    if (
-        isinstance(value, int | float) and not abs(value) < 2**63
-    ):  # The comparison is False for NaN.
+    # The comparison is False for NaN.
+    if isinstance(value, int | float) and not abs(value) < 2**63:
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)
 

@@ -64,7 +64,7 @@ def gather(
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths
-    past = block * window  # the number of tokens of the document before the block
+    past = block * window  # The number of tokens of the document before the block
     # The number of tokens from the block's start to the document's end; it may exceed the window.
     left = np.where(real, lengths[document] - past, 0)[..., None]
     # One gather of window + 1 tokens yields both the inputs and the targets of a block.

@@ -68,7 +68,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except Exception as error:  # The tokenizers library raises no subclass of Exception.
+        except Exception as error:  # The tokenizers library raises the class Exception itself.
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         for encoding in encoded:
             yield np.asarray(encoding.ids, np.int32)

@@ -142,9 +142,8 @@ def _rename(content: Path, directory: Path, shared: bool) -> None:
         durable.sync(directory.parent)
     except OSError:
         if not shared:
-            with contextlib.suppress(
-                OSError
-            ):  # The error that led here is raised, not one of the cleanup.
+            # The error of `sync` is raised, not one that occurs while its effects are undone.
+            with contextlib.suppress(OSError):
                 directory.rename(content)
         raise
 

@@ -42,8 +42,16 @@ def checked(name: str, text: str) -> str:
 
 
 def whole(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
-    """Returns the text of bytes that are decoded at once; arguments and errors are those of
-    `read`.
+    """Returns the text of bytes that are decoded at once.
+
+    Args:
+      name: the name of the data, for error messages.
+      data: the bytes.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      remedy: the setting that enables this replacement; "" if there is none.
+
+    Raises:
+      BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
     """
     return "".join(read(name, [data], errors, remedy))
 

@@ -58,8 +58,12 @@ def array_record(
 ) -> Iterator[tuple]:
     """Yields the (name, text) of every record of an ArrayRecord file.
 
-    A record is UTF-8 text, or a JSON object whose `field` contains the text; see `of_json` for the
-    arguments.
+    Args:
+      file: the file. A record is UTF-8 text or a JSON object.
+      field: the field of a JSON object that contains the text.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      max_bytes: the largest size of a record.
+      bad: collects records that cannot be read.
     """
     from array_record.python.array_record_module import ArrayRecordReader
 

@@ -66,7 +66,7 @@ def json_model(path: Path, content: bytes) -> Any:
     try:
         with untrusted.catching_panics():
             tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # The tokenizers library raises no subclass of Exception.
+    except Exception as error:  # The tokenizers library raises the class Exception itself.
         raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
@@ -76,7 +76,7 @@ def json_model(path: Path, content: bytes) -> Any:
     tokenizer.encode_special_tokens = True  # `</s>` inside a text is text, not a special token.
     try:
         (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
-    except Exception as error:  # The tokenizers library raises no subclass of Exception.
+    except Exception as error:  # The tokenizers library raises the class Exception itself.
         raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not encoding.ids:
         raise DataError(

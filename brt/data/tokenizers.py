@@ -114,8 +114,8 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
-        # T5's models have no BOS; their decoders start with the padding id.
         self.unk_id = self._processor.unk_id()
+        # The models of T5 have no BOS, so the padding id is used, with which their decoders start.
         ids = self._processor.bos_id(), self._processor.pad_id()
         self.bos_id = next((i for i in ids if i >= 0), -1)
         if self.bos_id < 0:

@@ -60,9 +60,14 @@ def greedy_search(
 def one_text(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source (N = 1); the function `choose` selects each token.
+    """Generates one text for each source (N = 1), token by token.
 
-    The other arguments are those of `greedy_search`.
+    Args:
+      decoder: functions of the model; see `TextDecoder`.
+      state: decoding state before the start token.
+      choose: function that selects the next token of each source.
+      batch: number of sources, B.
+      decoding: settings.
     """
     step, _, ids = decoder
 

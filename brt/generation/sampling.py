@@ -36,8 +36,12 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of every lane (row), int32 [B]: a sample, or the most likely token at
-    temperature 0.
+    """Returns the next token of every lane (row), sampled from the logits.
+
+    Args:
+      logits: logits of the next token.
+      key: random key.
+      sampling: temperature, top-k and top-p; temperature 0 selects the most likely token.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

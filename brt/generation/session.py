@@ -361,7 +361,16 @@ def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
 
 
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a memory to a file; see `Session.save`."""
+    """Writes a memory as .npz.
+
+    Args:
+      memory: the memory.
+      path: the file.
+      identity: description of the model that the memory belongs to.
+
+    Raises:
+      OSError: the file cannot be written; see `durable.named_by_user`.
+    """
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(memory))

@@ -47,9 +47,8 @@ def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
     finally:
         over.set()
         changed.set()
-        hanging.join(
-            thread, EVERY_SECONDS
-        )  # The wait is limited, because the file system may hang.
+        # The wait is limited, because the file system may hang.
+        hanging.join(thread, EVERY_SECONDS)
 
 
 def _write(path: Path, now: RunStatus) -> None:
@@ -66,10 +65,9 @@ def _write(path: Path, now: RunStatus) -> None:
     workdir = path.parent.parent
     # Errors such as a full disk are ignored here, because saving a checkpoint reports them.
     with contextlib.suppress(OSError):
+        # The file is not flushed to the disk, because it is soon replaced.
         with (
             durable.directory(path.parent, below=workdir, make=True),
-            durable.replacing(
-                path, below=workdir, synced=False
-            ) as file,  # soon replaced, so not flushed
+            durable.replacing(path, below=workdir, synced=False) as file,
         ):
             file.write(json.dumps(content).encode() + b"\n")

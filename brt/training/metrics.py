@@ -203,9 +203,9 @@ class Throughput:
         finally:
             now = self._clock()
             self._paused += now - begin
-            if (
-                not self._all_steps
-            ):  # compiling happens once, so it does not count for `seconds_left`
+            # A pause before the first step is for compiling, which happens once. It does not count
+            # for `seconds_left`.
+            if not self._all_steps:
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:

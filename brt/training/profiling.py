@@ -9,8 +9,8 @@ from brt.training.workdir import Workdir, refuse_links
 # The peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by jax's name of the
 # device.
 _PEAKS = {
-    "TPU v3": 123e12
-    / 2,  # The data sheet is about a chip; a device of jax is one of its two cores.
+    # The data sheet of TPU v3 is about a chip; a device of jax is one of its two cores.
+    "TPU v3": 123e12 / 2,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,

@@ -84,7 +84,7 @@ class Progress:
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of an interval of steps, in the bar or as a line."""
+        """Shows the metrics of the steps since the last report, in the bar or as a line."""
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"

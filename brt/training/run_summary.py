@@ -68,9 +68,8 @@ def draw(run: Run, workdir: Workdir) -> Baseline | None:
     """Draws the plots if Training.plots says so; returns the baseline that they show."""
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
-        from brt.training import (
-            plots,
-        )  # Importing it takes most of a second, so it is imported here.
+        # Importing the module takes most of a second, so only runs with plots import it.
+        from brt.training import plots
 
         units = run.task.units_per_token(run.dataset)
         metric = run.task.primary_metric(run.dataset)

@@ -103,9 +103,8 @@ def _moment_names(
     if size == shape:
         return names if rules.is_matrix(names) else replicated
     factored = [_DROPPED_AXIS[key] for key in keys if key in _DROPPED_AXIS]
-    matrix = slice(
-        int(names[:1] == ("layers",)), None
-    )  # This slice removes the axis of stacked layers.
+    # This slice removes the axis of stacked layers, if there is one.
+    matrix = slice(int(names[:1] == ("layers",)), None)
     if not factored or len(size[matrix]) < 2:
         return replicated
     dropped = int(np.argsort(size[matrix])[factored[0]]) + matrix.start

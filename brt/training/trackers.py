@@ -62,9 +62,8 @@ class _Service:
     def _tolerated(self, call: Callable[[], Any]) -> Any:
         try:
             return call() if self._on else None
-        except (
-            Exception
-        ) as error:  # Problems of network, login and server raise errors of many classes.
+        # Problems of network, login and server raise errors of many classes.
+        except Exception as error:
             self._on = False
             reason = " ".join(str(error).split())
             self._warn(f"{self.name} is off: {reason}; metrics.jsonl is still written")
@@ -99,9 +98,8 @@ class _Mlflow(_Service):
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
-        except (
-            Exception
-        ) as error:  # The classes of MLflow's errors differ by version and kind of store.
+        # The classes of MLflow's errors differ by version and kind of store.
+        except Exception as error:
             return (
                 f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
                 "MLFLOW_TRACKING_URI to a server, http://HOST:PORT, or to a database, "

@@ -275,8 +275,9 @@ class TokenizedPreparation(Preparation):
         return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")
 
     def decisive(self) -> dict[str, Any]:
-        """Returns the fingerprint of the tokenizer if the section names one; it determines the
-        content.
+        """Returns {"tokenizer": FINGERPRINT} if the section names a tokenizer, otherwise {}.
+
+        The result is part of the key in the cache.
         """
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 

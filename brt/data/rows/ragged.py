@@ -96,7 +96,12 @@ class Writer:
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Opens a file that `Writer` wrote.
+    """Returns the rows of a file that `Writer` wrote; they are read when they are indexed.
+
+    Args:
+      path: the file.
+      dtype: the dtype of its values.
+      offsets: int64 [rows + 1], the index of each row's first value.
 
     Raises:
       ValueError: the size of the file differs from what `offsets` say.

@@ -42,7 +42,16 @@ def from_hf(
 ) -> Iterator[str]:
     """Converts a RoBERTa checkpoint, and yields lines that report what was done.
 
-    The arguments and errors are those of `brt.interop.huggingface.convert.from_hf`.
+    Args:
+      source: directory of the checkpoint.
+      target: directory to write.
+      verified: compare the converted model with the original.
+      positions: number of positions to which the table of positions is extended; 0 keeps it.
+      method: how new positions are filled.
+
+    Raises:
+      ConfigError: `target` is not empty, or the positions cannot be extended.
+      CheckpointError: `source` cannot be converted, or with `verified` the result differs.
     """
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:

@@ -8,24 +8,25 @@ from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-# The columns of document and summary in common datasets, in order of preference. A comment names
-# the dataset.
+# The columns of document and summary in common datasets, in order of preference.
 COMMON = (
-    ("document", "summary"),  # XSum, Multi-News, and the pairs that brt includes
-    ("article", "highlights"),  # CNN/DailyMail
-    ("article", "abstract"),  # Scientific papers
-    ("dialogue", "summary"),  # SAMSum
-    ("text", "summary"),  # BillSum
-    ("report", "summary"),  # GovReport; the next two are the names of its parts in TFDS.
+    ("document", "summary"),  # The columns of XSum, Multi-News, and the pairs that brt includes
+    ("article", "highlights"),  # The columns of CNN/DailyMail
+    ("article", "abstract"),  # The columns of scientific papers
+    ("dialogue", "summary"),  # The columns of SAMSum
+    ("text", "summary"),  # The columns of BillSum
+    # The columns of GovReport; the next two pairs are those of its parts in TFDS.
+    ("report", "summary"),
     ("report", "highlight"),
     ("reports", "summary"),
-    ("utt", "summary"),  # MediaSum
-    ("description", "abstract"),  # BigPatent
-    ("article_text", "abstract_text"),  # Scientific papers in the form that their authors publish.
+    ("utt", "summary"),  # The columns of MediaSum
+    ("description", "abstract"),  # The columns of BigPatent
+    # The columns of scientific papers in the form in which their authors publish them.
+    ("article_text", "abstract_text"),
     ("article", "summary"),
     ("transcript", "summary"),
     ("body", "summary"),
-    ("chapter", "summary_text"),  # BookSum
+    ("chapter", "summary_text"),  # The columns of BookSum
     ("extract_text", "summary_text"),
     ("news_body", "news_title"),
     ("source", "target"),

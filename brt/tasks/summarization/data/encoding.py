@@ -64,7 +64,7 @@ class Encoder:
 
 
 def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns at most `limit` ids: the first ones, or with `tail` one half from each end."""
+    """Returns at most `limit` ids: the first ones, or with `tail` half of them from each end."""
     if len(ids) <= limit:
         return ids
     last = limit // 2 if tail else 0

@@ -26,7 +26,10 @@ def _score(hits: int, reference: int, prediction: int) -> Score:
 
 
 def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
-    """Returns the score of common n-grams; each counts as often as it occurs in both texts."""
+    """Returns the score of common n-grams (sequences of n words) of two lists of words.
+
+    An n-gram counts as often as it occurs in both lists.
+    """
     grams = [
         Counter(zip(*(words[i:] for i in range(n)), strict=False))
         for words in (reference, prediction)

@@ -12,15 +12,14 @@ from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
-# The columns of sentences in the tasks of GLUE and other common datasets, in order of preference. A
-# comment names the tasks of GLUE.
+# The columns of sentences in the tasks of GLUE and other common datasets, in order of preference.
 SENTENCES = (
-    ("sentence1", "sentence2"),  # RTE, WNLI, STS-B
-    ("premise", "hypothesis"),  # MNLI
-    ("question", "sentence"),  # QNLI
-    ("question1", "question2"),  # QQP
-    ("#1 String", "#2 String"),  # MRPC
-    ("sentence",),  # CoLA, SST-2
+    ("sentence1", "sentence2"),  # The columns of RTE, WNLI, STS-B
+    ("premise", "hypothesis"),  # The columns of MNLI
+    ("question", "sentence"),  # The columns of QNLI
+    ("question1", "question2"),  # The columns of QQP
+    ("#1 String", "#2 String"),  # The columns of MRPC
+    ("sentence",),  # The columns of CoLA, SST-2
     ("text",),
 )
 LABELS = ("label", "gold_label", "is_duplicate", "Quality", "score")
