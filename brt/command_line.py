@@ -161,14 +161,14 @@ def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None)
 def variants(
     args: argparse.Namespace, section: str
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
-    """Returns the bindings of an additional section, and a function that resolves variants.
+    """Returns what a sweep needs: the bindings of its section, and a function that returns configs.
 
-    The function takes further bindings, which override the files, and paths of further files,
-    which the files override as if they included them.
+    The function maps further bindings, which override the files, and paths of further files, which
+    the files override as if they included them, to the config of one run.
 
     Args:
       args: the parsed flags.
-      section: the name of the section.
+      section: the name of the section, such as "Sweep".
 
     Raises:
       ConfigError: a file or flag is not valid.
@@ -247,11 +247,13 @@ def main(
     output.tell_failures_once()
     allocator.search_rarely()
     platforms.leave_compilers_alone()
-    # XLA logs slow compilations as errors. Real failures raise exceptions anyway.
+    # XLA's log is hidden, because it reports slow compilations as errors. Real failures raise
+    # exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         arguments = parser.parse_args()
-        if function.__module__ == "__main__":  # The process belongs to this command alone.
+        # use_huge_pages restarts the process, which a caller in the same process must not suffer.
+        if function.__module__ == "__main__":
             allocator.use_huge_pages()
         allocator.keep_memory()
         allocator.run_in_place()

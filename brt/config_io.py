@@ -332,7 +332,8 @@ def _integer(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float):
         raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
-    if not abs(value) <= 1e308:  # This is also false for NaN and for integers above all floats.
+    # The comparison is also false for NaN and for integers above all floats.
+    if not abs(value) <= 1e308:
         raise ConfigError(f"{name} = {value!r} must be finite")
     return float(value)
 

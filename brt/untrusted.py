@@ -197,7 +197,7 @@ def _is(value: Any, kind: Any) -> bool:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    # The comparison is False for NaN.
+    # The comparison with 2**63 is False for NaN, so NaN is refused here, too.
     if isinstance(value, int | float) and not abs(value) < 2**63:
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)

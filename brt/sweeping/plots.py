@@ -26,7 +26,7 @@ _PANELS = 4  # The maximum number of panels side by side.
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the first metric of the tasks' tables for which any of the groups has a value."""
+    """Returns the metric to plot: the first metric of the report's table that any group has."""
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 

@@ -160,7 +160,11 @@ class Summarization(Task):
         return super().select_metrics(report) | rouge
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function that reads the learned scalars of accumulating neurons, by layer."""
+        """Returns a function that reads the logged scalars of cross-attention from the parameters.
+
+        The scalars (`_LEARNED`) are parameters of kinds of cross-attention with accumulating
+        neurons.
+        """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
             """Returns the learned scalars of cross-attention by tag."""
