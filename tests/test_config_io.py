@@ -86,7 +86,7 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     assert value.split() == ["Model.window", "=", "256"]
     assert comment.startswith(" a.gin:3 | Number of tokens that a token attends to")
     for name, comment in (
-        ("Recurrence.layers", "indices of the recurrent layers"),  # The comment is above the field.
+        ("Recurrence.layers", "Indices of the recurrent layers"),  # The comment is above the field.
         ("Training.task", "Name of the task"),  # The comment is behind the field.
         ("Model.vocab_size", "Size of the vocabulary; 0 takes it"),
     ):

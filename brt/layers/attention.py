@@ -143,7 +143,10 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Of `reach` keys (None: the window's), nearest to a query first; or none."""
+        """Returns the position bias of the `reach` nearest keys, the nearest first.
+
+        Returns None if the model has no bias. `reach` = None stands for the window.
+        """
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
@@ -244,12 +247,12 @@ class TransformerBlock(nn.Module):
 
         slot = position % m.window
 
-        def written(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
+        def with_token(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(ring, z, slot, axis=1)
 
         after = block._replace(
-            keys=written(block.keys, projections.keys),
-            values=written(block.values, projections.values),
+            keys=with_token(block.keys, projections.keys),
+            values=with_token(block.values, projections.values),
         )
         ring = after if m.attend_to_self else block
         scaled = self.scaled_queries(projections.queries)
@@ -286,11 +289,11 @@ class TransformerBlock(nn.Module):
         steps = (position - nearest - jnp.arange(m.window)) % m.window + nearest
         table = rotations(-m.window, m.window + 1, m.head_dim)
 
-        def rows(places: Int[Array, " P"]) -> Rotation:
+        def angles_at(places: Int[Array, " P"]) -> Rotation:
             return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in table))
 
         zero = jnp.asarray([m.window])
-        return rotate(queries, rows(zero)), rotate(keys, rows(zero - steps))
+        return rotate(queries, angles_at(zero)), rotate(keys, angles_at(zero - steps))
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
         """Returns the name of the axis of tokens, which is sharded by whole blocks
@@ -304,7 +307,7 @@ class TransformerBlock(nn.Module):
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Adds the outputs of the attentions to x, then the output of the MLP."""
+        """Returns x plus the projected outputs of the attentions, plus the output of the MLP."""
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         x = x + deferred.joined(attended, self.output, taps.output, inputs=3)

@@ -25,7 +25,8 @@ INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 SHARED = "shared_dropout"
-BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
+# Blocks of a recurrence in one iteration on TPUs; with more, only compilation takes longer.
+BLOCKS_AT_ONCE = 8
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
@@ -37,13 +38,18 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     return jnp.dtype(model.dtype)
 
 
-def unrolled(asked: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
-    """How many steps of a scan are one iteration; `asked` = 0: so many here, on GPUs one.
+def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
+    """Returns the number of steps of a scan that make one iteration of its loop.
 
-    What a loop stacks for its backward pass takes a TPU longer than a block takes to compute.
+    Storing the residuals of a loop takes a TPU longer than computing a block.
+
+    Args:
+      largest: the setting of the user; 0 takes the number of the backend, which is 1 on GPUs.
+      steps: the number of steps of the scan.
+      on_tpus, on_cpus: the numbers of these backends.
     """
-    here = dispatch.for_backend(1, tpu=on_tpus, cpu=on_cpus)
-    return min(steps, asked or here)
+    by_backend = dispatch.for_backend(1, tpu=on_tpus, cpu=on_cpus)
+    return min(steps, largest or by_backend)
 
 
 @jax.custom_vjp
@@ -121,12 +127,16 @@ def parameter(
     axes: tuple[str | None, ...],
     init: Initializer | None = None,
 ) -> Array:
-    """Creates a float32 parameter of `module` whose axes have names for sharding.
+    """Creates a float32 parameter of `module` whose axes have names for sharding, and returns it.
 
-    By default it is a kernel with one axis of inputs.
+    Args:
+      module: the module that owns the parameter.
+      name, shape: its name and shape.
+      axes: the name of each axis (`brt.distributed.rules`); None for an axis that is never sharded.
+      init: its initialiser; by default, that of a kernel with one axis of inputs.
     """
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
-    return module.param(name, boxed, shape, jnp.float32)  # which takes it out of its box
+    return module.param(name, boxed, shape, jnp.float32)  # Flax returns the array without its box.
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
@@ -137,7 +147,7 @@ def dropout_rngs(key: Array) -> dict[str, Array]:
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Applies inverted dropout; the identity if the rate is 0 or the module is not training."""
+    """Returns x after inverted dropout; x itself if the rate is 0 or the module is not training."""
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)

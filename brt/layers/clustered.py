@@ -90,7 +90,9 @@ def clustered_flops(model: Model) -> int:
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
-    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    left = (
+        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    )  # The mean over the places of a block.
     reading = attention // 2 * section.clusters + attention * (left + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return reading + taking_in
@@ -156,13 +158,15 @@ class ClusteredLayer(nn.Module):
             keys, values, cache_mask, state.past, centroids, implementation=implementation
         )
 
-        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(
+            queries: Float[Array, "B T H K"], part: AttentionPart
+        ) -> Float[Array, "B T H K"]:
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
-        y = self.tokens.attend(x, projections, cached, feedback, mix)
+        y = self.tokens.attend(x, projections, cached, feedback, attend_beyond_window)
         return LayerOutput(y, ClusteredState(window, *past))
 
     def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
@@ -179,7 +183,7 @@ class ClusteredLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the centroid memory does not change."""
+        """Reads one token; the centroid memory does not change. Returns output and open block."""
         mix = self._mix_step(state, position)
         return LayerOutput(
             *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
@@ -188,7 +192,9 @@ class ClusteredLayer(nn.Module):
     def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
-        def mix(queries: Float[Array, "B 1 H K"], part: AttentionPart) -> Float[Array, "B 1 H K"]:
+        def attend_beyond_window(
+            queries: Float[Array, "B 1 H K"], part: AttentionPart
+        ) -> Float[Array, "B 1 H K"]:
             return causal_clustered_attention_step(
                 queries, part, self.tokens.unit_keys(window.keys), window.values,
                 cache_is_readable(m, window), position,
@@ -196,7 +202,7 @@ class ClusteredLayer(nn.Module):
                 attend_to_self=m.attend_to_self,
             )  # fmt: skip
 
-        return mix
+        return attend_beyond_window
 
     def end_block(
         self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any

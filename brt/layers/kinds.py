@@ -169,6 +169,9 @@ def of(name: str) -> LayerKind:
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
-    """A layer's `state` with some of its parts taken from `donor`; those of no such name stay."""
+    """Returns the state of a layer with the named parts taken from `donor`.
+
+    Names that are not among the parts of the kind are ignored.
+    """
     names = {field for part in parts for field in kind.parts.get(part, ())}
     return state._replace(**{name: getattr(donor, name) for name in names & {*state._fields}})

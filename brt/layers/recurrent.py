@@ -49,7 +49,9 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
-_LARGE_STATES = 1 << 15  # numbers of a lane: a CPU copies them longer for a loop than it compiles
+# Size of the states of a lane from which a CPU loses more time by copying them in a loop than by
+# compiling unrolled blocks.
+_LARGE_STATES = 1 << 15
 
 
 class RecurrentState(NamedTuple):
@@ -139,7 +141,9 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
         if section.gate_layout == "single":
-            return self._mlp(weights, attended, WHOLE_HEADS)  # its outputs are cut already
+            return self._mlp(
+                weights, attended, WHOLE_HEADS
+            )  # The heads of its inputs are not sharded.
         weights = weights._replace(
             output=parameter(
                 self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
@@ -266,7 +270,7 @@ class RecurrentLayer(nn.Module):
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
-        replicated = ("lanes", None, "heads", None)  # on all devices that share the tokens
+        replicated = ("lanes", None, "heads", None)  # Every device holds all tokens.
         keys, values = (constrain(z, *replicated) for z in (projections.keys, projections.values))
         on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
@@ -306,7 +310,7 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the recurrent states do not change."""
+        """Reads one token; the states do not change. Returns the output and the open block."""
         attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
         return LayerOutput(*attended)
 

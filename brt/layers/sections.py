@@ -17,19 +17,25 @@ class Recurrence(KindSection):
 
     kind: ClassVar[str] = "recurrent"
 
-    # indices of the recurrent layers, from 0; -3 is the third last layer
+    # Indices of the recurrent layers, counted from 0; -3 is the third last layer.
     layers: tuple[int, ...] = adaptable(())
-    states: int = adaptable(512)  # number of state vectors of a layer
-    # standard deviation of the initial identities, which are added to states of size 1
+    states: int = adaptable(512)  # Number of state vectors of a layer.
+    # Standard deviation of the initial identities: vectors that tell the states apart and are added
+    # to the normalised states.
     id_init: float = adaptable(1.0)
+    # Kind of gate that decides how much of a state is kept: a learned constant (fixed), or computed
+    # from the update as in an LSTM or a GRU.
     gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")
+    # Where the gates stand: after attention and after an MLP (dual), once after both (single), or
+    # after attention without an MLP (skip).
     gate_layout: Literal["dual", "single", "skip"] = adaptable("skip")
-    # mean of the gate's initial bias; above 0, states are kept longer
+    # Mean of the gate's initial bias. With a value above 0, states are kept longer at first.
     gate_bias: float = adaptable(0.0)
-    # instead of gate_bias: initially, channels keep states for 1 to this many blocks (chrono
-    # initialisation); 0: all channels start alike
+    # Largest number of blocks for which a channel keeps its state at first; the channels are spread
+    # from 1 block to this number (chrono initialisation). 0 uses gate_bias for all channels.
     gate_horizon: float = adaptable(0.0)
-    # which gates bound their update by tanh; original: the single layout, paper: lstm
+    # Which gates bound their update by tanh: those of the single layout, as in the original code,
+    # or those of kind lstm, as in the paper.
     gate_tanh: Literal["original", "paper"] = adaptable("original")
 
     def __post_init__(self) -> None:
@@ -54,10 +60,11 @@ class Clustered(KindSection):
 
     kind: ClassVar[str] = "clustered"
 
-    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
-    clusters: int = adaptable(64)  # clusters of queries per head
-    top_k: int = adaptable(16)  # keys of the past that a centroid keeps; all others are summed up
-    # True: attention to the sums accounts for the variance of queries around their centroid
+    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
+    clusters: int = adaptable(64)  # Number of clusters of queries per head.
+    # Number of keys of the past that each centroid keeps; all others are summed up.
+    top_k: int = adaptable(16)
+    # True corrects attention to the sums for the variance of queries around their centroid.
     jensen: bool = adaptable(True)
 
     def __post_init__(self) -> None:

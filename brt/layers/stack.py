@@ -135,7 +135,7 @@ class Stack(nn.Module):
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
             unroll=unrolled(self.model.unroll, document_start.shape[1], BLOCKS_AT_ONCE),
-            check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
+            check_constancy_invariants=self.is_initializing(),  # Parameters need a second trace.
         )
         x = constrain(x, "lanes", None, None)  # Blocks are read in turn: all devices hold all.
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
@@ -200,7 +200,7 @@ class Stack(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
-        """Reads one token into the open blocks."""
+        """Reads one token and returns its output vector and the open blocks of all runs."""
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):

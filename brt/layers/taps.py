@@ -30,9 +30,11 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
     projections = ("queries", "keys", "cross_queries", "values")
     rows, own = (blocks, lanes, model.window), params["tokens"]
 
-    def of(*names: str, **options: Any) -> LayerTaps | None:
+    def taps_for(*names: str, **options: Any) -> LayerTaps | None:
         kernels = tuple(own[name] for name in names if name in own)
         return deferred.layer_taps(kernels, rows, compute_dtype(model), **options)
 
-    output = of("output", inputs=3, joins=True, as_bits=True)
-    return TokenTaps(of(*projections), output, of("mlp_in"), of("mlp_out", as_bits=True))
+    output = taps_for("output", inputs=3, joins=True, as_bits=True)
+    return TokenTaps(
+        taps_for(*projections), output, taps_for("mlp_in"), taps_for("mlp_out", as_bits=True)
+    )

@@ -58,7 +58,7 @@ class WindowLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block."""
+        """Reads one token and returns its output and the open block."""
         return LayerOutput(*self.tokens.attend_step(x, state, block, position, feedback))
 
     def end_block(

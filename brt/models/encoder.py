@@ -25,7 +25,7 @@ Task = Literal["ctc", "classification", "regression", "spans", "masked_language_
 HEADS = {
     "ctc": heads.Ctc,
     "classification": heads.Classification,
-    "regression": heads.Classification,  # of one class, whose logit is the number
+    "regression": heads.Classification,  # The logit of its only class is the number.
     "spans": heads.Spans,
     "masked_language_modeling": heads.MaskedLanguageModel,
 }

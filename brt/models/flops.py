@@ -17,11 +17,11 @@ def forward_flops_per_token(model: Model) -> int:
     """
     m, width = model, model.heads * model.head_dim
     projection = 2 * m.model_dim * width
-    attention = 4 * width  # per key: queries with keys, weights with values
+    attention = 4 * width  # Per key: products with keys and with values.
     layer = 4 * projection + 4 * m.model_dim * m.mlp_dim
     reading = (
         2 * projection + attention * m.of(Recurrence).states
-    )  # queries, wider output, keys of the states
+    )  # Queries, a wider output, attention to the states.
     flops = m.layers * layer + attention * sum(m.windows) + 2 * m.model_dim * m.vocab_size
     for kind in map(kinds.of, m.layer_types):
         flops += kind.flops(m) + (reading if kind.recurs or m.feedback else 0)

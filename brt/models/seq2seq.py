@@ -107,7 +107,7 @@ class Seq2Seq(nn.Module):
     ) -> Decoded:
         """Reads a batch of pairs; the key is that of `encode`."""
         if self.is_initializing() and not self.model.tied_logits:
-            self.lm_head(targets_in)  # which only `readout` reads
+            self.lm_head(targets_in)  # Only `readout` reads it.
         return self.decode(self.encode(source, mask, key), mask, targets_in)
 
     def encode(

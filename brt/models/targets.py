@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-IGNORED = -100  # a label that counts for nothing, in data made for Hugging Face
+IGNORED = -100  # The label without a loss in Hugging Face datasets.
 
 
 class SpecialTokens(NamedTuple):

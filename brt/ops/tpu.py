@@ -81,9 +81,10 @@ def materialized(x: Array) -> Array:
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Moves the tokens before the heads, as a transpose of the array's bits.
+    """Returns x with the tokens before the heads.
 
-    A kernel's output is saved as bits, so readers of bits use that array and nothing is copied.
+    The output of a kernel is stored for the backward pass as integers with the same bits. This
+    function transposes those integers, so that XLA keeps one array for both and copies nothing.
     """
     return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 

@@ -56,10 +56,11 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
 # Dtype in the names of kernels that do not use bfloat16. Other kernels in float32 have unknown
 # cycles, because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
-# Improved clustered attention: the work that does not grow with the number of tokens corresponds to
-# this many tokens, measured on layers of 1,024 to 16,384 tokens on v5e. The table holds for this
-# number of best keys per cluster, because the number of look-ups depends on it.
-_BESIDE, _BEST = 700, 32
+# Improved clustered attention has work that does not grow with the number of tokens. It takes as
+# long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
+_FIXED_TOKENS = 700
+# Number of best keys per cluster with which the table was measured.
+_BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
@@ -95,7 +96,7 @@ def _work(name: str) -> int:
     sizes = [int(n) for n in size.split("x")]
     if kernel.startswith("improved_clustered"):
         tokens, best = sizes
-        return tokens + _BESIDE if best == _BEST else 0
+        return tokens + _FIXED_TOKENS if best == _BEST else 0
     return math.prod(sizes)
 
 

@@ -13,7 +13,7 @@ from brt.layers.basic import compute_dtype, dropout, parameter
 from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding, Linear, Norm
 from brt.ops.depthwise_convolution import depthwise_convolution
 
-CONVOLUTION_WIDTH = 15  # inputs that a convolutional position sees, centred on its own
+CONVOLUTION_WIDTH = 15  # Width of the convolution of positions, in inputs.
 
 
 class Inputs(nn.Module):
@@ -74,7 +74,7 @@ class Inputs(nn.Module):
         if m.positions == "convolution":
             x = x + depthwise_convolution(jnp.where(valid[..., None], x, 0), self.pos_conv)
         elif m.positions != "none":
-            places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)  # padding takes no position
+            places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)  # Padding has no position.
             x = x + jnp.take(self._positions(inputs.shape[1]), places, axis=0).astype(dtype)
         x = dropout(self, self.embed_norm(x), m.dropout)
         return jnp.where(valid[..., None], x, 0)
@@ -83,7 +83,7 @@ class Inputs(nn.Module):
         m = self.model
         if m.positions == "learned":
             return self.pos_embed[POSITION_OFFSET:]
-        size = 1.0 if m.features else DEVIATION  # as large as what they are added to
+        size = 1.0 if m.features else DEVIATION  # Positions are scaled to the size of embeddings.
         return jnp.asarray(size * sinusoids(length, m.model_dim))
 
 

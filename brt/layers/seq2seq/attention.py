@@ -41,12 +41,12 @@ class DecoderAttention(Projections):
         cache.
         """
 
-        def written(past: Array, new: Float[Array, "B N H K"]) -> Array:
+        def with_token(past: Array, new: Float[Array, "B N H K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(
                 past, new[:, :, None].astype(past.dtype), position, axis=2
             )
 
-        cache = SelfCache(written(cache.keys, self.k(x)), written(cache.values, self.v(x)))
+        cache = SelfCache(with_token(cache.keys, self.k(x)), with_token(cache.values, self.v(x)))
         seen = (jnp.arange(cache.keys.shape[2]) <= position)[None, None, None]
         y = self.attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
         return self.o(y[:, :, 0]), cache

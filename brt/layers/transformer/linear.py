@@ -14,7 +14,7 @@ from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
 
 POSITION_OFFSET = 2  # BART's and RoBERTa's tables of positions have two rows that no token uses
-DEVIATION = 0.02  # of their initial embeddings and positions
+DEVIATION = 0.02  # Deviation of initial embeddings and positions.
 
 
 class Linear(nn.Module):
@@ -34,7 +34,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of x."""
-        width = math.prod(self.inputs)  # spelt out: there may be no rows
+        width = math.prod(self.inputs)  # A dimension of -1 fails for arrays without rows.
         init = nn.initializers.normal(self.deviation or width**-0.5)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, init)
         y = dense(x, kernel, len(self.inputs))

@@ -37,7 +37,7 @@ def stacked(
         unroll=unrolled(0, count, 1 if remat else count),
         metadata_params={nn.PARTITION_NAME: "layers"},
         methods=list(methods),
-        check_constancy_invariants=False,  # it would trace every layer twice
+        check_constancy_invariants=False,  # The check would trace every layer twice.
     )
 
 

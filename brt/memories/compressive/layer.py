@@ -84,7 +84,9 @@ def compressive_flops(model: Model) -> int:
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
-    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    left = (
+        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    )  # The mean over the places of a block.
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the compressor's auxiliary loss are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
@@ -223,13 +225,15 @@ class CompressiveLayer(nn.Module):
         seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
-        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(
+            queries: Float[Array, "B T H K"], part: AttentionPart
+        ) -> Float[Array, "B T H K"]:
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()
             y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
             return y.reshape(queries.shape)
 
-        return mix
+        return attend_beyond_window
 
     def _aux(
         self,
@@ -272,7 +276,7 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the slots do not change."""
+        """Reads one token and returns its output and the open block; the slots do not change."""
         window = state.window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))

@@ -17,15 +17,15 @@ class Compressive(KindSection):
 
     kind: ClassVar[str] = "compressive"
 
-    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
-    slots: int = adaptable(512)  # compressed vectors in the memory
-    rate: int = adaptable(2)  # tokens that are compressed into one slot
-    # conv: learned, with a loss of its own
+    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
+    slots: int = adaptable(512)  # Number of compressed vectors in the memory.
+    rate: int = adaptable(2)  # Number of tokens that are compressed into one slot.
+    # How tokens are compressed: by their mean, their maximum, or a learned convolution (conv).
     compressor: Literal["mean", "max", "conv"] = adaptable("conv")
-    # attention: attention to the slots equals attention to their tokens; autoencoding: the tokens
-    # can be reconstructed from the slots
+    # What the convolution learns: that attention to slots equals attention to their tokens
+    # (attention), or that the tokens can be reconstructed from their slots (autoencoding).
     loss: Literal["attention", "autoencoding"] = adaptable("attention")
-    # weight of the compressor's loss relative to the model's; 0: the compressor is not trained
+    # Weight of the compressor's loss relative to the model's. 0 leaves the compressor untrained.
     loss_weight: float = free(1.0)
 
     def __post_init__(self) -> None:

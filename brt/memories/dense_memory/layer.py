@@ -56,7 +56,9 @@ def dense_memory_flops(model: Model) -> int:
     """
     section = model.of(DenseMemory)
     m = model
-    own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    own = (
+        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    )  # The mean over the places of a block.
     return 4 * m.heads * m.head_dim * (section.size + own - m.window)
 
 
@@ -96,7 +98,7 @@ class DenseMemoryLayer(nn.Module):
 
         # A block's weights are computed again for its gradients: there are W (M + W) of them.
         @jax.checkpoint
-        def of_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
+        def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
             seen = StateKV(
@@ -111,7 +113,7 @@ class DenseMemoryLayer(nn.Module):
             length = jnp.take(lengths, n, axis=1)
             return self._read(own, seen, length, jnp.arange(m.window), dropout)
 
-        read = jax.lax.map(lambda n: of_block(n, keys, values, queries), jnp.arange(blocks))
+        read = jax.lax.map(lambda n: attend_in_block(n, keys, values, queries), jnp.arange(blocks))
         read = jnp.moveaxis(read, 0, 1).reshape(queries.shape)
         y = self.tokens.finish(x, [read])
         return LayerOutput(y, self._after(keys, values, lengths[:, -1]))
@@ -137,7 +139,7 @@ class DenseMemoryLayer(nn.Module):
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
         there = (columns >= section.size) | (columns >= section.size - length[:, None])
-        if not m.mask_empty_cache:  # what is not there counts as zero vectors
+        if not m.mask_empty_cache:  # Missing keys count as zero vectors.
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
@@ -173,7 +175,7 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the memory does not change."""
+        """Reads one token and returns its output and the open block; the memory does not change."""
         queries, own = self._projected(x)
         block = StateKV(
             *(

@@ -17,8 +17,8 @@ class DenseMemory(KindSection):
 
     kind: ClassVar[str] = "dense_memory"
 
-    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
-    size: int = adaptable(32768)  # tokens in the memory
+    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
+    size: int = adaptable(32768)  # Number of tokens in the memory.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -120,20 +120,22 @@ class MemorizingLayer(nn.Module):
         m = self.model
         null_keys = not m.mask_empty_cache
 
-        def mix(queries: Float[Array, "B T H K"], window: AttentionPart) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(
+            queries: Float[Array, "B T H K"], window: AttentionPart
+        ) -> Float[Array, "B T H K"]:
             local = window.output
             found = memory_attention(
                 queries, *past, counts, size=section.size, neighbors=section.neighbors,
                 search=section.search, null_keys=null_keys,
                 implementation=self.kernels.memory_attention,
             )  # fmt: skip
-            open_gate = (counts > 0) | null_keys  # an empty memory has no say
+            open_gate = (counts > 0) | null_keys  # An empty memory has no influence.
             gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
             gate = jnp.repeat(gate, local.shape[1] // counts.shape[1], axis=1)
             gate = gate.astype(local.dtype)[..., None]
             return local * (1 - gate) + found * gate
 
-        return mix
+        return attend_beyond_window
 
     def __call__(
         self,
@@ -169,7 +171,7 @@ class MemorizingLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the memory does not change."""
+        """Reads one token and returns its output and the open block; the memory does not change."""
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
         return LayerOutput(
             *self.tokens.attend_step(x, state.window, block, position, feedback, mix)

@@ -16,10 +16,10 @@ class Memorizing(KindSection):
 
     kind: ClassVar[str] = "memorizing"
 
-    layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
-    size: int = adaptable(32768)  # tokens in the memory
-    neighbors: int = adaptable(128)  # tokens of the memory that a query attends to
-    # bucketed: an approximate search, as in the original code
+    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
+    size: int = adaptable(32768)  # Number of tokens in the memory.
+    neighbors: int = adaptable(128)  # Number of tokens of the memory that a query reads.
+    # How the memory is searched: exactly, or approximately by buckets, as in the original code.
     search: Literal["exact", "bucketed"] = adaptable("exact")
 
     def __post_init__(self) -> None:

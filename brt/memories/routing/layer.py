@@ -179,7 +179,7 @@ class RoutingLayer(nn.Module):
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         queries, routed = self._routed(x, statistics)
-        heads = ("lanes", None, "heads", None)  # of the whole segment, which is sorted
+        heads = ("lanes", None, "heads", None)  # Every device sorts the whole segment.
         queries = constrain(queries, *heads)
         routed = RoutedTokens(
             constrain(routed.keys, *heads), constrain(routed.values, *heads),
@@ -190,7 +190,7 @@ class RoutingLayer(nn.Module):
             queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
             implementation=self.kernels.routed_attention,
         )  # fmt: skip
-        x = x + dense(read, self.output, inputs=2)  # and what the other heads read is added to it
+        x = x + dense(read, self.output, inputs=2)  # The other heads add theirs in `attend`.
         y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)
         return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
@@ -226,7 +226,7 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the rings do not change."""
+        """Reads one token and returns its output and the open block; the rings do not change."""
         queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
             *(

@@ -17,13 +17,16 @@ class Routing(KindSection):
 
     kind: ClassVar[str] = "routing"
 
-    layers: tuple[int, ...] = inherited(())  # indices of the layers of this kind
-    heads: int = inherited(2)  # heads of a layer that attend to clusters; the others have a window
-    clusters: int = inherited(16)  # clusters of each of these heads
-    keep: int = adaptable(512)  # most recent tokens of its cluster that a token attends to
-    # decay per step of the moving averages that are the centroids
+    layers: tuple[int, ...] = inherited(())  # Indices of the layers of this kind.
+    # Number of heads of a layer that attend to clusters; the other heads attend to a window.
+    heads: int = inherited(2)
+    clusters: int = inherited(16)  # Number of clusters of each of these heads.
+    # Number of most recent tokens of its cluster that a token attends to.
+    keep: int = adaptable(512)
+    # Factor per train step by which the moving averages decay that are the centroids.
     decay: float = free(0.999)
-    commitment: float = free(1e-4)  # weight of the loss for the distance of queries to centroids
+    # Weight of the loss that keeps queries close to their centroids.
+    commitment: float = free(1e-4)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ def summary_flops(model: Model) -> int:
     )
     projection, attention = 2 * m.model_dim * width, 4 * width
     dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
-    keys = section.short_memory + places // 2  # on average
+    keys = section.short_memory + places // 2  # The mean over the places of a block.
     mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
     block = section.summaries * dense + places * (attention * keys + mixes)
     return (block + section.short_memory * 2 * projection) // m.window - attention * m.window

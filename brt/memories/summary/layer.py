@@ -155,7 +155,7 @@ class SummaryLayer(nn.Module):
     model: Model
     training: bool = False
     kernels: Kernels = Kernels()
-    remembers: ClassVar[bool] = False  # longer than a block
+    remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
         section = self.model.of(Summaries)
@@ -198,7 +198,7 @@ class SummaryLayer(nn.Module):
             in_axes=(1, 1, nn.broadcast),
             out_axes=1,
             unroll=unrolled(m.unroll, blocks, BLOCKS_AT_ONCE),
-            check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
+            check_constancy_invariants=self.is_initializing(),  # Parameters need a second trace.
         )
         read = Read(state, self._long(state))
         read, (x, summaries) = scan(self, read, tokens, document_start, self._bias())
@@ -238,7 +238,7 @@ class SummaryLayer(nn.Module):
         """Returns the attention of queries, the first of which is at place `first` of the block."""
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
-        nulls = not m.mask_empty_cache  # what is not there counts as zero vectors
+        nulls = not m.mask_empty_cache  # Missing keys count as zero vectors.
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
         distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
@@ -254,7 +254,7 @@ class SummaryLayer(nn.Module):
             queries, *read.long, None, (there | nulls)[:, None], self._dropout(),
             implementation=implementation,
         )  # fmt: skip
-        # An empty memory has no say.
+        # An empty memory has no influence.
         kept = jnp.where(_along((state.length > 0) | nulls, y), nn.sigmoid(self.memory_gate), 1)
         return (kept * y + (1 - kept) * far).astype(y.dtype)
 
@@ -308,7 +308,9 @@ class SummaryLayer(nn.Module):
         m, row = self.model, self._row()
         if row is None:
             return None
-        last = section.short_memory - (0 if m.attend_to_self else 1)  # distance of place 0 to key 0
+        last = section.short_memory - (
+            0 if m.attend_to_self else 1
+        )  # The distance of place 0 to key 0.
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
@@ -328,14 +330,14 @@ class SummaryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token of the open block; the memories do not change."""
+        """Reads one token and returns its output and the open block; the memories do not change."""
         section = self.model.of(Summaries)
         queries, keys, values = self._projected(x)
 
-        def written(whole: Array, z: Array) -> Array:
+        def with_token(whole: Array, z: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
-        own = StateKV(written(block.keys, keys), written(block.values, values))
+        own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
         bias = self._row()
         if bias is not None:
             columns = section.short_memory + self.model.window
@@ -344,7 +346,9 @@ class SummaryLayer(nn.Module):
         read = Read(state, block.long)
         y = self._attend(queries, own, block.short, read, bias, position)
         y = self.tokens.finish(x, [y])
-        block = block._replace(keys=own.keys, values=own.values, outputs=written(block.outputs, y))
+        block = block._replace(
+            keys=own.keys, values=own.values, outputs=with_token(block.outputs, y)
+        )
         return LayerOutput(y, block)
 
     def end_block(

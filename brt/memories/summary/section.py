@@ -22,12 +22,12 @@ class Summaries(KindSection):
 
     kind: ClassVar[str] = _SHORT
 
-    layers: tuple[int, ...] = adaptable(())  # indices of the layers without a long-term memory
-    long_layers: tuple[int, ...] = adaptable(())  # indices of the layers with a long-term memory
-    summaries: int = adaptable(128)  # vectors that summarise a block for the layer above
-    short_memory: int = adaptable(128)  # vectors that summarise a block for the next block
-    long_memory: int = adaptable(8192)  # vectors in the long-term memory
-    long_increment: int = adaptable(64)  # vectors that a block adds to the long-term memory
+    layers: tuple[int, ...] = adaptable(())  # Indices of layers without a long-term memory.
+    long_layers: tuple[int, ...] = adaptable(())  # Indices of layers with a long-term memory.
+    summaries: int = adaptable(128)  # Number of vectors that summarise a block for the layer above.
+    short_memory: int = adaptable(128)  # Number of vectors that a block hands to the next.
+    long_memory: int = adaptable(8192)  # Number of vectors in the long-term memory.
+    long_increment: int = adaptable(64)  # Number of vectors that a block adds to it.
 
     def __post_init__(self) -> None:
         super().__post_init__()

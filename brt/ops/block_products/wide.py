@@ -55,7 +55,7 @@ class Wide(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Returns the layout with tiles that fit into registers."""
+        """Returns the number of values of the wide side in registers, padded to whole lanes."""
         return self.groups * self.heads * max(self.width, LANES)
 
     @property
@@ -128,8 +128,8 @@ class Weights(NamedTuple):
         return [place(p) for p in self._parts()]
 
     def gathered(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
-        """Returns the block specs for `gathered`: a step reads a tile of the narrow side and the
-        whole wide side.
+        """Returns the block specs of the array that a kernel gathers: each step of the grid reads
+        a tile of `columns` of the narrow side, and all of the wide side.
         """
 
         def place(p: int, wide: Wide) -> pl.BlockSpec:

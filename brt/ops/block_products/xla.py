@@ -52,5 +52,6 @@ def gathered(
         return dense_forward(*pairs[0], kernels[0].ndim - 1)[0], sums
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
-    # As a product is kept; else each part's is, in float32.
+    # The sum is named as a residual, like the result of a single product. Otherwise
+    # rematerialisation would store the float32 product of every pair.
     return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL), sums

@@ -44,9 +44,9 @@ class _Like(NamedTuple):
     """
 
     inputs: int
-    layers: bool = False  # whether the first axis of kernels is theirs
+    layers: bool = False  # True if the first axis of the kernels is the layers.
     parts: int = 0
-    as_bits: bool = False  # how x is kept where layers are computed again
+    as_bits: bool = False  # True stores x as bits, which rematerialised layers need not recompute.
 
 
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:

@@ -21,10 +21,11 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-_LEFT, _RIGHT = (512, 256, 128), 256  # columns of a tile, of one head or several
-# Of VMEM: what XLA gives a kernel, whatever it asks for, that it joins with an update in place.
+_LEFT, _RIGHT = (512, 256, 128), 256  # Columns of a tile, which has one head or several.
+# Bytes of VMEM that XLA gives to a kernel that it fuses with an in-place update, whatever the
+# kernel requests.
 _ROOM = 14 * 2**20
-_STEPS = 8  # of a loop that is written out
+_STEPS = 8  # Largest number of steps of an unrolled loop.
 
 
 class _Side(NamedTuple):

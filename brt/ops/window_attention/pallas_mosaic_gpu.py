@@ -75,7 +75,10 @@ def window_attention(
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Computes `api.window_part`."""
+    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+
+    `keys` and `values` begin with the cached block: Z = W + T.
+    """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
     return y, lse.swapaxes(1, 2)

@@ -18,7 +18,10 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Computes `api.window_part`."""
+    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+
+    `keys` and `values` begin with the cached block: Z = W + T.
+    """
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
     # The rows are queries of a block. The columns are the keys of the previous block, then those of

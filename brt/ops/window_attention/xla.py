@@ -56,7 +56,10 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Computes `api.window_part`."""
+    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+
+    `keys` and `values` begin with the cached block: Z = W + T.
+    """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def blocked(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
