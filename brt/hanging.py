@@ -8,7 +8,7 @@ from typing import NoReturn
 _hanging: list[threading.Thread] = []
 
 
-def join(thread: threading.Thread, seconds: float) -> None:
+def join(thread: threading.Thread, seconds: int | float) -> None:
     """Waits until a daemon thread ends; `leave` takes care of it if it does not end in time.
 
     Args:
