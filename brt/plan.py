@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     machine = topologies.named(args.topology) if args.topology else topologies.present()
     if args.sweep_mesh:
         tried = plan.sweep(config, machine, lambda line: print(f"brt: {line}", file=sys.stderr))
-        print(report.best(tried))
+        print(report.best_meshes(tried))
         content = {"best": [report.plan_json(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")

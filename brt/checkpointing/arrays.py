@@ -17,10 +17,10 @@ import tensorstore
 
 from brt import untrusted
 
-# A chunk's stream may unpack to RATIO times the bytes of the chunk, plus _SLACK bytes.
+# A chunk's stream may unpack to at most RATIO times the bytes of the chunk, plus _SLACK bytes.
 RATIO = 64
 _SLACK = 1 << 20
-_BLOCK = 1 << 17  # most bytes that one block of a zstd stream unpacks to
+_BLOCK = 1 << 17  # One block of a zstd stream unpacks to at most this many bytes.
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _ZARRAY = {
     "zarr_format": Literal[2], "shape": [int], "chunks": [int], "dtype": str,
@@ -29,22 +29,25 @@ _ZARRAY = {
 
 
 def check(directory: Path, leaves: Mapping[str, Any]) -> None:
-    """Compares how arrays are stored with their metadata, without unpacking them.
+    """Compares the stored form of arrays with their metadata, without unpacking the arrays.
 
     Args:
       directory: the directory `state` of a checkpoint.
       leaves: arrays by name, abstract or not, with the shapes and dtypes of the metadata.
 
     Raises:
-      ValueError: an array is stored with another shape, dtype or encoding, or a chunk would
-        unpack to far more bytes than it should hold.
+      ValueError: an array is stored with another shape, dtype or encoding, or a chunk would unpack
+        to far more bytes than it should hold.
     """
     base = {"driver": "file", "path": f"{directory.absolute()}/"}
     check_store(tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result(), leaves)
 
 
 def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
-    """Does the same as `check` for an open key-value store; raises as `check` does."""
+    """Compares the stored form of arrays in an open key-value store with their metadata.
+
+    Arguments and errors are those of `check`.
+    """
     chunks: dict[str, list[bytes]] = defaultdict(list)
     for key in store.list().result():
         chunks[key.decode("utf-8", "replace").rpartition("/")[0]].append(key)
@@ -85,6 +88,7 @@ def unpacked_bytes(stream: bytes) -> int:
         place += 3 + (1 if kind == 1 else size)
         if place > len(stream):
             raise ValueError("a chunk's stream ends too early")
-    if len(stream) > place + 4:  # a checksum of 4 bytes may follow
+    # A checksum of 4 bytes may follow the last block.
+    if len(stream) > place + 4:
         raise ValueError("a chunk has more than one stream")
     return total

@@ -15,7 +15,9 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def write(directory: Path) -> None:
-    """Writes the checksum of every file below `directory`, and flushes all of them to disk."""
+    """Writes the checksums of all files below `directory` to the manifest, and flushes everything
+    to disk.
+    """
     lines = []
     for path in _files(directory):
         with path.open("rb") as file:
@@ -26,7 +28,9 @@ def write(directory: Path) -> None:
 
 
 def verify(directory: Path) -> list[str]:
-    """Returns the problems of the files in `directory`, a phrase each; empty if all are intact."""
+    """Returns the problems of the files in `directory`, one phrase for each; an empty list if all
+    are intact.
+    """
     try:
         text = untrusted.read_file(directory / NAME).decode("ascii")
     except FileNotFoundError:

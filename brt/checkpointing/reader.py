@@ -1,8 +1,7 @@
 """Finds, verifies and restores checkpoints, which are directories `checkpoints/<step>/`.
 
-    state/            the arrays, written by orbax
-    meta.json         step, seed, position in the data, config, and whatever else the trainer adds
-    MANIFEST.sha256   checksums of all these files
+    state/            the arrays, written by orbax meta.json         step, seed, position in the
+      data, config, and other values of the trainer MANIFEST.sha256   checksums of all these files
 
 A checkpoint is written to `<step>.partial` and renamed when it is complete. A killed run therefore
 leaves intact checkpoints and files to delete, but no checkpoint that is half written. Checksums are
@@ -29,21 +28,23 @@ from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
-# Version of the arrays' layout: since 2 kernels have an axis of heads, since 3 the matrices of
-# optimizers have the heads first.
+# This is the version of the arrays' layout. Since version 2, kernels have an axis of heads; since
+# version 3, the matrices of optimizers have the heads first.
 FORMAT = 3
-_PARAMETER_FORMATS = (2, FORMAT)  # versions of which at least the parameters can be read
+_PARAMETER_FORMATS = (2, FORMAT)  # At least the parameters of these versions can be read.
 META = "meta.json"
-LAST = "last_checkpoint.txt"  # holds the step that was saved last, even if it was removed since
+# The file has the step that was saved last, even if the checkpoint was removed since.
+LAST = "last_checkpoint.txt"
 STATE = "state"
 _META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}}
 _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
-_LAST_BYTES = 1 << 10  # more are not read of last_checkpoint.txt
-_SHOWN = 3  # number of problems that an error names
+_LAST_BYTES = 1 << 10  # At most this many bytes of last_checkpoint.txt are read.
+_SHOWN = 3  # An error names at most this many problems.
 
-# Orbax logs every save and restore. This package reports what users need to know.
+# Orbax logs every save and restore, which this filter suppresses. This package reports what users
+# need to know.
 absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
@@ -51,9 +52,9 @@ class VerifiedCheckpoint(NamedTuple):
     """A checkpoint whose checksums are right.
 
     Attributes:
-      step: completed training steps, the name of the checkpoint.
+      step: the number of completed training steps, which is the name of the checkpoint.
       meta: the content of meta.json.
-      problems: damage of newer checkpoints, which were passed over.
+      problems: a sentence about each damaged newer checkpoint that was passed over.
       requested: the step that the caller requested; None if it accepted any.
     """
 
@@ -67,10 +68,10 @@ class Restored(NamedTuple):
     """A checkpoint with its arrays.
 
     Attributes:
-      step: completed training steps, the name of the checkpoint.
+      step: the number of completed training steps, which is the name of the checkpoint.
       state: pytree of arrays.
       meta: the content of meta.json.
-      problems: damage of newer checkpoints, which were passed over.
+      problems: a sentence about each damaged newer checkpoint that was passed over.
     """
 
     step: int
@@ -80,7 +81,10 @@ class Restored(NamedTuple):
 
 
 def present(directory: Path) -> list[int]:
-    """Lists the steps whose directory is not empty, oldest first, damaged ones included.
+    """Returns the steps of all checkpoints whose directory is not empty, oldest first.
+
+    Damaged and incomplete checkpoints are included. `directory` is the `checkpoints` directory of a
+    run.
 
     Raises:
       CheckpointError: the directory cannot be listed.
@@ -99,7 +103,9 @@ def present(directory: Path) -> list[int]:
 
 
 def steps(directory: Path) -> list[int]:
-    """Lists the steps of complete checkpoints, oldest first, without verifying their checksums.
+    """Returns the steps of complete checkpoints, oldest first, without verifying their checksums.
+
+    `directory` is the `checkpoints` directory of a run.
 
     Raises:
       CheckpointError: the directory cannot be listed.
@@ -109,7 +115,9 @@ def steps(directory: Path) -> list[int]:
 
 
 def verify(directory: Path, step: int) -> list[str]:
-    """Returns the problems of a checkpoint, one phrase per file; empty if it is intact."""
+    """Returns the problems of a checkpoint, one phrase for each file; an empty list if it is
+    intact.
+    """
     path = directory / str(step)
     if path.is_symlink() and not os.path.isdir(path):
         return [f"it is a link to {os.readlink(path)}, where no directory is"]
@@ -120,9 +128,9 @@ def verify(directory: Path, step: int) -> list[str]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """Reads meta.json: what the trainer saved, with `step`, `format` and `arrays`.
+    """Returns the content of a checkpoint's meta.json, without verifying checksums.
 
-    Checksums are not verified.
+    The content is what the trainer saved, with `step`, `format` and `arrays`.
 
     Raises:
       CheckpointError: the file cannot be read, or is not as brt writes it.
@@ -189,21 +197,22 @@ def find(
     warn: Callable[[str], None] = warn_on_stderr,
     warned: Collection[str] = (),
 ) -> VerifiedCheckpoint:
-    """Finds the newest intact checkpoint, or verifies the one of a given step.
+    """Returns the newest intact checkpoint, or the one of the requested step, after verifying it.
 
     Args:
       directory: the `checkpoints` directory of a run.
       step: the requested step; None for the newest intact checkpoint.
-      warn: called with a sentence for every damaged checkpoint that is passed over, if an older
-        one is intact.
-      warned: `problems` of an earlier result, of which `warn` is not called again.
+      warn: a function that is called with a sentence for every damaged checkpoint that is passed
+        over, if an older one is intact.
+      warned: `problems` of an earlier result, for which `warn` is not called again.
 
     Raises:
       CheckpointError: there is no intact checkpoint; the requested one is missing or damaged; or
         the checkpoint was written by a version of brt that is too old.
     """
     problems: dict[int, str] = {}
-    while True:  # list again every time: a trainer may remove old checkpoints meanwhile
+    # The directory is listed again in every round, because a trainer may remove old checkpoints.
+    while True:
         # While a trainer replaces its only checkpoint, one listing may show neither of the two.
         listed = present(directory) or present(directory)
         candidates = [s for s in listed if s not in problems and step in (None, s)]
@@ -243,16 +252,17 @@ def restore(
     partial: bool = False,
     warn: Callable[[str], None] = warn_on_stderr,
 ) -> Restored:
-    """Reads the arrays of a checkpoint onto any devices; their bits are those that were saved.
+    """Returns a checkpoint with its arrays on any devices; their bits are those that were saved.
 
     Args:
       directory: the `checkpoints` directory of a run.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; without a sharding
-        a leaf goes to the default device. None restores all arrays as a dictionary by name.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; without a sharding a
+        leaf goes to the default device. None restores all arrays as a dictionary by name.
       step: the requested step; None for the newest intact checkpoint.
       checkpoint: the result of `find`, whose checksums are not verified again.
-      partial: read only the arrays that `target` names.
-      warn: called with a sentence for every damaged checkpoint that is passed over.
+      partial: True reads only the arrays that `target` names.
+      warn: a function that is called with a sentence for every damaged checkpoint that is passed
+        over.
 
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
@@ -277,16 +287,19 @@ def restore(
             raise CheckpointError(f"{where} is of another model or optimizer: {join(differences)}")
         try:
             arrays = _read_arrays(directory / str(checkpoint.step) / STATE, leaves)
-        except jax.errors.JaxRuntimeError:  # the memory of a device is full
+        # JAX raises this error if the memory of a device is full.
+        except jax.errors.JaxRuntimeError:
             raise
-        except Exception as error:  # orbax and tensorstore raise nothing more specific
+        # Orbax and tensorstore raise errors of no more specific class.
+        except Exception as error:
             if allocator.exhausted(error):
                 raise
             if checkpoint.step in present(directory):
                 raise CheckpointError(
                     f"the arrays of {where} cannot be read: {error}; choose another"
                 ) from error
-            checkpoint = None  # a trainer removed it while it was read
+            # A trainer removed the checkpoint while it was read, so another one is looked for.
+            checkpoint = None
             continue
         if bad := tree_utils.not_finite(arrays):
             raise NonFiniteError(
@@ -299,9 +312,11 @@ def restore(
 def _has_content(path: Path) -> bool:
     try:
         return bool(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):  # a trainer has just removed it
+    # A trainer may just have removed the directory.
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # the directory is damaged; `verify` will say how
+    # A directory that cannot be listed is damaged; `verify` will say how.
+    except OSError:
         return True
 
 
@@ -355,6 +370,6 @@ def _no_checkpoint(
 
 
 def join(phrases: list[str]) -> str:
-    """Joins the first few phrases and adds how many more there are."""
+    """Returns the first few phrases as one text, with the number of further ones."""
     more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
     return "; ".join([*phrases[:_SHOWN], *more])

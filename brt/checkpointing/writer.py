@@ -37,7 +37,7 @@ from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 from brt.formatting import size
 
-# How often, and how long apart, a discarded directory is removed again; see `_discard`.
+# `_discard` looks this often, at this interval, whether a removed directory has come back.
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
@@ -62,8 +62,8 @@ class CheckpointWriter:
       directory: the `checkpoints` directory of a run, created if missing.
       keep: number of the newest checkpoints that are kept.
       keep_every: checkpoints at multiples of this number of steps are never removed; 0 for none.
-      in_background: called with the name of a phase; returns a context that is active while the
-        background thread is in that phase.
+      in_background: a function that is called with the name of a phase; it returns a context that
+        is active while the background thread is in that phase.
 
     Raises:
       CheckpointError: the directory cannot be written.
@@ -95,8 +95,8 @@ class CheckpointWriter:
             ) from error
         processes.wait_for_all("clean checkpoints")
         self._failed = False
-        # Threads of orbax that wait for directories which it could not create in the background
-        # would keep the process alive for minutes.
+        # If orbax created directories in the background and could not, its threads would wait for
+        # them and keep the process alive for minutes.
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -117,15 +117,17 @@ class CheckpointWriter:
         except CheckpointError as close_error:
             if error is None:
                 raise
-            warn_on_stderr(str(close_error))  # `error` came first and is the one to raise
+            # The error inside the context came first and is raised, so this one is only reported.
+            warn_on_stderr(str(close_error))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Starts a save; returns when the arrays are copied, so that they may be donated.
+        """Starts to save a checkpoint; returns when the arrays are copied, so that they may be
+        donated.
 
         Waits for the previous save first. Saving the same step again does nothing.
 
         Args:
-          step: completed training steps, the name of the checkpoint.
+          step: the number of completed training steps, which is the name of the checkpoint.
           state: pytree of arrays.
           meta: JSON content of meta.json, to which `step`, `format` and `arrays` are added.
 
@@ -148,16 +150,19 @@ class CheckpointWriter:
         partial = self._directory / f"{step}.partial"
         try:
             partial.mkdir(exist_ok=processes.several())
-            # Orbax refuses arrays without elements; `restore` makes them from their shape.
+            # Orbax refuses arrays without elements. `reader.restore` makes them from their shape.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
             self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
-        except Exception as error:  # orbax reports a full disk by various classes
+        # Orbax reports a full disk by errors of various classes.
+        except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
         self._pending = self._thread.submit(self._finish, step, text)
 
     def check(self) -> None:
-        """Raises the CheckpointError of a save that has failed; cheap enough for every step."""
+        """Raises CheckpointError if a save has failed, without waiting; cheap enough for every
+        step.
+        """
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -201,7 +206,8 @@ class CheckpointWriter:
         """Completes a save in the background thread, once orbax has written the arrays."""
         partial = self._directory / f"{step}.partial"
         try:
-            self._orbax.wait_until_finished()  # until all processes have written their arrays
+            # After this call, all processes have written their arrays.
+            self._orbax.wait_until_finished()
             if not processes.is_first():
                 return
             with self._in_background("committing"):
@@ -216,7 +222,8 @@ class CheckpointWriter:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes what the failed save wrote; returns an error that says why the save failed."""
         error = _system_error(error)
-        shortage = durable.shortage(self._directory, error)  # measured before files are removed
+        # The free space is measured before files are removed.
+        shortage = durable.shortage(self._directory, error)
         free = durable.free_space(self._directory, error)
         _discard(self._directory / f"{step}.partial")
         self._last_step, self._failed = None, True
@@ -284,7 +291,8 @@ def _delete(path: Path) -> None:
 
 def _clean(directory: Path) -> None:
     """Removes what a killed run left behind, and renames a save that is already complete."""
-    for path in sorted(directory.iterdir(), reverse=True):  # 9.partial comes before 9.deleted
+    # In reverse order, 9.partial comes before 9.deleted.
+    for path in sorted(directory.iterdir(), reverse=True):
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue
         unnamed = path.suffix == ".partial" and not os.path.exists(path.with_suffix(""))

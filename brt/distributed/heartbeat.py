@@ -14,23 +14,28 @@ from typing import Any
 from brt import hanging
 from brt.errors import PeerError
 
-HEARTBEAT_SECONDS = 30  # a process without a heartbeat for this long is considered dead
-GRACE_SECONDS = 15  # time for other processes to end by themselves after one has announced its end
-JOIN_SECONDS = 5  # time to wait for threads, which may hang if the service is gone
+HEARTBEAT_SECONDS = 30  # A process without a heartbeat for this long is considered dead.
+# After a process has announced its end, the others have this long to end by themselves.
+GRACE_SECONDS = 15
+# Threads may hang if the key-value service is gone, so this is the longest wait for them.
+JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
     """Threads that publish the heartbeat of this process and watch those of the others.
 
+    The process exits if the heartbeat of another process stops.
+
     Args:
       client: the key-value service of JAX.
       index: the index of this process.
       count: the number of processes.
-      peer: returns the name of a process for messages.
+      peer: a function that returns the name of a process for messages.
 
     Attributes:
-      doing: returns what this process does ("stepping after step 3"), for messages of others.
+      doing: a function that returns the activity of this process, such as "stepping after step 3",
+        for messages of other processes.
     """
 
     doing: Callable[[], str] = str
@@ -47,8 +52,8 @@ class Heartbeat:
         for thread in self._threads:
             thread.start()
 
-    def last_words(self) -> list[str]:
-        """Returns a phrase for each other process about its last known activity."""
+    def last_activities(self) -> list[str]:
+        """Returns a phrase about the last known activity of each other process, for messages."""
         return [
             f"{self._peer(index)} was {activity}"
             for index, (beat, _) in self._seen.items()
@@ -56,7 +61,7 @@ class Heartbeat:
         ]
 
     def close(self) -> None:
-        """Stops the threads; from here on, other processes may end.
+        """Stops the threads; after this, the end of another process is no error.
 
         Python aborts if it exits while a thread is inside the service's code; see `hanging.leave`.
         """
@@ -74,19 +79,23 @@ class Heartbeat:
                 alive = self._read("brt/alive")
                 self._stopped = self._read("brt/stopped")
             except Exception:
-                continue  # The service has ended, and process 0 with it.
+                # Process 0 has ended, and the service with it; `_watch` will notice this.
+                continue
             for index in alive.keys() - {self._index}:
                 if alive[index] != self._seen[index][0]:
                     self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        # This has a thread of its own because requests to a stopped process 0 do not return.
+        # `_watch` runs in a thread of its own because requests of `_beat` to a stopped process 0 do
+        # not return.
         while not self._over.wait(_BEAT_SECONDS):
-            for index, (beat, at) in sorted(self._seen.items()):
-                silent = time.monotonic() - at
+            for index, (beat, last_time) in sorted(self._seen.items()):
+                silent = time.monotonic() - last_time
                 reason = self._stopped.get(index)
+                # A process that never had a heartbeat is noticed by the next `processes.gather`
+                # instead.
                 if index == self._index or not (beat or index == 0):
-                    continue  # A process without any heartbeat is missed by the next `gather`.
+                    continue
                 if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
                     self._end(index, silent, reason)
 

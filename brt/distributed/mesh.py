@@ -1,4 +1,8 @@
-"""Builds the mesh of devices, which has four axes, and places arrays on it."""
+"""Builds the mesh of devices, which has four axes, and places arrays on it.
+
+A lane is a row of the batch. The table `RULES` says which axes of the mesh shard an axis of an
+array.
+"""
 
 import contextlib
 import math
@@ -15,14 +19,20 @@ from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
-# Requirements of a mesh: the name of an axis of arrays (see RULES) -> (setting, size).
+# Sizes that the devices must divide: the name of an array's axis in RULES -> (setting, size).
 Needs = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
-    """Returns the number of devices along each axis; -1 becomes what the other axes leave.
+    """Returns the number of devices along each axis of the mesh, by the axis's name.
+
+    A size of -1 becomes the number of devices that the other axes leave.
+
+    Args:
+      mesh: the settings of the mesh.
+      devices: the number of devices.
 
     Raises:
       ConfigError: there are too few devices, or -1 has no integer value.
@@ -46,18 +56,18 @@ def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, number: int) -> int:
-    """Returns the divisor of `number` that is nearest to `wanted`, the smaller one of two."""
+    """Returns the divisor of `number` that is nearest to `wanted`; the smaller one if two are."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
     mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Builds the mesh of the first devices.
+    """Returns the mesh of the first devices.
 
     Args:
       mesh: the number of devices along each axis.
-      needs: sizes that must be divisible by the devices that shard them.
+      needs: sizes that must be divisible by the number of devices that shard them.
       devices: the devices; None takes all.
 
     Raises:
@@ -76,7 +86,12 @@ def build(
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
-    """Returns a sentence about a size that the devices do not divide; None if there is none."""
+    """Returns a sentence about a size that the devices cannot share equally; None if there is none.
+
+    Args:
+      shape: the number of devices along each axis of the mesh.
+      needs: sizes that must be divisible by the number of devices that shard them.
+    """
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
         count = math.prod(over.values())
@@ -90,7 +105,9 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError if a process would have no device in the mesh, or only some of its own."""
+    """Raises ConfigError if the mesh of the first `used` devices leaves out devices of several
+    processes.
+    """
     count = len({device.process_index for device in devices})
     if count > 1 and used < len(devices):
         raise ConfigError(
@@ -101,18 +118,18 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Sets the mesh for everything that is traced inside the context; one device needs no mesh."""
+    """Context in which traced code uses the mesh; for one device, no mesh is set."""
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays that every device has as a whole."""
+    """Returns the sharding of arrays of which every device has a complete copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
-    """Moves new arrays to the device of the parameters, if these are on a single device.
+    """Returns the arrays on the device of the parameters, if the parameters are on a single device.
 
     An initial state is not bound to a device, but the state that a program returns is. jax.jit
     compiles again if the placement of an argument changes, so without this function a loop over
@@ -127,31 +144,43 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays whose axis 0 is the lanes."""
+    """Returns the sharding of arrays whose first axis is the lanes."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Returns the lanes that are on this process's devices."""
+    """Returns the indices of the lanes that are on this process's devices, in ascending order."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
-    """Builds the global array of all lanes, of which `x` contains those of this process."""
+    """Returns the global array of all lanes from the rows that this process has.
+
+    Args:
+      mesh: the mesh.
+      x: the rows of this process.
+      own: the index of the lane of each row.
+      lanes: the number of lanes of all processes.
+    """
     row = {lane: place for place, lane in enumerate(own)}
 
-    def part(cut: tuple[slice, ...]) -> np.ndarray:
+    def rows_of_device(cut: tuple[slice, ...]) -> np.ndarray:
+        """Returns the rows of a device, given by its slice of the global array."""
         return x[[row[lane] for lane in range(lanes)[cut[0]]]]
 
-    return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), part)
+    return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), rows_of_device)
 
 
 def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
-    """Returns the mesh for evaluating a trained run on the devices that there are.
+    """Returns the settings of a mesh for evaluating a trained run on the devices of this machine.
 
-    It is the mesh of the run if possible, or otherwise one that shards the parameters in the same
-    way, or one that shards them over all devices, or over none.
+    The result is the run's own mesh if the devices allow it. Otherwise it is a mesh that shards the
+    parameters in the same way, or over all devices, or not at all.
+
+    Args:
+      mesh: the settings of the run's mesh.
+      needs: sizes that must be divisible by the number of devices that shard them.
     """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}

@@ -1,7 +1,7 @@
 """Coordinates the processes of a run: how they connect, agree, and learn that one has ended.
 
-JAX runs a key-value service for short texts. Everything that processes agree on goes through
-`gather`, which raises an error if a process has announced its end or has died.
+JAX runs a key-value service for short texts in process 0. Everything that processes agree on goes
+through `gather`, which raises an error if a process has announced its end or has died.
 """
 
 import contextlib
@@ -21,17 +21,26 @@ from brt import durable, hanging
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
-RENDEZVOUS_SECONDS = 300  # time for all processes to connect
-PATIENCE_SECONDS = 1800  # longest wait for a process that compiles or reads
-_LEAVING_SECONDS = 10  # time that process 0 waits at the end for the others
+RENDEZVOUS_SECONDS = 300  # All processes must connect within this time.
+PATIENCE_SECONDS = 1800  # This is the longest wait for a process that compiles or reads.
+_LEAVING_SECONDS = 10  # Process 0 waits at most this long for the others at the end.
 _POLL_MILLISECONDS = 500
-# Words in the errors of collectives and of the service if a process does not answer.
+# If a process does not answer, the errors of collectives and of the service contain these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
 _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
 class Launch(NamedTuple):
-    """The position of this process among several; all None: it is alone, or the cluster knows."""
+    """The flags that say which of several processes this one is.
+
+    All are None or False if the process is alone, or if the cluster knows its position.
+
+    Attributes:
+      coordinator_address: "HOST:PORT" of process 0.
+      process_count: the number of processes.
+      process_index: the index of this process, from 0.
+      distributed: True takes the other three from the cluster.
+    """
 
     coordinator_address: str | None = None
     process_count: int | None = None
@@ -40,10 +49,12 @@ class Launch(NamedTuple):
 
 
 def start(launch: Launch) -> None:
-    """Connects to the other processes, if there are any; must precede any use of devices.
+    """Connects this process to the others, if there are any.
+
+    The call must precede any use of devices.
 
     Raises:
-      ConfigError: flags that are not valid.
+      ConfigError: the flags are not valid.
       PeerError: not all processes connected.
     """
     flags = launch[:3]
@@ -52,23 +63,25 @@ def start(launch: Launch) -> None:
     elif not (launch.distributed or _cluster()):
         return
     address, count, index = flags
-    # Without this option, JAX aborts this process if another one ends.
+    # By default, JAX aborts this process if another one ends; the option prevents this.
     if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
-    # JAX would abort without a clear message, so this timer ends the process earlier.
-    patience = threading.Timer(RENDEZVOUS_SECONDS, _nobody_came, [launch])
-    patience.daemon = True
-    patience.start()
+    # If a process is missing, JAX aborts without a clear message. The timer ends this process with
+    # a message before that.
+    timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
-            # JAX aborts without a clear message, so brt's heartbeat must notice first.
+            # JAX's heartbeat aborts without a clear message, so it gets twice the time of brt's
+            # own.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise PeerError(f"{_missed(launch)}; JAX says: {_first_line(error)}") from error
     finally:
-        patience.cancel()
+        timer.cancel()
     _exchange_hosts(address)
     global _heartbeat
     _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
@@ -114,7 +127,7 @@ def _missed(launch: Launch) -> str:
     )
 
 
-def _nobody_came(launch: Launch) -> None:
+def _end_without_peers(launch: Launch) -> None:
     print(f"brt: {_missed(launch)}", file=sys.stderr, flush=True)
     os._exit(PeerError.exit_code)
 
@@ -128,18 +141,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def several() -> bool:
-    """Returns True if there are other processes."""
+    """Returns True if this process is one of several."""
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Returns True if this process is the one that writes files."""
+    """Returns True for process 0, which is the one that writes files."""
     return jax.process_index() == 0
 
 
 def service() -> Any:
-    """Returns the key-value service that all processes share."""
-    from jax._src import distributed  # JAX has no public interface to this service.
+    """Returns the client of JAX's key-value service, which all processes share; None without
+    others.
+    """
+    # JAX has no public interface to this service.
+    from jax._src import distributed
 
     return distributed.global_state.client
 
@@ -160,13 +176,17 @@ def _exchange_hosts(address: str | None) -> None:
 
 
 def peer(index: int) -> str:
-    """Returns the name of a process for messages: its index and its host."""
+    """Returns the name of a process for messages: its index, the number of processes
+    and its host.
+    """
     host = f" on {_hosts[index]}" if index < len(_hosts) else ""
     return f"process {index} of {jax.process_count()}{host}"
 
 
 def gather(name: str, text: str) -> list[str]:
-    """Returns the texts that all processes pass under the same name, in their order.
+    """Returns the texts that all processes pass under the same name, in the order of processes.
+
+    The call waits for all processes.
 
     Raises:
       PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
@@ -203,21 +223,28 @@ def _refuse_if_stopped(client: Any) -> None:
 
 
 def announce_end(reason: str) -> None:
-    """Tells the other processes, which would wait for this one, that it ends early."""
+    """Tells the other processes, which would wait for this one, that this process ends early.
+
+    `reason` is a sentence for their messages.
+    """
     if several():
-        with contextlib.suppress(Exception):  # The service may be gone, too.
+        # The service may be gone, too, and then nobody can be told.
+        with contextlib.suppress(Exception):
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
 
 
 def report_activity(doing: Callable[[], str]) -> None:
-    """Publishes what this process does, which others report if its heartbeat stops."""
+    """Sets the function that returns the activity of this process, for messages of other processes.
+
+    Other processes report the last known activity if this process's heartbeat stops.
+    """
     if _heartbeat:
         _heartbeat.doing = doing
 
 
 def last_activities() -> list[str]:
-    """Returns a phrase for each other process about its last known activity."""
-    return _heartbeat.last_words() if _heartbeat else []
+    """Returns a phrase about the last known activity of each other process, for messages."""
+    return _heartbeat.last_activities() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:
@@ -226,12 +253,20 @@ def wait_for_all(name: str) -> None:
 
 
 def from_first(value: Any, name: str = "decision") -> Any:
-    """Returns process 0's value, which must be JSON, on all processes."""
+    """Returns the value that process 0 passes, on all processes.
+
+    Args:
+      value: a JSON value; only that of process 0 counts.
+      name: the name of the decision, the same on all processes.
+    """
     return json.loads(gather(name, json.dumps(value))[0])
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Raises ConfigError on all processes if a process has a different value of a fact."""
+    """Raises ConfigError on all processes if one of them has a different value of a fact.
+
+    `facts` maps a description of each fact, for the message, to its value in this process.
+    """
     everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
     for index, others in enumerate(everyone):
         for name, value in everyone[0].items():
@@ -250,7 +285,10 @@ def _difference(first: str, other: str) -> str:
 
 
 def check_shared(directory: Any) -> None:
-    """Raises ConfigError if processes do not see each other's files in a directory."""
+    """Raises ConfigError if processes do not see each other's files in a directory.
+
+    Process 0 writes a file for this and removes it again.
+    """
     name = from_first(durable.partial_name(), "shared")
     if is_first():
         durable.open_file(directory / name, "x").close()
@@ -296,10 +334,10 @@ def _wait_for_others_to_leave() -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turns the errors of collectives that lost a process into a PeerError.
+    """Context that turns errors of collectives that lost a process into a PeerError.
 
-    If this process fails, it tells the others. All processes must stay connected inside the
-    context, and may end independently after it.
+    If this process fails inside the context, it tells the others. All processes must stay connected
+    inside the context, and may end independently after it.
     """
     try:
         yield

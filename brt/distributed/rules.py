@@ -1,8 +1,9 @@
 """Sharding rules: every axis of every array has a name, and a table maps names to mesh axes.
 
 The names of a parameter's axes are given where it is created (`brt.layers.basic.parameter`); those
-of batches, activations, caches and states where they are made. An axis is not sharded if the
-number of devices does not divide its size.
+of batches, activations, caches and states where they are made. An axis is not sharded if the number
+of devices does not divide its size. A lane is a row of the batch. The current mesh is the one that
+`mesh.use` has set for the traced code.
 """
 
 import functools
@@ -18,18 +19,22 @@ from jaxtyping import Array, Int, PyTree
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
 
-REPLICAS = "data"  # the mesh axis along which parameters are replicated
+# Parameters are replicated along this axis of the mesh.
+REPLICAS = "data"
 
-# The mesh axes that shard an array's axis of this name.
+# The table has, for each name of an array's axis, the axes of the mesh that shard it.
 RULES: Mapping[str, tuple[str, ...]] = {
-    "lanes": ("data", "fsdp"),  # axis 0 of batches, activations, caches and states
+    # Lanes are axis 0 of batches, activations, caches and states.
+    "lanes": ("data", "fsdp"),
     "tokens": ("sequence",),
     "blocks": ("sequence",),
-    "embed": ("fsdp",),  # an axis of parameters; activations do not shard it
+    # Only parameters have an axis of this name; activations do not shard their features.
+    "embed": ("fsdp",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "matrices": ("fsdp", "tensor"),  # matrices that Muon orthogonalises, each on one device
+    # Muon orthogonalises each of these matrices on one device.
+    "matrices": ("fsdp", "tensor"),
 } | dict.fromkeys(
     (
         "layers", "stack", "whole_heads", "head_dim", "states", "buckets", "positions", "types",
@@ -40,10 +45,10 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of an array.
+    """Returns the partition spec of an array on the given mesh.
 
     Args:
-      names: the names of the array's axes; None is never sharded.
+      names: the names of the array's axes; an axis whose name is None is not sharded.
       shape: the shape of the array.
       mesh: the mesh.
 
@@ -69,12 +74,15 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter; vectors are replicated."""
+    """Returns the partition spec of a parameter on the given mesh; vectors are replicated."""
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
 def is_matrix(names: Names) -> bool:
-    """Returns True for matrices, False for vectors (also those of all layers of a stack)."""
+    """Returns True for the axes of a matrix, False for those of a vector.
+
+    An axis "layers", along which the parameters of several layers are stacked, does not count.
+    """
     return sum(name != "layers" for name in names) > 1
 
 
@@ -84,37 +92,47 @@ def _devices(axis: str, mesh: Mesh) -> int:
 
 
 def partitioned() -> bool:
-    """Returns True if the traced code runs on several devices, where merging axes may move data."""
+    """Returns True if the traced code runs on several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
 def automatic_axes() -> frozenset[str]:
-    """Returns the axes of the current mesh over which the traced code is still partitioned."""
+    """Returns the axes of the current mesh over which the traced code is still partitioned.
+
+    Inside of `shard_map`, these are the axes that are not manual.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
 def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partition spec of an array on the current mesh."""
+    """Returns the partition spec of an array on the current mesh, from the names of its axes.
+
+    A name of None stands for an axis that is not sharded.
+    """
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
 
 def shard_count(name: str, size: int) -> int:
-    """Returns the number of devices of the current mesh that shard an axis."""
+    """Returns the number of devices of the current mesh that shard an axis with this
+    name and size.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
 def round_up(name: str, size: int) -> int:
-    """Rounds a size up to a multiple of the devices of the current mesh that shard the axis."""
+    """Returns the size, rounded up to a multiple of the number of devices that shard axes of this
+    name.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
 
 
 def is_sharded(name: str) -> bool:
-    """Returns True if the current mesh shards axes of this name."""
+    """Returns True if several devices of the current mesh shard axes of this name."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
@@ -122,47 +140,60 @@ def is_sharded(name: str) -> bool:
 def can_merge_axes(axes: int) -> bool:
     """Returns True if the first `axes` axes of an array can be merged without moving data.
 
-    The first axis is the lanes. If other axes are sharded, too, the compiler decides.
+    The first axis is the lanes. If other axes are sharded as well, the compiler may move data.
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Returns True if the traced code belongs to one replica (see `brt.training.replicas`)."""
+    """Returns True if the traced code belongs to one replica of the parameters.
+
+    `brt.training.replicas` runs such code.
+    """
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def lane_indices(count: int) -> Int[Array, " count"]:
-    """Returns the indices, in the whole batch, of the `count` lanes of the traced code."""
-    here = jnp.arange(count)
-    return here + count * jax.lax.axis_index(REPLICAS) if in_replica() else here
+    """Returns the indices, in the whole batch, of the `count` lanes of the traced code; int32."""
+    indices = jnp.arange(count)
+    return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
 
 
 def lane_keys(key: Array, count: int) -> Array:
-    """Returns a random key per lane, which does not depend on the batch or on the devices."""
+    """Returns a random key for each of the `count` lanes of the traced code.
+
+    The key of a lane does not depend on the number of lanes or of devices.
+    """
     return jax.vmap(jax.random.fold_in, (None, 0))(key, lane_indices(count))
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Applies the sharding constraint of the axes' names, if the current mesh has many devices."""
+    """Returns x with the sharding that the rules give to axes of these names.
+
+    Without several devices, x is returned unchanged. A name of None stands for an axis that is not
+    sharded.
+    """
     if not partitioned():
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(*names, shape=x.shape))
 
 
 def replicated(tree: PyTree[Array]) -> PyTree[Array]:
-    """Constrains arrays to be replicated, so that every process can read them."""
+    """Returns the arrays, constrained to be replicated, so that every process can read them."""
     if not partitioned():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Like `jax.jit`, for a function whose results every process must be able to read."""
+    """Returns `jax.jit` of a function whose results are replicated, so that every process can read
+    them.
+    """
 
     @functools.wraps(function)
-    def whole(*args: Any, **kwargs: Any) -> PyTree[Array]:
+    def replicated_function(*args: Any, **kwargs: Any) -> PyTree[Array]:
+        """Returns the replicated results of `function`."""
         return replicated(function(*args, **kwargs))
 
-    return jax.jit(whole, **options)
+    return jax.jit(replicated_function, **options)

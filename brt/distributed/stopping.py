@@ -13,7 +13,7 @@ from brt.distributed.processes import PATIENCE_SECONDS, gather, peer, service
 from brt.errors import PeerError
 
 
-class Agreed:
+class AgreedRequest:
     """A request to one process that all processes carry out at the same step.
 
     Every process calls `due` equally often. A process that receives the request publishes it. A
@@ -23,17 +23,22 @@ class Agreed:
 
     Args:
       name: the name of the request.
-      asked: returns who or what makes the request to this process; None if there is no request.
-      announce: called with the reason if the request was made to another process.
+      requester: a function that returns who or what makes the request to this process; None if
+        there is no request.
+      announce: a function that is called with the reason if the request was made to another
+        process.
+
+    Attributes:
+      reason: a phrase about who or what made the request; None if there is no request.
     """
 
     def __init__(
-        self, name: str, asked: Callable[[], str | None], announce: Callable[[str], object]
+        self, name: str, requester: Callable[[], str | None], announce: Callable[[str], object]
     ):
-        self._name, self._asked, self._announce = name, asked, announce
+        self._name, self._requester, self._announce = name, requester, announce
         self._lock, self._agreed = threading.Lock(), threading.Event()
         self._done = threading.Event()
-        self._looks, self._frozen, self._at = 0, False, sys.maxsize
+        self._calls, self._frozen, self._last_call = 0, False, sys.maxsize
         self.reason: str | None = None
         self._lost: PeerError | None = None
         self._over = False
@@ -41,7 +46,7 @@ class Agreed:
         self._thread.start()
 
     def due(self) -> str | None:
-        """Returns the reason for acting now; None if there is nothing to do.
+        """Returns the reason if the process must carry out the request now; None otherwise.
 
         Raises:
           PeerError: a process did not answer.
@@ -49,19 +54,19 @@ class Agreed:
         with self._lock:
             waits = self._frozen
             if not waits:
-                self._looks += 1
+                self._calls += 1
         if waits:
             self._agreed.wait(PATIENCE_SECONDS)
             with self._lock:
-                self._looks += 1
+                self._calls += 1
         if self._lost is not None:
             raise self._lost
-        return self.reason if self._looks > self._at else None
+        return self.reason if self._calls > self._last_call else None
 
     def done(self) -> None:
         """Marks the request as carried out, so that another one can be made."""
         with self._lock:
-            self._frozen, self._at, self.reason = False, sys.maxsize, None
+            self._frozen, self._last_call, self.reason = False, sys.maxsize, None
             self._agreed.clear()
         self._done.set()
 
@@ -76,21 +81,22 @@ class Agreed:
 
     def _watch(self) -> None:
         number = 0
-        while (reason := self._heard(f"brt/asked/{self._name}/{number}")) is not None:
-            self._settle(reason)
+        while (reason := self._wait_for_request(f"brt/asked/{self._name}/{number}")) is not None:
+            self._agree(reason)
             if self._lost is not None:
                 return
             self._done.wait()
             self._done.clear()
             number += 1
 
-    def _heard(self, place: str) -> str | None:
+    def _wait_for_request(self, place: str) -> str | None:
         """Waits for a request to any process and returns its reason; None after `close`."""
         texts, published = service(), False
         while not self._over:
-            if (request := self._asked()) and not published:
+            if (request := self._requester()) and not published:
                 published = True
-                with contextlib.suppress(Exception):  # Another process may have published first.
+                # The service refuses the text if another process has published one first.
+                with contextlib.suppress(Exception):
                     texts.key_value_set(place, f"{request} to {peer(jax.process_index())}")
             try:
                 reason = texts.blocking_key_value_get(place, 200)
@@ -103,14 +109,16 @@ class Agreed:
             return reason
         return None
 
-    def _settle(self, reason: str) -> None:
+    def _agree(self, reason: str) -> None:
+        """Agrees with the other processes on the call of `due` at which all act."""
         with self._lock:
             self._frozen = True
-            looks = self._looks
+            calls = self._calls
         try:
-            self._at = max(int(n) for n in gather(self._name, str(looks)))
+            self._last_call = max(int(n) for n in gather(self._name, str(calls)))
             self.reason = reason
-        except PeerError as error:  # The next call of `due` raises the error.
+        # The next call of `due` raises the error.
+        except PeerError as error:
             self._lost = error
         finally:
             self._agreed.set()

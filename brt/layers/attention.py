@@ -310,6 +310,6 @@ class TransformerBlock(nn.Module):
         """Returns x plus the projected outputs of the attentions, plus the output of the MLP."""
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
-        x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
+        x = x + deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)
         x = constrain(x, "lanes", tokens, None)
         return constrain(self.mlp(x, tokens, taps), "lanes", tokens, None)

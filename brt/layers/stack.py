@@ -178,7 +178,7 @@ class Stack(nn.Module):
         feedback = _feedback(opened, axis=0)
         by_block = jax.tree.map(lambda part: part[:, None], feedback)
         x, state, aux = self._layer_by_layer(
-            x, state, start[:, None], model_state, by_block, deferred.of_step(taps), axis=0
+            x, state, start[:, None], model_state, by_block, deferred.stack_layers(taps), axis=0
         )
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 

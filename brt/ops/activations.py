@@ -15,12 +15,13 @@ from brt.ops.tpu import materialized
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def relu(x: Float[Array, "..."], keeps: bool = False) -> Float[Array, "..."]:
-    """Returns max(x, 0).
+    """Returns max(x, 0) in the shape and dtype of x; the backward pass reads only this result.
 
     Args:
       x: any shape.
-      keeps: True marks the output as a residual that rematerialized layers save, instead of the
-        output of the product that computes x.
+      keeps: True if a rematerialized layer saves the result of the forward pass. The layer then
+        recomputes the product that x comes from. Callers set it where the next matrix product needs
+        the result for its own gradient anyway.
     """
     return jnp.maximum(x, 0)
 

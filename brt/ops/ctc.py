@@ -11,13 +11,14 @@ def ctc_nats(
     targets: Int[Array, "B T"],
     scored: Bool[Array, "B T"],
 ) -> Float[Array, " B"]:
-    """Returns -log p(targets) of each row, summed over all alignments of the targets with the
-    frames.
+    """Returns the negative log probability of each row's targets, float32, by summing the
+    probabilities of all alignments.
 
-    The blank is the last class. A row without valid frames has loss 0.
+    An alignment assigns a target or the blank to each frame. The blank is the last class. A row
+    without valid frames has loss 0.
 
     Args:
-      logits: of the classes for each frame.
+      logits: the logits of the C classes for each of the X frames.
       valid: True for the first frames of a row, False for padding.
       targets: the tokens to be recognized.
       scored: True for the first tokens of a row, False for padding.

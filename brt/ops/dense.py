@@ -19,9 +19,11 @@ from brt.ops.layout import transposed
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
-    """Multiplies [*rows, *inputs] by [*inputs, *outputs] to [*rows, *outputs] in x's dtype.
+    """Returns the product [*rows, *outputs] of x [*rows, *inputs] and a kernel, in x's dtype.
 
     Args:
+      x: the input.
+      kernel: [*inputs, *outputs].
       inputs: the number of axes that the product sums over: the last of x, the first of `kernel`.
     """
     return _dense(x, kernel, inputs)
@@ -36,9 +38,10 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the product and its residuals.
+    """Returns the product of `dense` and the residuals of its backward pass, (x, kernel).
 
-    The product is visible to the `remat_keep` policies.
+    Unlike `dense`, this function has no custom gradient. The `remat_keep` policies, which choose
+    the values that a rematerialized layer saves, therefore see the product.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 
@@ -50,7 +53,7 @@ def _backward(inputs: int, residuals: tuple[Array, Array], gradient: Array) -> t
 
 
 def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1) -> Array:
-    """Returns the gradient [*rows, *inputs] of a product's input, in dy's dtype.
+    """Returns the gradient of the input of `dense`, [*rows, *inputs], in dy's dtype.
 
     Args:
       kernel: [*inputs, *outputs].
@@ -69,11 +72,11 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
 def weight_gradient(
     x: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1, outputs: int = 1
 ) -> Array:
-    """Returns the gradient [*inputs, *outputs] of a kernel in float32, x^T dy summed over all rows.
+    """Returns the gradient of a kernel of `dense`, [*inputs, *outputs], in float32.
 
-    The axes of rows are merged to one where that moves no data: XLA's CPU backend transposes and
-    copies both factors of a sum over two axes, which takes longer than the product of a small
-    model.
+    This is x^T dy, summed over all rows. The axes of rows are merged to one if that moves no data
+    between devices: XLA's CPU backend transposes and copies both factors of a sum over two axes,
+    which takes longer than the product of a small model.
 
     Args:
       x: [*rows, *inputs], the product's input.

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float
 def depthwise_convolution(
     x: Float[Array, "B T D"], kernel: Float[Array, "W D"]
 ) -> Float[Array, "B T D"]:
-    """Returns y[t] = sum over w of kernel[w] x[t + w - (W - 1) / 2], with zeros outside of x.
+    """Returns x convolved along T, each channel with its own column of the kernel, in x's dtype.
 
-    The width W must be odd. The sum is written out because XLA's CPU backend takes many times
-    longer for a grouped convolution.
+    y[t] is the sum over w of kernel[w] x[t + w - (W - 1) / 2], with zeros outside of x. The width W
+    must be odd. The sum is written out because XLA's CPU backend takes many times longer for a
+    grouped convolution.
     """
     width, tokens = len(kernel), x.shape[1]
     half = width // 2

@@ -22,10 +22,13 @@ from brt.errors import UnsupportedError
 
 T = TypeVar("T")
 AUTO = "auto"
-KERNEL_RESIDUAL = "kernel"  # the `checkpoint_name` of residuals that kernels produce or read
+# The `checkpoint_name` of arrays that a kernel's backward pass reads. Rematerialized layers can
+# save arrays of this name.
+KERNEL_RESIDUAL = "kernel"
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-# The name of the backend and one device to compile for, if they differ from this process's own.
+# While `use_backend` is active, this variable has the name of the backend and one of the devices
+# that programs are compiled for.
 _other_target: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
     "elsewhere", default=None
 )
@@ -44,7 +47,7 @@ class Implementation(NamedTuple):
       function: computes the op from its inputs.
       auto: the backends on which `auto` may select this implementation.
       backends: the backends on which this implementation can run.
-      refusal: called with the same arguments as `function`; returns the reason why `function`
+      refusal: a function with the same arguments as `function`; returns the reason why `function`
         cannot compute them, or None if it can.
     """
 
@@ -115,7 +118,8 @@ class Op(NamedTuple):
     """An operation and its implementations.
 
     Attributes:
-      name: its name in `brt.config.kernels.OPERATIONS`.
+      name: the name of the operation, in error messages, profiles and, for operations that a
+        setting selects, `brt.config.kernels.OPERATIONS`.
       implementations: in the order in which `auto` prefers them.
     """
 
@@ -124,11 +128,12 @@ class Op(NamedTuple):
 
 
 def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Names a kernel's output as a residual that the `remat_keep` policies can save.
+    """Returns a kernel's output, named so that the `remat_keep` policies can save it.
 
-    Only forward rules of custom derivatives call this function. The array is named as unsigned
-    integers, because JAX would otherwise insert a `reduce_precision` behind a saved array of
-    floating-point numbers, which reads and writes the whole array once more.
+    These policies choose the values that a rematerialized layer saves. Only forward rules of custom
+    derivatives call this function. The array is named as unsigned integers, because JAX would
+    otherwise insert a `reduce_precision` behind a saved array of floating-point numbers, which
+    reads and writes the whole array once more.
 
     Args:
       x: the output, or its bits as unsigned integers.
@@ -139,22 +144,24 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
 
 
 def input_residual(x: Array) -> Array:
-    """Names an input that a forward rule passes to the backward rule as a saved residual.
+    """Returns an input, named so that the `remat_keep` policies can save it for the backward rule.
 
-    Operations that produced the input need no residuals of their own then. The array keeps its
-    dtype: JAX adds no `reduce_precision` where only backward passes read the named array, and
-    so no copy is made.
+    The operations that produced the input then need no residuals of their own. The array keeps its
+    dtype: JAX adds no `reduce_precision` where only backward passes read the named array, and so no
+    copy is made.
     """
     return checkpoint_name(x, KERNEL_RESIDUAL)
 
 
 def to_bits(x: Array) -> Array:
-    """Reinterprets the array as unsigned integers of the same width."""
+    """Returns the bits of an array as unsigned integers of the same width."""
     return jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: Array, dtype: DTypeLike) -> Array:
-    """Reinterprets unsigned integers as numbers of `dtype`; the inverse of `to_bits`."""
+    """Returns the numbers of `dtype` whose bits are the unsigned integers x; the inverse of
+    `to_bits`.
+    """
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
@@ -170,12 +177,15 @@ def backend() -> str:
 
 
 def policy() -> BackendPolicy:
-    """Returns how arithmetic is written for the backend that is compiled for."""
+    """Returns the `BackendPolicy` of the backend that programs are compiled for."""
     return _POLICIES[backend()]
 
 
 def for_backend(default: T, **by_backend: T) -> T:
-    """Returns the value named after the backend that is compiled for, or else the default."""
+    """Returns the argument that is named after the backend that programs are compiled for.
+
+    The backends are 'cpu', 'gpu' and 'tpu'. Without such an argument, the result is `default`.
+    """
     return by_backend.get(backend(), default)
 
 
@@ -187,10 +197,10 @@ def device() -> Any:
 
 @contextlib.contextmanager
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
-    """Compiles for a backend that this process does not have.
+    """Context in which programs are compiled for a backend that this process does not have.
 
-    The cache of `jax.jit` ignores this setting, so a function that is traced inside this
-    context must not be used outside of it, or in the context of another backend.
+    The cache of `jax.jit` ignores this setting, so a function that is traced inside this context
+    must not be used outside of it, or in the context of another backend.
 
     Args:
       name: 'cpu', 'gpu' or 'tpu'.
@@ -206,16 +216,17 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
 
 
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
-    """Computes the op with the named implementation, or with the first that accepts the inputs.
+    """Returns the result of an op, computed by the named implementation or by the first that can.
 
     Args:
-      name: an implementation's name; None or 'auto' select the first one whose `auto` contains
-        the backend and that does not refuse the inputs.
+      op: the op.
+      name: an implementation's name; None or 'auto' select the first one whose `auto` contains the
+        backend and that does not refuse the inputs.
+      *inputs, **options: the arguments of the implementation.
 
     Raises:
-      UnsupportedError: the op has no implementation of that name, the named implementation
-        refuses these inputs, or `auto` finds none that accepts them. The class is a
-        NotImplementedError.
+      UnsupportedError: the op has no implementation of that name, the named implementation refuses
+        these inputs, or `auto` has none that accepts them. The class is a NotImplementedError.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
     by_name = {one.name: one for one in op.implementations}
@@ -230,14 +241,15 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         raise UnsupportedError(
             f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_described(reasons)}"
         )
-    with jax.named_scope(op.name):  # Profiles and memory plans group operations by this name.
+    # Profiles and memory plans group operations by the name of this scope.
+    with jax.named_scope(op.name):
         return by_name[name].function(*inputs, **options)
 
 
 def auto_choices() -> dict[str, str]:
-    """Returns the names of the implementations that `auto` has selected in this process, by op.
+    """Returns, for each op's name, the implementations that `auto` has selected in this process.
 
-    An op has several names, separated by commas, if the selection differed between inputs.
+    Several names are separated by commas: the selection can differ between inputs.
     """
     return {op: ", ".join(names) for op, names in sorted(_auto_choices.items())}
 
@@ -268,5 +280,9 @@ def _record_choice(op: str, name: str) -> None:
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Refuses inputs with dropout; the `refusal` of implementations that lack it."""
+    """Returns the reason why an implementation without dropout refuses inputs with dropout, or
+    None.
+
+    Implementations that lack dropout have this function as their `refusal`.
+    """
     return None if dropout is None else "has no dropout; set its rate to 0"

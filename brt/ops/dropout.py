@@ -36,7 +36,8 @@ class Dropout:
       rate: the probability; on CPUs it is rounded to one of 1/256, 2/256 ... 255/256.
     """
 
-    rng: Any  # An array; JAX's tree functions put other objects here.
+    # This is an array. The type is Any because JAX's tree functions put other objects here.
+    rng: Any
     rate: float
 
     def __call__(self, x: Float[Array, "B *T"]) -> Float[Array, "B *T"]:
@@ -44,20 +45,20 @@ class Dropout:
         return x * self.factors(x.shape, x.dtype)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
-        """Returns the array that an array of this shape is multiplied by.
+        """Returns the array, 0 or 1 / (1 - rate), by which an array of this shape is multiplied.
 
-        The first axis is the rows of the local batch. The draw for a row depends on its number in
-        the global batch and not on the other rows.
+        The first axis of the shape is the rows of the local batch. The draw for a row depends on
+        its number in the global batch and not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
     def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
-        """Draws a mask [heads, rows, columns] that all rows of the batch share.
+        """Returns a mask [heads, rows, columns] that all rows of the batch share.
 
         On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs it, as
-        XLA would otherwise store the unpacked random numbers before it packs them. Masks of
-        several layers are kept apart, because five masks that were packed by one instruction took
-        the compiler seven times as long as five instructions.
+        XLA would otherwise store the unpacked random numbers before it packs them. An optimization
+        barrier separates the masks of several layers, because one instruction that packed five
+        masks took the compiler seven times as long as five instructions.
         """
         indices = jnp.arange(heads)
         if not dispatch.policy().packs_dropout:
@@ -70,7 +71,9 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns the dropout of the array with this index, if there are several arrays."""
+        """Returns another dropout with the same rate, for the array with this index among several
+        arrays.
+        """
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
@@ -79,7 +82,7 @@ class Dropout:
 )
 @dataclasses.dataclass(frozen=True)
 class DropoutMask:
-    """Entries of an array that dropout keeps, and the factor that scales them up.
+    """The entries of an array that dropout keeps, and the factor that scales them up.
 
     Attributes:
       keep: True for entries that are kept.
@@ -102,7 +105,10 @@ class DropoutMask:
         return keep.swapaxes(-1, -2) if self.transposed else keep
 
     def packed_words(self) -> UInt32[Array, "H G R"]:
-        """Packs the transposed masks [H, columns, rows] with `dropout_bits.pack`."""
+        """Returns the mask packed to 32-bit words, for a kernel that reads transposed masks.
+
+        The mask [H, rows, columns] is packed as [H, columns, rows] by `dropout_bits.pack`.
+        """
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
         return _draw_once(dropout_bits.pack(keep))
 

@@ -13,18 +13,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-_ROWS, _BITS = 8, 32  # rows of a vector register, bits of a word
+_ROWS = 8  # The number of rows of a vector register.
+_BITS = 32  # The number of bits of a word.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Splits a number of rows into the factors (runs, bits of a word, rows of a register)."""
-    of_register = math.gcd(rows, _ROWS)
-    bits = max(n for n in range(1, _BITS + 1) if rows // of_register % n == 0)
-    return rows // (of_register * bits), bits, of_register
+    """Returns the factors (runs, bits, register rows) that a number of rows is split into.
+
+    A run has a word for each of its register rows and each column, and uses `bits` bits of a word.
+    """
+    register_rows = math.gcd(rows, _ROWS)
+    bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)
+    return rows // (register_rows * bits), bits, register_rows
 
 
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
-    """Packs the mask of each head into a matrix of words."""
+    """Returns the mask of each head as a matrix of 32-bit words; `unpack` inverts this function.
+
+    G is the number of runs times the number of register rows (see `bit_layout`).
+    """
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)
     bit = jax.lax.broadcasted_iota(jnp.uint32, cut.shape, 2)
@@ -33,9 +40,12 @@ def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
 
 
 def unpack(words: Any, rows: int) -> Bool[Array, "R C"]:
-    """Unpacks the words [G, C] of one head, or of some of its columns, to a mask of R rows."""
-    runs, bits, of_register = bit_layout(rows)
-    shape = runs, bits, of_register, words.shape[1]
-    each = jnp.broadcast_to(words.reshape(runs, 1, of_register, -1), shape)
+    """Returns the mask of R rows that is packed in the words [G, C] of one head.
+
+    The words may also be those of some of the head's columns.
+    """
+    runs, bits, register_rows = bit_layout(rows)
+    shape = runs, bits, register_rows, words.shape[1]
+    each = jnp.broadcast_to(words.reshape(runs, 1, register_rows, -1), shape)
     bit = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
     return (each & (jnp.uint32(1) << bit) != 0).reshape(rows, -1)

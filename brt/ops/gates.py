@@ -10,7 +10,7 @@ from brt.ops.dense import dense
 
 
 class GateWeights(NamedTuple):
-    """Weights of one gate; those that the kind of gate does not use are None.
+    """Weights of one gate; None for weights that the kind of gate does not use.
 
     Attributes:
       bias: [D], bias of the fixed gate, the forget gate (lstm) or the update gate (gru).

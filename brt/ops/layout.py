@@ -14,32 +14,30 @@ from jaxtyping import Array, Float
 from brt.distributed.rules import partitioned
 from brt.ops import dispatch
 
-stored = jax.lax.optimization_barrier
-
 
 def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x stored in row-major order."""
+    """Returns x after an optimization barrier that stores it in row-major order."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x)
     return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
 
 
 def transpose_copy(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
-    """Returns x.transpose(axes), stored; the gradient's transpose is stored, too."""
+    """Returns x.transpose(axes), stored in memory; the backward pass stores its transpose, too."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x.transpose(axes))
     return row_major(row_major(x).transpose(axes))
 
 
 def swapaxes_copy(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
-    """Returns x.swapaxes(one, other), stored."""
+    """Returns x.swapaxes(one, other), stored in memory."""
     axes = list(range(x.ndim))
     axes[one], axes[other] = axes[other], axes[one]
     return transpose_copy(x, *axes)
 
 
 def transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    """Transposes each matrix and stores the result."""
+    """Returns the transpose of each matrix in x, stored in memory."""
     return swapaxes_copy(x, -1, -2)
 
 

@@ -16,7 +16,8 @@ def lookup(
     """Returns the rows of the table with the given ids, in `dtype`.
 
     The gradient of the table sums the gradients of equal ids. If the columns of the table are
-    sharded, each device gathers all of them first, in the smaller dtype.
+    sharded over devices, each device gathers the table after its conversion to `dtype`, because
+    this dtype is usually smaller than that of the table.
 
     Args:
       table: the embeddings.
@@ -48,7 +49,8 @@ def _backward(
     ids, rows = residuals
     zeros = jnp.zeros((len(rows), gradient.shape[-1]), rows.dtype)
     total = zeros.at[ids].add(_shard_by_lane(gradient.astype(rows.dtype)))
-    # The gradient is sharded after the scatter, because scattering into shards moves data.
+    # The gradient is sharded after the scatter, because a scatter into shards would move data
+    # between devices.
     return constrain(total, axis, None), None
 
 

@@ -38,7 +38,10 @@ def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) ->
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float = EPSILON
 ) -> Float[Array, "*B D"]:
-    """Returns x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019)."""
+    """Returns x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019).
+
+    `epsilon` is added to the mean square.
+    """
     return _rms_forward(x, scale, epsilon)[0]
 
 
@@ -72,9 +75,10 @@ def layer_norm(
     bias: Float[Array, " D"],
     epsilon: float,
 ) -> Float[Array, "*B D"]:
-    """Returns (x - mean) / deviation * scale + bias over the last axis (Ba et al. 2016).
+    """Returns (x - mean) / deviation * scale + bias over the last axis, in x's dtype (Ba et al.
+    2016).
 
-    The result has x's dtype; the deviation includes `epsilon`.
+    `epsilon` is added to the variance.
     """
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)

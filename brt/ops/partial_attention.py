@@ -17,8 +17,8 @@ class AttentionPart(NamedTuple):
 
     Attributes:
       output: [*B, K], the weighted mean of the subset's values.
-      lse: float32 [*B], the log-sum-exp of the subset's logits, which determines its weight among
-        other subsets. `softmax.FLOOR` where no key is visible.
+      lse: float32 [*B], the log-sum-exp of the subset's logits, which determines the weight of this
+        subset among others; `softmax.FLOOR` where no key is visible.
     """
 
     output: Float[Array, "*B K"]
@@ -31,7 +31,8 @@ def attend_to_part(
     values: Float[Array, "*B S K"],
     dropout: Dropout | None = None,
 ) -> AttentionPart:
-    """Attends to a subset of the keys.
+    """Returns the attention output over a subset of the keys, float32, and the log-sum-exp of its
+    logits.
 
     The backward pass needs, for each query, the sum of the gradients of the weights times the
     weights. The function computes this sum as the product of the output and its gradient, which
@@ -41,9 +42,6 @@ def attend_to_part(
       logits: float32, MASKED where a key is not visible.
       values: the values of the keys.
       dropout: applied to the weights.
-
-    Returns:
-      The attention output in float32 and the log-sum-exp of the logits.
     """
     return _forward(logits, values, dropout)[0]
 
@@ -63,7 +61,8 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
     d_weights = matmul_nt(d_read.astype(values.dtype), values)
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
-    # An einsum, because XLA's CPU backend takes six times as long to multiply and then sum.
+    # For the same sum, XLA's CPU backend takes six times as long if it multiplies first and then
+    # adds up.
     along = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     along -= gradient.lse[..., None] / sums
     d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))
@@ -79,9 +78,10 @@ attend_to_part.defvjp(_forward, _backward)
 
 
 def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
-    """Combines disjoint subsets of the keys to one softmax over all of them, in float32.
+    """Returns the result of one softmax over all keys, from the results for disjoint subsets of
+    them.
 
-    The axes of the parts broadcast.
+    The output and the log-sum-exp are float32. The axes of the parts broadcast.
     """
     lse = jnp.stack(jnp.broadcast_arrays(*(part.lse for part in parts)))
     weights = jax.nn.softmax(lse, axis=0)[..., None]

@@ -13,11 +13,11 @@ from brt.ops.layout import transposed
 
 
 def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
-    """Computes jnp.einsum of two factors with float32 sums, for any order of the axes.
+    """Returns jnp.einsum of two factors in float32, for any order of the axes.
 
     XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
-    factors are therefore converted to float32 on CPUs. The result is the same, because products
-    of bfloat16 numbers are exact in float32.
+    factors are therefore converted to float32 on CPUs. The result is the same, because products of
+    bfloat16 numbers are exact in float32.
     """
     if dispatch.policy().float32_factors:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -39,7 +39,8 @@ def matmul_nn(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Arr
 def matmul_tn(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
     """Returns a^T b in float32.
 
-    The left factor is transposed in memory first; XLA's CPU backend takes twice as long without.
+    The left factor is transposed in memory first; XLA's CPU backend takes twice as long if it reads
+    the factor against its memory order.
     """
     return matmul_nn(transposed(a), b)
 

@@ -15,12 +15,13 @@ from jaxtyping import Array, Float
 from brt.distributed.rules import can_merge_axes
 from brt.ops import dispatch
 
-_VECTOR_WIDTH = 32  # numbers that XLA's CPU backend sums in one pass
+# XLA's CPU backend sums this many numbers in one pass.
+_VECTOR_WIDTH = 32
 _MAX_PARTS = 32
 
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """Returns the sum over the first `axes` axes."""
+    """Returns the sum of x over the first `axes` axes, in x's dtype."""
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
@@ -30,10 +31,10 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    """Returns the sum over the last axis, which keeps size 1.
+    """Returns the sum of x over the last axis, which keeps size 1.
 
-    On CPUs a vector that is wider than XLA sums in one pass is first added up in parts of that
-    width; XLA would otherwise store the summed array in memory.
+    XLA's CPU backend sums 32 numbers in one pass. Longer vectors are first added up in parts of 32
+    numbers; XLA would otherwise store the array in memory before the sum.
     """
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
@@ -42,7 +43,7 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 
 
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """Returns the sum over the first `axes` axes, computed by a loop over rows.
+    """Returns the sum of x over the first `axes` axes, computed by a loop over rows.
 
     The loop is for rows so large that one row fills a cache. It makes XLA's CPU backend store x,
     which XLA would otherwise compute a second time for the sum.
@@ -67,7 +68,7 @@ def _shared_gradient(shared: Array, terms: Array) -> Array:
 def add_shared(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns x + bias in x's dtype.
 
-    The bias lacks leading axes of x; its gradient sums over these.
+    The bias has only the last axes of x, and its gradient is the sum over all others.
     """
     return x + _broadcastable(bias, x)
 
@@ -82,7 +83,7 @@ add_shared.defvjp(
 def scale_shared(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns x * scale in x's dtype.
 
-    The scale lacks leading axes of x, over which its gradient sums.
+    The scale has only the last axes of x, and its gradient is the sum over all others.
     """
     return x * _broadcastable(scale, x)
 

@@ -15,11 +15,11 @@ from brt.ops.positions import t5_buckets
 def relative_buckets(
     offsets: np.ndarray, *, buckets: int, max_distance: int, both_ways: bool
 ) -> np.ndarray:
-    """Returns the bucket of each offset (key minus query).
+    """Returns the bucket of each offset (key minus query), int32.
 
     If `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
     half for keys after the query. Otherwise keys after the query have the bucket of the query
-    itself.
+    itself. The ranges of the buckets are those of `positions.t5_buckets`.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -31,7 +31,10 @@ def relative_buckets(
 def offset_bias(
     table: Float[Array, "R H"], offsets: np.ndarray, *, max_distance: int, both_ways: bool
 ) -> Float[Array, "H O"]:
-    """Returns the bias of each offset in a one-dimensional array of offsets."""
+    """Returns the bias of each head for each of the O offsets (key minus query).
+
+    `table` has the bias of each of R buckets; the other arguments are those of `relative_buckets`.
+    """
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways
     )
@@ -47,7 +50,7 @@ def bias_tile(
     max_distance: int,
     both_ways: bool,
 ) -> Float[Array, "H Q S"]:
-    """Returns the bias of each query and key of a tile.
+    """Returns the bias between each query and each key of a tile.
 
     Args:
       table: the bias of each bucket and head.
@@ -58,12 +61,12 @@ def bias_tile(
       both_ways: see `relative_buckets`.
     """
     period = queries + keys
-    # Entry (j - i) mod period of `offsets` is the offset j - i. No j - i maps to one of the
-    # entries, which is never read.
+    # Entry (j - i) mod period of `offsets` is the offset j - i of key j and query i. One entry
+    # belongs to no pair and is never read.
     offsets = (np.arange(period) + queries) % period - queries
     row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
-    # A row that is repeated with its period and cut into lines one entry shorter than the period
-    # shifts by one entry from line to line.
+    # `row` is repeated, and the result is cut into lines that are one entry shorter than the
+    # period. The entries therefore shift by one place from line to line, as the offsets do.
     lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
     return lines.reshape(-1, queries, period - 1)[:, :, :keys]
 
@@ -71,9 +74,9 @@ def bias_tile(
 def bias_row(
     table: Float[Array, "R H"], query: Int[Array, ""], keys: int, *, max_distance: int
 ) -> Float[Array, "H 1 S"]:
-    """Returns the bias of one query and of the keys from position 0 on.
+    """Returns the causal bias between one query and the keys from position 0 on.
 
-    The bias is causal: keys after the query have the bias of the query itself.
+    Keys after the query have the bias of the query itself.
 
     Args:
       table: the bias of each bucket and head.

@@ -5,20 +5,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 MASKED = -1e6
-# A virtual logit far below real logits and far above MASKED. It takes all the probability of a row
-# without visible keys and none of any other row (`safe_softmax` of the original code).
+# Every row has a virtual logit of this value, far below real logits and far above MASKED. It takes
+# all the probability of a row without visible keys and none of any other row, as in `safe_softmax`
+# of the original code.
 FLOOR = -1000.0
 
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
-    """Returns the float32 softmax over the last axis; rows with only MASKED logits become zeros."""
+    """Returns the softmax over the last axis, float32; rows with only MASKED logits
+    become zeros.
+    """
     return softmax_and_lse(logits)[0]
 
 
 def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
-    """Returns the result of `safe_softmax` and the log-sum-exp of the logits.
+    """Returns the result of `safe_softmax` and the log-sum-exp of the logits, both float32.
 
     The log-sum-exp of a row with only MASKED logits is FLOOR.
     """
@@ -33,7 +36,7 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Returns the float32 softmax over entries where the mask is True.
+    """Returns the softmax over the entries where the mask is True, float32.
 
     Other entries, and rows without a True entry, become zeros.
     """

@@ -11,8 +11,8 @@ class Spans(NamedTuple):
     """The best span of each sequence.
 
     Attributes:
-      start: the index of the first token.
-      end: the index of the last token.
+      start: int32, the index of the first token.
+      end: int32, the index of the last token.
       score: the sum of the two logits, or the lowest finite number if no span is allowed.
     """
 
@@ -24,9 +24,15 @@ class Spans(NamedTuple):
 def span_nats(
     logits: Float[Array, "B T 2"], targets: Int[Array, "B 2"], scored: Bool[Array, "B 2"]
 ) -> Float[Array, "B 2"]:
-    """Returns -log p of the correct start and the correct end, or 0 where they are not scored.
+    """Returns the negative log probabilities of the correct start and the correct end; 0 if not
+    scored.
 
     The softmax is over all T positions; padding gets the probability that its logits give.
+
+    Args:
+      logits: the logits of each token for being the start and for being the end.
+      targets: the positions of the correct start and the correct end.
+      scored: False for targets that do not count.
     """
     log_probs = jax.nn.log_softmax(logits, axis=1)
     chosen = jnp.take_along_axis(log_probs, targets[:, None, :], axis=1)[:, 0]
@@ -36,8 +42,12 @@ def span_nats(
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
     """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    Of several spans with the same sum, the first is returned, and of these the shortest. The
-    allowed tokens of a sequence must be contiguous.
+    If several spans have the same sum, the first is returned, and among these the shortest.
+
+    Args:
+      logits: the logits of each token for being the start and for being the end.
+      allowed: True for the tokens that a span may contain; they must be contiguous.
+      longest: the largest number of tokens of a span.
     """
     floor = jnp.finfo(logits.dtype).min
     start, end = (jnp.where(allowed, logits[..., i], floor) for i in range(2))

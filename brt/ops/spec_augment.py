@@ -17,13 +17,13 @@ def spec_augment(
     feature_masks: int,
     feature_mask_width: int,
 ) -> Float[Array, "B X F"]:
-    """Sets random bands of the features to 0, their mean; each row draws its own bands.
+    """Returns the features with random bands set to 0, their mean; each row draws its own bands.
 
     The width of a band is uniform from 0 to its maximum, and a band of time covers at most half of
     the row's frames. The position is uniform among those where the band fits.
 
     Args:
-      features: spectrograms.
+      features: spectrograms of X frames with F features.
       valid: True for the frames of a row, False for padding.
       key: a random key.
       time_masks: the number of bands of time.
@@ -36,6 +36,7 @@ def spec_augment(
     lengths = valid.sum(axis=1)
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
+        """Returns the mask of a row's bands, which is True inside of them."""
         time_key, feature_key = jax.random.split(key)
         in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)
@@ -48,7 +49,15 @@ def spec_augment(
 def random_bands(
     key: Array, length: Int[Array, ""], size: int, count: int, widest: int
 ) -> Bool[Array, " size"]:
-    """Returns a mask that is True in `count` random bands, which may overlap."""
+    """Returns a mask that is True in `count` random bands, which may overlap.
+
+    Args:
+      key: a random key.
+      length: the bands are within the first `length` entries, and cover at most half of them each.
+      size: the size of the mask.
+      count: the number of bands.
+      widest: the largest width of a band.
+    """
     width_key, place_key = jax.random.split(key)
     limit = jnp.minimum(widest, length // 2)
     width = jnp.floor(jax.random.uniform(width_key, (count, 1)) * (limit + 1))

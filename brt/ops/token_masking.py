@@ -10,19 +10,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.top_k import top_k
 
-MASK_SHARE, RANDOM_SHARE = (
-    0.8,
-    0.1,
-    # Of the tokens to predict, 80 % are replaced by the mask token, 10 % by a random token, and the
-    # others stay.
-)
-# If there are many predicted tokens, their number is a multiple of this, as they are processed in
-# chunks.
+# 80 % of the tokens to predict are replaced by the mask token and 10 % by a random token. The
+# others stay.
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
+# If a row has many tokens to predict, their number is a multiple of this, because they are
+# processed in chunks.
 _CHUNK = 128
 
 
 class MaskedTokens(NamedTuple):
-    """Rows of tokens, R of which are to be predicted.
+    """Rows of tokens, of which R per row are to be predicted.
 
     Attributes:
       inputs: int32, the tokens that the model reads.
@@ -46,7 +43,7 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Chooses random tokens to predict. Rows of equal length get equally many slots.
+    """Returns rows in which random tokens are masked, and these tokens as targets.
 
     Args:
       tokens: the original tokens.
@@ -79,17 +76,18 @@ def _draw(
 
 
 def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
-    """Returns the number of tokens to predict in each row: its share, and at least one unless it is
-    empty.
+    """Returns the number of tokens to predict in each row, int32.
+
+    The number is `share` of the valid tokens, and at least one unless the row is empty.
     """
-    there = jnp.sum(valid, axis=1)
-    wanted = jnp.maximum(jnp.round(there * share).astype(jnp.int32), 1)
-    return jnp.minimum(wanted, there)
+    count = jnp.sum(valid, axis=1)
+    predicted = jnp.maximum(jnp.round(count * share).astype(jnp.int32), 1)
+    return jnp.minimum(predicted, count)
 
 
 def prediction_slots(length: int, share: float) -> int:
-    """Returns R, the number of slots for predicted tokens, in rows of this length."""
-    # One more, because float32 may round a half up where Python rounds it down.
+    """Returns R, the number of slots for predicted tokens of a row with `length` tokens."""
+    # There is one slot more, because float32 may round a half up where Python rounds it down.
     most = max(round(length * share) + 1, 1)
     if most > _CHUNK:
         most = -(-most // _CHUNK) * _CHUNK

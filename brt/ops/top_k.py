@@ -31,7 +31,8 @@ def _local_top_k(x: Array, count: int) -> tuple[Array, Array]:
 
 
 def _partition(count: int, mesh: jax.sharding.Mesh, arguments: tuple, _: tuple) -> tuple:
-    spec = arguments[0].sharding.spec[: len(arguments[0].shape) - 1]  # The last axis is unsharded.
+    # The last axis is left out, because each device needs complete rows.
+    spec = arguments[0].sharding.spec[: len(arguments[0].shape) - 1]
     rows = jax.NamedSharding(mesh, jax.P(*spec))
     return mesh, lambda x: _local_top_k(x, count), (rows, rows), (rows,)
 
@@ -42,10 +43,12 @@ _top_k.def_partition(
 
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
-    """Returns the `count` largest values of the last axis in descending order, and their indices.
+    """Returns the `count` largest values of the last axis in descending order, and their indices
+    (int32).
 
     The result is exact.
     """
-    if rules.in_replica():  # XLA does not partition the function inside a replica.
+    # XLA does not partition the function inside a replica, so it can run directly.
+    if rules.in_replica():
         return _local_top_k(x, count)
     return _top_k(x, count)

@@ -16,16 +16,16 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.normalization import EPSILON
 
-LANES = 128  # Lanes of a vector register, the size of an array tile's last axis.
-VMEM_BYTES = 64 * 2**20  # Limit of on-chip vector memory (VMEM) that a kernel may use.
-_V4_VMEM_BYTES = 16 * 2**20  # All the VMEM that a core of a TPU v4 has.
+LANES = 128  # A vector register has this many lanes; an array tile's last axis has the same size.
+VMEM_BYTES = 64 * 2**20  # A kernel may use this much on-chip vector memory (VMEM).
+_V4_VMEM_BYTES = 16 * 2**20  # A core of a TPU v4 has only this much VMEM.
 _TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
-_MAX_UNROLL = 16  # Largest number of iterations that `unrolled_loop` writes as straight code.
+_MAX_UNROLL = 16  # `unrolled_loop` writes up to this many iterations as straight code.
 
-# Dimension numbers of `jax.lax.dot_general` for products of two matrices.
-NT = (((1,), (1,)), ((), ()))  # a b^T
-TN = (((0,), (0,)), ((), ()))  # a^T b
-NN = (((1,), (0,)), ((), ()))  # a b
+# These are dimension numbers of `jax.lax.dot_general`: NT for a b^T, TN for a^T b, NN for a b.
+NT = (((1,), (1,)), ((), ()))
+TN = (((0,), (0,)), ((), ()))
+NN = (((1,), (0,)), ((), ()))
 
 
 def _device_kind() -> str:
@@ -34,27 +34,31 @@ def _device_kind() -> str:
 
 
 def vmem_limit() -> int:
-    """Returns the bytes of VMEM that a kernel may use on the chip that is compiled for."""
+    """Returns the number of bytes of VMEM that a kernel may use on the chip that is
+    compiled for.
+    """
     return _V4_VMEM_BYTES if "v4" in _device_kind() else VMEM_BYTES
 
 
 def cores_per_chip() -> int:
-    """Returns the number of cores of a chip, which divide the grid of a kernel among them."""
+    """Returns the number of cores of a chip, 1 or 2; the cores share the grid of a kernel."""
     return 2 if _device_kind() in _TWO_CORE_CHIPS else 1
 
 
 def vmem_budget() -> int:
-    """Returns the bytes of VMEM for blocks and intermediate results, 2 MiB below the limit."""
+    """Returns the number of bytes of VMEM for blocks and intermediate results, 2 MiB below the
+    limit.
+    """
     return vmem_limit() - 2 * 2**20
 
 
 def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> str | None:
-    """Returns why a kernel cannot hold so many bytes in VMEM, or None if it can.
+    """Returns the reason why a kernel cannot keep this many bytes in VMEM, or None if it can.
 
     Args:
-      taken: bytes that the kernel needs.
-      what: what the kernel holds in VMEM, for the message.
-      most: bytes that are available; None stands for `vmem_budget()`.
+      taken: the number of bytes that the kernel needs.
+      what: the name of the data that the kernel keeps in VMEM, for the message.
+      most: the number of bytes that are available; None stands for `vmem_budget()`.
     """
     most = vmem_budget() if most is None else most
     if taken <= most:
@@ -63,7 +67,9 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
 
 
 def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
-    """Returns why a kernel does not accept heads of this size and dtype, or None if it does."""
+    """Returns the reason why a kernel does not accept heads of this size and dtype, or None if it
+    does.
+    """
     if width not in (64, 128, 256):
         return f"has heads of 64, 128 or 256, not of {width}"
     if dtype not in (jnp.float32, jnp.bfloat16):
@@ -72,10 +78,10 @@ def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
 
 
 def materialized(x: Array) -> Array:
-    """Stores x as an array on TPUs, by an optimization barrier.
+    """Returns x, which an optimization barrier stores as an array on TPUs.
 
-    XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat
-    the computation for every tile of the product.
+    XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat the
+    computation for every tile of the product.
     """
     return jax.lax.optimization_barrier(x) if dispatch.policy().stores_barriers else x
 
@@ -90,17 +96,16 @@ def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns a matrix product with float32 sums; float32 factors keep full precision.
+    """Returns the product of two matrices in float32; float32 factors keep full precision.
 
-    Args:
-      axes: the dimension numbers `NT`, `TN` or `NN`.
+    `axes` are the dimension numbers `NT`, `TN` or `NN`.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """Returns x / |x| and 1 / |x| of each row, in float32."""
+    """Returns x / |x| and 1 / |x| for each row, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
     return wide * inverse, inverse
@@ -109,7 +114,7 @@ def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Floa
 def l2_normalize_rows_backward(
     x: Float[Array, "R K"], gradient: Float[Array, "R K"]
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """Returns the gradient of x, and the part of the output's gradient along x / |x|.
+    """Returns the gradient of x, and the part of the output's gradient along x / |x|; both float32.
 
     Args:
       x: the rows before normalization.
@@ -121,17 +126,17 @@ def l2_normalize_rows_backward(
 
 
 def head_block_spec(*shape: int) -> Any:
-    """Returns the block of one head and lane of an array [B, H, *shape].
+    """Returns the block spec with which a step reads one head and lane of an array [B, H, *shape].
 
-    The first two axes of the kernel's grid are the heads and the lanes of the batch.
+    The first two axes of the kernel's grid are the heads and the lanes (rows) of the batch.
     """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 
 
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
-    """Returns compiler parameters for a grid of `axes` axes whose first one is the heads.
+    """Returns the compiler parameters for a grid of `axes` axes, of which the first is the heads.
 
-    The cores of a chip divide the heads among them.
+    The cores of a chip share the heads.
     """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
@@ -145,9 +150,14 @@ def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None
     """
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
 
-    def chunk(i: Any, carry: Any) -> Any:
+    def straight_code(i: Any, carry: Any) -> Any:
+        """Returns the carry after a group of iterations."""
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry
 
-    return chunk(0, carry) if size == count else jax.lax.fori_loop(0, count // size, chunk, carry)
+    return (
+        straight_code(0, carry)
+        if size == count
+        else jax.lax.fori_loop(0, count // size, straight_code, carry)
+    )

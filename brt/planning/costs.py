@@ -17,7 +17,8 @@ from brt.planning.traffic import traffic
 COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
-# The first scope in an operation's path of names determines its part of the model.
+# An operation belongs to the part of the model whose scope is the first in this table that occurs
+# in the operation's path of names.
 PARTS = {
     "cross_entropy": "loss",
     "token_scores": "loss",
@@ -53,8 +54,8 @@ class Cost(NamedTuple):
       flops: operations of matrix products.
       bytes: bytes read from and written to the main memory (HBM).
       cycles: cycles estimated by the compiler, without waiting for other devices; 0 if unknown.
-      bytes_anywhere: bytes read from and written to any memory, on-chip memory included; copies
-          from one memory to another do not count.
+      bytes_anywhere: bytes read from and written to any memory, including on-chip memory; copies
+        from one memory to another do not count.
     """
 
     flops: float = 0.0
@@ -68,7 +69,12 @@ class Cost(NamedTuple):
 
 
 class CollectiveCost(NamedTuple):
-    """Number of executions of one kind of collective in a step, and the bytes of its results."""
+    """Costs of one kind of collective in a step.
+
+    Attributes:
+      times: the number of executions.
+      bytes: the bytes of the results of all executions.
+    """
 
     times: int = 0
     bytes: int = 0
@@ -98,6 +104,8 @@ class Costs(NamedTuple):
     """Costs of one step on one device, by part of the model.
 
     Attributes:
+      parts: the cost of each part of the model.
+      collectives: the cost of each kind of collective.
       unknown: names of kernels whose cycles are unknown.
       instructions: groups of instructions except collectives, most expensive first.
     """
@@ -109,6 +117,7 @@ class Costs(NamedTuple):
 
     @property
     def total(self) -> Cost:
+        """The sum of the costs of all parts."""
         total = Cost()
         for cost in self.parts.values():
             total = total.plus(cost)
@@ -116,11 +125,11 @@ class Costs(NamedTuple):
 
 
 def costs(text: str, chip: str = "") -> Costs:
-    """Computes the costs of an optimized module for a chip.
+    """Returns the costs of an optimized module on a chip.
 
     Args:
-      text: output of `compiled.as_text()`.
-      chip: name of the chip.
+      text: the output of `compiled.as_text()`.
+      chip: the name of the chip in `topologies.CHIPS`; "" leaves out cycles that need it.
     """
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
@@ -158,7 +167,7 @@ def _group_key(one: Instruction, source: str) -> tuple[str, str, str]:
 
 
 def part_of(source: str) -> str:
-    """Returns the part of the model to which a path of names belongs."""
+    """Returns the name of the part of the model to which a path of names belongs."""
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
 
 
@@ -184,7 +193,8 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
 
 
 def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
-    done = one.operation.endswith("-done")  # The matching start instruction has the cost.
+    # The cost of an asynchronous operation is counted at its start instruction.
+    done = one.operation.endswith("-done")
     if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
     flops = products.flops(module, computation, one)

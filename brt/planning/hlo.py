@@ -1,4 +1,8 @@
-"""Parser of optimized HLO modules: instructions, and how often each of them runs."""
+"""Parser of optimized HLO modules, the text form of programs that XLA has compiled.
+
+A module consists of computations, which are lists of instructions. The parser also determines how
+often each instruction runs.
+"""
 
 import functools
 import math
@@ -23,7 +27,9 @@ class Shape(NamedTuple):
     """An array in an HLO type.
 
     Attributes:
-      bytes: size of the elements without padding.
+      dtype: XLA's name of the dtype.
+      dimensions: the sizes of the axes.
+      bytes: the bytes of the elements without padding.
       on_chip: True if the array is in on-chip memory instead of the main memory (HBM).
     """
 
@@ -37,7 +43,13 @@ class Instruction(NamedTuple):
     """A line of HLO: `%name = type operation(operands), attributes`.
 
     Attributes:
-      body: text in the parentheses.
+      name: the name of the result.
+      type: the type of the result.
+      operation: the name of the operation.
+      operands: the names of the operands.
+      body: the text in the parentheses.
+      attributes: the text after the parentheses.
+      is_root: True if the result is that of the computation.
     """
 
     name: str
@@ -50,6 +62,7 @@ class Instruction(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
+        """The arrays in the type of the result."""
         return shapes(self.type)
 
     @property
@@ -65,14 +78,16 @@ class Instruction(NamedTuple):
         return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """Returns the name of the computation in the attribute `key`, or None."""
+        """Returns the name of the computation in the attribute `key`, or None without this
+        attribute.
+        """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def shapes(text: str) -> list[Shape]:
-    """Returns all arrays of a type."""
+    """Returns all arrays of an HLO type; a tuple has several."""
     arrays = []
     for dtype, dimensions, layout in _ARRAY.findall(text):
         sizes = tuple(int(d) for d in dimensions.split(",") if d)
@@ -82,12 +97,20 @@ def shapes(text: str) -> list[Shape]:
 
 
 def size(text: str) -> int:
-    """Returns the bytes of all arrays of a type."""
+    """Returns the bytes of all arrays of an HLO type."""
     return sum(shape.bytes for shape in shapes(text))
 
 
 class Module:
-    """The computations of a module by name; `entry` is the name of the one that runs."""
+    """A parsed HLO module.
+
+    Args:
+      text: the output of `compiled.as_text()`.
+
+    Attributes:
+      computations: the instructions of each computation, by name.
+      entry: the name of the computation that runs first.
+    """
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
@@ -105,7 +128,7 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns how often a loop's body runs; 1 if the module does not say."""
+        """Returns how often the body of a loop runs; 1 if the module does not say."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])
@@ -116,9 +139,17 @@ class Module:
         return 1
 
     def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields computation, instruction and number of executions of every instruction that runs.
+        """Yields every instruction that runs, with the name of its computation and its number of
+        executions.
 
         Instructions within a fusion are not listed, because the fusion runs as one instruction.
+
+        Args:
+          computation: the name of the computation; "" stands for the entry.
+          times: how often the computation runs.
+
+        Yields:
+          The name of the computation, the instruction and its number of executions.
         """
         computation = computation or self.entry
         for one in self.computations[computation].values():

@@ -22,20 +22,22 @@ from brt.training.run import Shapes
 
 
 class DoesNotFitError(ConfigError):
-    """The step does not fit into the memory of the chip, according to the compiler."""
+    """Raised if the step does not fit into the memory of the chip, according to the compiler."""
 
 
 class Plan(NamedTuple):
     """Properties of the compiled step; values are per device and step unless stated otherwise.
 
     Attributes:
+      topology: the machine that the step was compiled for.
       mesh: number of devices along each axis.
       parameters, optimizer, carry, model_state, temporaries, peak: bytes.
+      costs: operations, bytes and cycles by part of the model.
       tokens: positions that all devices together read in a step.
       model_flops: FLOPs of a step of all devices according to the model; None if unknown.
       seconds: compile time.
-      low_effort: the compiler was told to save time. Memory and collectives are then accurate to
-          1-17 %; the schedule and its cycles are not meaningful.
+      low_effort: True if the compiler was told to save time. Memory and collectives are then
+        accurate to 1-17 %; the schedule and its cycles are not meaningful.
       dropped: options of low effort that this compiler does not have.
     """
 
@@ -56,18 +58,18 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits into the chip's memory; None if the chip is unknown."""
+        """True if the step fits into the chip's memory, else False; None if the chip is unknown."""
         chip = self.topology.chip
         return None if chip is None else self.peak <= ROOM * chip.memory
 
     @property
     def used(self) -> int:
-        """Number of devices in the mesh."""
+        """The number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Step time according to several limits; empty if the chip is unknown.
+        """Estimates of the step time in seconds, by name; empty if the chip is unknown.
 
         `products`, `memory` and `network` are the times at the chip's peak rates, and `roofline` is
         their maximum. `compiler` is the time of the compiler's cycles plus that of the collectives,
@@ -97,11 +99,16 @@ def _transfers(kind: str) -> float:
 
 
 def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Plan:
-    """Compiles the step of a config for a machine.
+    """Returns the plan of a config's train step on a machine; the step is compiled for this.
+
+    Args:
+      config: the config of the run.
+      topology: the machine.
+      low_effort: True tells the compiler to save time.
 
     Raises:
       ConfigError: the mesh does not fit the machine, sizes depend on data that cannot be read, or
-          the compiler rejects the step.
+        the compiler rejects the step.
     """
     begin = time.perf_counter()
     with dispatch.use_backend(topology.backend, topology.devices[0]):
@@ -110,7 +117,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
             offered = requested if topology.backend == "tpu" else {}
-            compiled, options = compiled_with_known(lowered, offered)
+            compiled, options = compile_with_known_options(lowered, offered)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
@@ -128,12 +135,17 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     )  # fmt: skip
 
 
-def compiled_with_known(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Compiles a program with the options that the compiler knows, and returns these options.
+def compile_with_known_options(
+    lowered: Any, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Compiles a program with those of the options that the compiler knows.
 
     Args:
       lowered: a jax.stages.Lowered.
       options: compiler options by name.
+
+    Returns:
+      The compiled program, and the options that it was compiled with.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler rejects the program for another reason.
@@ -185,7 +197,9 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """Returns all meshes with this number of devices that divide the sharded sizes."""
+    """Returns the settings of all meshes with this number of devices that divide the
+    sharded sizes.
+    """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     meshes = []
@@ -204,10 +218,13 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
 def sweep(
     config: Config, topology: Topology, say: Callable[[str], object], *, limit: int = 12
 ) -> list[Plan]:
-    """Compiles several meshes at low effort; returns their plans, the fastest that fit first.
+    """Returns the plans of several meshes, compiled at low effort; the fastest that fit come first.
 
     Args:
-      limit: maximum number of meshes; those with one or two axes are tried first.
+      config: the config of the run, whose mesh is replaced.
+      topology: the machine.
+      say: a function that is called with a line about each mesh.
+      limit: the largest number of meshes; those with one or two axes are tried first.
 
     Raises:
       ConfigError: no mesh divides all devices, or the step fits with none of the meshes.
@@ -224,20 +241,22 @@ def sweep(
         try:
             tried = plan(dataclasses.replace(config, mesh=mesh), topology, low_effort=True)
         except DoesNotFitError as error:
-            say(f"{shown(dataclasses.asdict(mesh))}: {error}")
+            say(f"{format_mesh(dataclasses.asdict(mesh))}: {error}")
             last = error
             continue
         plans.append(tried)
-        pace = tried.step_seconds.get("roofline", 0.0)
-        say(f"{shown(tried.mesh)}: {tried.peak / 2**30:.2f} GiB, roofline {1e3 * pace:.1f} ms")
+        seconds = tried.step_seconds.get("roofline", 0.0)
+        peak = f"{tried.peak / 2**30:.2f} GiB"
+        say(f"{format_mesh(tried.mesh)}: {peak}, roofline {1e3 * seconds:.1f} ms")
 
     if not plans:
         raise last
 
-    def order(one: Plan) -> tuple[bool, float, int]:
+    def sort_key(one: Plan) -> tuple[bool, float, int]:
+        """Returns the key by which plans are sorted: fit, time at the peak rates, memory."""
         return one.fits is False, one.step_seconds.get("roofline", 0.0), one.peak
 
-    return sorted(plans, key=order)
+    return sorted(plans, key=sort_key)
 
 
 def _undivided(config: Config, devices: int) -> ConfigError:
@@ -255,6 +274,6 @@ def _undivided(config: Config, devices: int) -> ConfigError:
     )
 
 
-def shown(mesh: Mapping[str, int]) -> str:
-    """Formats a mesh for people."""
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """Returns a mesh as text for people, such as "data 4 x tensor 2"."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"

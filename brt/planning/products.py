@@ -7,15 +7,21 @@ from brt.planning.hlo import Instruction, Module, shapes
 
 
 def flops(module: Module, computation: str, one: Instruction) -> float:
-    """Returns the FLOPs of an instruction, including those in a fusion; 0 without products."""
+    """Returns the FLOPs of an instruction's matrix products, including those in a fusion.
+
+    Args:
+      module: the module.
+      computation: the name of the computation that has the instruction.
+      one: the instruction.
+    """
     if one.operation == "fusion":
         called = one.called("calls") or ""
         fused = module.computations[called].values()
         return sum(flops(module, called, inner) for inner in fused)
     if _is_product(one):
         return _product(module, computation, one)
-    # A custom call of a kernel states its FLOPs. It may also stand inside a fusion, which writes
-    # the kernel's result into a part of an array.
+    # A custom call of a kernel states its FLOPs. The call may also be in a fusion that writes the
+    # kernel's result into a part of an array.
     return schedules.flops(one.attributes) if one.operation == "custom-call" else 0.0
 
 
@@ -54,13 +60,17 @@ def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
     window = re.search(r"window=\{([^}]*)\}", one.attributes)
     text = window[1] if window else ""
 
-    def listed(key: str, default: str) -> list[str]:
+    def window_numbers(key: str, default: str) -> list[str]:
+        """Returns the numbers of the window's property `key`, one for each axis."""
         match = re.search(rf"\b{key}=([\dx_\-]+)", text)
         return match[1].split("x") if match else [default] * len(sizes)
 
     sizes = [int(n) for n in m[1].split("x")] if (m := re.search(r"size=([\dx]+)", text)) else []
-    pads, strides = listed("pad", "0_0"), listed("stride", "1")
-    dilations, window_dilations = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
+    pads, strides = window_numbers("pad", "0_0"), window_numbers("stride", "1")
+    dilations, window_dilations = (
+        window_numbers("lhs_dilate", "1"),
+        window_numbers("rhs_dilate", "1"),
+    )
     total = float(right[labels[2].index("i")])
     for axis, length in enumerate(sizes):
         if length == 1:

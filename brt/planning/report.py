@@ -5,15 +5,15 @@ from typing import Any
 from brt import tasks
 from brt.config import Config
 from brt.planning.costs import InstructionGroup
-from brt.planning.plan import Plan, shown
+from brt.planning.plan import Plan, format_mesh
 
 _GIB = 1 << 30
-_LISTED = 100  # Maximum number of groups of instructions in JSON.
+_LISTED = 100  # The JSON report lists at most this many groups of instructions.
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Returns all values of a plan, per device and step unless the name says otherwise."""
-    chip, paces = plan.topology.chip, plan.step_seconds
+    """Returns all values of a plan as JSON, per device and step unless the name says otherwise."""
+    chip, times = plan.topology.chip, plan.step_seconds
     total = plan.costs.total
     return {
         "topology": plan.topology.name,
@@ -35,8 +35,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "instructions": [_flat(one) for one in plan.costs.instructions[:_LISTED]],
         "collectives": {kind: cost._asdict() for kind, cost in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
-        "step_seconds": paces,
-        "tokens_per_second": {name: plan.tokens / s for name, s in paces.items() if s},
+        "step_seconds": times,
+        "tokens_per_second": {name: plan.tokens / s for name, s in times.items() if s},
         "mfu": _utilization(plan),
         "compile_seconds": plan.seconds,
         "low_effort": plan.low_effort,
@@ -53,8 +53,10 @@ def _utilization(plan: Plan) -> dict[str, float]:
     chip = plan.topology.chip
     if chip is None or not plan.model_flops:
         return {}
-    best = plan.model_flops / (chip.flops * plan.used)
-    return {name: best / s for name, s in plan.step_seconds.items() if s and name != "products"}
+    best_meshes = plan.model_flops / (chip.flops * plan.used)
+    return {
+        name: best_meshes / s for name, s in plan.step_seconds.items() if s and name != "products"
+    }
 
 
 def _devices(plan: Plan) -> str:
@@ -62,7 +64,7 @@ def _devices(plan: Plan) -> str:
     existing = len(plan.topology.devices)
     of = "" if plan.used == existing else f" of {existing}"
     devices = "device" if existing == 1 else "devices"
-    return f"{plan.used}{of} {devices}" + f" as {shown(plan.mesh)}" * (plan.used > 1)
+    return f"{plan.used}{of} {devices}" + f" as {format_mesh(plan.mesh)}" * (plan.used > 1)
 
 
 def _effort(plan: Plan) -> str:
@@ -136,8 +138,8 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _pace(plan: Plan) -> list[str]:
-    paces = plan.step_seconds
-    if not paces:
+    times = plan.step_seconds
+    if not times:
         return ["  no step time: the peak rates of this device are unknown"]
     meaning = {
         "products": "matrix products at the chip's peak",
@@ -148,13 +150,13 @@ def _pace(plan: Plan) -> list[str]:
     }
     utilization = _utilization(plan)
     lines = []
-    for name, seconds in paces.items():
+    for name, seconds in times.items():
         line = f"  {name:<10} {1e3 * seconds:9.2f} ms"
         if name in ("roofline", "compiler") and seconds:
             line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
             line += f"  MFU {utilization[name]:4.0%}" if name in utilization else ""
         lines.append(f"{line}  {meaning[name]}")
-    if "compiler" in paces and plan.costs.unknown:
+    if "compiler" in times and plan.costs.unknown:
         lines.append(f"  compiler lacks kernels of unknown length: {', '.join(plan.costs.unknown)}")
     return lines
 
@@ -202,14 +204,16 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def best(plans: list[Plan], count: int = 3) -> str:
-    """Returns the first plans of a sweep, two lines each."""
+def best_meshes(plans: list[Plan], count: int = 3) -> str:
+    """Returns a text about the first `count` plans of a sweep, with the flags that select their
+    meshes.
+    """
     hasty = any(plan.low_effort for plan in plans)
     note = "; at low effort memory and collectives hold, the schedule does not" * hasty
     lines = [f"The best meshes{note}:"]
     for plan in plans[:count]:
         pace = plan.step_seconds.get("roofline")
-        line = f"  {shown(plan.mesh)}: peak {plan.peak / _GIB:.2f} GiB"
+        line = f"  {format_mesh(plan.mesh)}: peak {plan.peak / _GIB:.2f} GiB"
         line += "" if plan.fits is None else ", fits" if plan.fits else ", does not fit"
         if pace:
             line += f", roofline {1e3 * pace:.1f} ms, {plan.tokens / pace:,.0f} tokens/s"

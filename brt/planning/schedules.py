@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-_CORES = {"v4": 2, "v5p": 2}  # Cores of a chip; each runs half of the grid's steps.
-# Bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or need not run the
-# kernel. The sizes in a name are, depending on the kernel: queries, keys and head size; segments,
-# their tokens and head size; or tokens and clusters. The compiler may produce different schedules
-# for the same kernel when other code changes; the table has the longest one that was observed.
+# These chips have two cores, each of which runs half of the grid's steps.
+_CORES = {"v4": 2, "v5p": 2}
+# The table has the bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or
+# need not run the kernel. The sizes in a name are, depending on the kernel: queries, keys and head
+# size; segments, their tokens and head size; or tokens and clusters. The compiler may produce
+# different schedules for the same kernel when other code changes; the table has the longest one
+# that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
@@ -40,21 +42,17 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
-        "weight_gradient_4096x512x256": (
-            8801,
-            9295,
-            8224,
-            5144,
-        ),  # On v6e also 3272 and 3658 occur.
-        "spread_512x1024x512": (4029, 0, 3771, 0),
-        "gathered_512x2048x256": (3525, 0, 2991, 0),
-        "gathered_512x4096x256": (7957, 0, 7302, 0),
+        # On v6e, schedules of 3272 and 3658 bundles also occur.
+        "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
+        "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
+        "summed_matmul_512x2048x256": (3525, 0, 2991, 0),
+        "summed_matmul_512x4096x256": (7957, 0, 7302, 0),
         "softmax_attention_512x512x128": (2500, 2074, 2203, 1499),
         "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
     }.items()
 }
-# Dtype in the names of kernels that do not use bfloat16. Other kernels in float32 have unknown
-# cycles, because float32 products take several times as long.
+# These kernels do not use bfloat16, and their names have another dtype. All other kernels have
+# unknown cycles in float32, because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
 # Improved clustered attention has work that does not grow with the number of tokens. It takes as
 # long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
@@ -66,10 +64,10 @@ _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Returns the cycles of a kernel call, or 0 if the kernel is not in the table.
+    """Returns the cycles of a kernel call on a chip, or 0 if the kernel is not in the table.
 
-    The name of the kernel contains the number of grid steps. Sizes that are not in the table are
-    scaled by the number of products.
+    The kernel's name, which contains its sizes and the number of grid steps, is searched for in the
+    instruction's attributes. Sizes that are not in the table are scaled by the number of products.
     """
     match = _NAME.search(attributes)
     if not match:
@@ -85,7 +83,9 @@ def cycles(attributes: str, chip: str) -> float:
 
 
 def kernels(attributes: str) -> set[str]:
-    """Returns the name of the kernel that is called, with its size and dtype, as a set; or {}."""
+    """Returns the kernels that an instruction calls, by name with size and dtype: a set of one or
+    none.
+    """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
 
@@ -101,6 +101,6 @@ def _work(name: str) -> int:
 
 
 def flops(attributes: str) -> float:
-    """Returns the FLOPs of products that a kernel states itself."""
+    """Returns the FLOPs of products that a kernel's call states in its attributes; 0 if none."""
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0

@@ -17,7 +17,7 @@ class Chip(NamedTuple):
     """Peak rates and memory of one device according to its manufacturer.
 
     Attributes:
-      name: first part of the names of its slices.
+      name: the first part of the names of slices with this chip.
       memory: bytes.
       flops: bfloat16 FLOPs per second.
       bandwidth: bytes per second of the main memory.
@@ -33,9 +33,9 @@ class Chip(NamedTuple):
     clock: float = 0.0
 
 
-# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets (dense,
-# SXM). The clocks are those of the TensorCore for which the compilers' estimates match products at
-# their peak.
+# The rates are from cloud.google.com/tpu/docs/system-architecture-tpu-vm and from NVIDIA's data
+# sheets (dense, SXM). With the clocks of the TensorCore given here, the compilers' estimates match
+# products at their peak.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
@@ -45,7 +45,7 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
 }
-ROOM = 0.94  # Share of a chip's memory that is available to programs.
+ROOM = 0.94  # Programs can use this share of a chip's memory.
 _TPUS = ("v4", "v5e", "v5p", "v6e")
 _HOPPER = {
     "name": "NVIDIA H100 80GB HBM3", "cores": 132, "shared": 233472, "optin": 232448,
@@ -59,7 +59,7 @@ _GPU_TARGETS: dict[str, dict[str, Any]] = {
         "cache": 41943040, "clock": 1.41, "major": 8, "minor": 0,
     },
 }  # fmt: skip
-# Properties that XLA needs for a GPU that is not present (GpuTargetConfigProto).
+# To compile for a GPU that is not present, XLA needs these properties (GpuTargetConfigProto).
 _GPU = """gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
   shared_memory_per_core: {shared}  threads_per_core_limit: 2048  core_count: {cores}
@@ -82,6 +82,8 @@ class Topology(NamedTuple):
     """Devices to compile for.
 
     Attributes:
+      name: the name of the machine.
+      devices: the devices, or descriptions of devices that are not present.
       backend: 'cpu', 'gpu' or 'tpu'.
       chip: properties of a device; None if unknown, as for CPUs.
       here: True if the devices belong to this machine.
@@ -105,7 +107,8 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns a TPU slice such as v5e:4x4, or a number of GPUs such as h100x8.
+    """Returns the devices of a machine by name: a TPU slice such as v5e:4x4, or GPUs such as
+    h100x8.
 
     Raises:
       ConfigError: the name is unknown, or the compiler for it is not installed.
@@ -136,7 +139,8 @@ def _tpu(name: str, kind: str, shape: str) -> Topology:
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0"),
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),  # libtpu needs a host type; this host has none.
+        # libtpu needs the type of a TPU host, which this machine is not.
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
     ):  # fmt: skip
         os.environ.setdefault(variable, value)
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}

@@ -1,13 +1,24 @@
-"""Bytes that an instruction reads and writes; of sliced or updated arrays only the part counts."""
+"""Bytes that an instruction reads and writes.
+
+Only the slice counts of an array that is sliced or updated in place.
+"""
 
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
 _SLICES = "slice", "dynamic-slice"
-_STARTS = {"copy-start": 0, "slice-start": 1}  # Index of the result in the type.
+# The type of these instructions is a tuple; the number is the index of the result.
+_STARTS = {"copy-start": 0, "slice-start": 1}
 
 
 def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) -> int:
-    """Returns the bytes read and written in the main memory, or in any if `anywhere`."""
+    """Returns the bytes that an instruction reads and writes.
+
+    Args:
+      module: the module.
+      computation: the name of the computation that has the instruction.
+      one: the instruction.
+      anywhere: True counts all memories, False only the main memory (HBM).
+    """
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
     if anywhere and (one.operation in _STARTS or _copies_between_memories(one, sources)):

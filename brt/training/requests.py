@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from brt.checkpointing import reader
 from brt.distributed import processes
-from brt.distributed.stopping import Agreed
+from brt.distributed.stopping import AgreedRequest
 from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.workdir import Workdir
@@ -50,11 +50,11 @@ class Requests:
         self._evaluates = evaluates
         self._next_look, self._announced_stop = 0.0, False
         # The requests to stop and to save on which several processes agree.
-        self._agreed: tuple[Agreed, Agreed] | None = None
+        self._agreed: tuple[AgreedRequest, AgreedRequest] | None = None
         if processes.several():
             self._agreed = (
-                Agreed("stop", lambda: stop.requested, reader.warn_on_stderr),
-                Agreed("checkpoint", self._checkpoint_of_first, lambda _: None),
+                AgreedRequest("stop", lambda: stop.requested, reader.warn_on_stderr),
+                AgreedRequest("checkpoint", self._checkpoint_of_first, lambda _: None),
             )
             for agreed in self._agreed:
                 stack.callback(agreed.close)

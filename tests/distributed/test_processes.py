@@ -140,8 +140,8 @@ def test_what_others_did_last_is_known(
     service.texts["brt/alive/1"] = "4 evaluating after step 12"
     beats = Heartbeat(service, 0, 2, lambda index: f"process {index} of 2")
     beats.doing = lambda: "stepping after step 12"
-    _waited(beats.last_words)
-    assert beats.last_words() == ["process 1 of 2 was evaluating after step 12"]
+    _waited(beats.last_activities)
+    assert beats.last_activities() == ["process 1 of 2 was evaluating after step 12"]
     _waited(lambda: service.texts["brt/alive/0"].endswith(" stepping after step 12"))
     _waited(lambda: ended)
     assert "no sign of life for 0 s, last while evaluating after step 12" in capfd.readouterr().err

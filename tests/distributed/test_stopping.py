@@ -53,7 +53,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
     first: Callable[[], str | None] = lambda: "a file" if files else None  # noqa: E731
     heard: list[str] = []
     processes = [
-        stopping.Agreed("checkpoint", asked, heard.append) for asked in (first, lambda: None)
+        stopping.AgreedRequest("checkpoint", asked, heard.append) for asked in (first, lambda: None)
     ]
     done: list[list[int]] = [[], []]
 
@@ -92,7 +92,7 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
     monkeypatch.setattr(stopping, "gather", alone)
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    process = stopping.Agreed("stop", lambda: "SIGTERM", lambda reason: None)
+    process = stopping.AgreedRequest("stop", lambda: "SIGTERM", lambda reason: None)
     with pytest.raises(PeerError, match="coordinator is gone"):
         while process.due() is None:
             time.sleep(0.01)
@@ -110,7 +110,7 @@ def test_no_thread_is_within_the_service_when_python_ends(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(service, "blocking_key_value_get", slow)
     monkeypatch.setattr(stopping, "service", lambda: service)
-    process = stopping.Agreed("end", lambda: None, lambda reason: None)
+    process = stopping.AgreedRequest("end", lambda: None, lambda reason: None)
     within.wait(10)
     process.close()
     assert "agreement: end" not in [thread.name for thread in threading.enumerate()]

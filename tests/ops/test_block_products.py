@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import deferred, dispatch
-from brt.ops.block_products import api, gathered, pallas_tpu, spread
+from brt.ops.block_products import api, pallas_tpu, shared_input_matmul, summed_matmul
 
 V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
 LANES, ROWS, NARROW = 2, 24, 384
@@ -52,7 +52,7 @@ def test_spread_equals_float64_and_writes_all(
     count: int, axes: tuple[int, ...], transposed: bool, capfd: pytest.CaptureFixture
 ) -> None:
     x, own = some(LANES, ROWS, NARROW), kernels(count, axes, narrow_first=not transposed)
-    found = pallas_tpu.spread(x, own, transposed=transposed, interpret=watched())
+    found = pallas_tpu.shared_input_matmul(x, own, transposed=transposed, interpret=watched())
     assert len(found) == count
     for y, kernel in zip(found, own, strict=True):
         side = -1 if transposed else 0
@@ -68,7 +68,7 @@ def test_gathered_equals_float64_and_writes_all(
 ) -> None:
     xs = [some(LANES, ROWS, *axes, seed=10 + i) for i in range(count)]
     own = kernels(count, axes, narrow_first=transposed)
-    found, _ = pallas_tpu.gathered(xs, own, transposed=transposed, interpret=watched())
+    found, _ = pallas_tpu.summed_matmul(xs, own, transposed=transposed, interpret=watched())
     ends = tuple(range(2, 2 + len(axes)))
     side = tuple(range(1, 1 + len(axes)) if transposed else range(len(axes)))
     pairs = zip(xs, own, strict=True)
@@ -98,10 +98,10 @@ def test_what_the_kernels_do_not_support_is_said(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def into(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-        return spread(x, [kernel], implementation="pallas_tpu")
+        return shared_input_matmul(x, [kernel], implementation="pallas_tpu")
 
     def back(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return gathered([x], [kernel], transposed=True, implementation="pallas_tpu")
+        return summed_matmul([x], [kernel], transposed=True, implementation="pallas_tpu")
 
     kernel = of(narrow, *axes, dtype="float32")
     with dispatch.use_backend("tpu", V4):
@@ -128,7 +128,7 @@ def test_a_layer_of_kernels_is_one_of_plain_products(monkeypatch: pytest.MonkeyP
     def loss(x: jax.Array, weights: tuple) -> jax.Array:
         into, back, up, down = weights
         q, k, v, later = deferred.dots(x, into, tap(*into), again=(1,))
-        y = deferred.joined([q * k, v + later], back, tap(back, inputs=3, parts=2), 3)
+        y = deferred.dot_of_parts([q * k, v + later], back, tap(back, inputs=3, parts=2), 3)
         y = y + deferred.relu_mlp(y, (up, down), (tap(up), tap(down)))
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
@@ -138,7 +138,7 @@ def test_a_layer_of_kernels_is_one_of_plain_products(monkeypatch: pytest.MonkeyP
         return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(found)]
 
     expected = run()
-    for name in ("SPREAD", "GATHERED"):
+    for name in ("SHARED_INPUT_MATMUL", "SUMMED_MATMUL"):
         op = getattr(api, name)
         only = next(one for one in op.implementations if one.name == "pallas_interpret")
         monkeypatch.setattr(api, name, op._replace(implementations=(only._replace(auto=("tpu",)),)))
@@ -150,18 +150,20 @@ def test_a_layer_of_kernels_is_one_of_plain_products(monkeypatch: pytest.MonkeyP
 def test_kernels_of_two_shapes_are_not_spread_at_once() -> None:
     x = jnp.zeros((1, 128, 128), jnp.bfloat16)
     own = jnp.zeros((128, 128)), jnp.zeros((128, 256))
-    assert pallas_tpu.refuses_spread(x, own, transposed=False) == "takes kernels of one shape"
+    assert pallas_tpu.shared_input_refusal(x, own, transposed=False) == "takes kernels of one shape"
 
 
 def test_a_core_by_itself_leaves_products_to_the_compiler() -> None:
     x, kernel = jnp.zeros((1, 128, 128), jnp.bfloat16), jnp.zeros((128, 128))
     with dispatch.use_backend("tpu", SimpleNamespace(device_kind="TPU v5 lite")):
-        assert "two cores" in (pallas_tpu.refuses_spread(x, [kernel], transposed=False) or "")
+        assert "two cores" in (pallas_tpu.shared_input_refusal(x, [kernel], transposed=False) or "")
 
 
 def test_devices_that_share_rows_leave_products_to_the_compiler() -> None:
     x, kernel = jnp.zeros((4, 128, 128), jnp.bfloat16), jnp.zeros((128, 128))
     with dispatch.use_backend("tpu", V4):
-        assert pallas_tpu.refuses_spread(x, [kernel], transposed=False) is None
+        assert pallas_tpu.shared_input_refusal(x, [kernel], transposed=False) is None
         with jax.set_mesh(build(Mesh(fsdp=4), {})):
-            assert "one device" in (pallas_tpu.refuses_spread(x, [kernel], transposed=False) or "")
+            assert "one device" in (
+                pallas_tpu.shared_input_refusal(x, [kernel], transposed=False) or ""
+            )

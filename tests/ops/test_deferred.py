@@ -46,7 +46,7 @@ def test_those_of_layers_are_those_of_plain_scans_one_in_the_other() -> None:
             return jnp.tanh(by_head.reshape(x.shape) + plain), None
 
         def block(y: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array]:
-            y, _ = jax.lax.scan(layer, y + xs[0], (kernels, deferred.of_step(xs[1])))
+            y, _ = jax.lax.scan(layer, y + xs[0], (kernels, deferred.stack_layers(xs[1])))
             return y, y
 
         return jnp.sum(jax.lax.scan(block, jnp.zeros_like(blocks[0]), (blocks, taps))[1] ** 2)
@@ -86,7 +86,7 @@ def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
 
         def step(_: None, xs: tuple) -> tuple[None, jax.Array]:
             own, tap = xs
-            return None, deferred.joined(own, kernel[0], tap, 3)
+            return None, deferred.dot_of_parts(own, kernel[0], tap, 3)
 
         ys = jax.lax.scan(step, None, (parts, tap))[1]
         return jnp.sum(jnp.sin(ys.astype(jnp.float32)))
@@ -106,7 +106,7 @@ def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
 
     def loss(parts: tuple[jax.Array, ...], kernel: jax.Array) -> jax.Array:
         layer = jax.checkpoint(
-            lambda parts, kernel: jnp.sum(jnp.sin(deferred.joined(parts, kernel, None, 3))),
+            lambda parts, kernel: jnp.sum(jnp.sin(deferred.dot_of_parts(parts, kernel, None, 3))),
             policy=remat_policy("products"),
         )
         return layer(parts, kernel)

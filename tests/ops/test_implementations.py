@@ -28,7 +28,11 @@ from brt.ops import (
     segmented_recurrent_attention,
 )
 from brt.ops import causal_clustered_attention as causal
-from brt.ops.block_products import gathered, spread, summed
+from brt.ops.block_products import (
+    shared_input_matmul,
+    summed_matmul,
+    summed_matmul_after_adding,
+)
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
@@ -335,9 +339,9 @@ def block(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
     def run(name: str) -> Any:
         back = [kernel.reshape(*heads, 64, 128) for kernel in into]
         return (
-            spread(x, into, implementation=name),
-            spread(x, back[:1], transposed=True, where=wide[0], implementation=name),
-            spread(x, jnp.stack(into), relu=True, implementation=name),
+            shared_input_matmul(x, into, implementation=name),
+            shared_input_matmul(x, back[:1], transposed=True, where=wide[0], implementation=name),
+            shared_input_matmul(x, jnp.stack(into), relu=True, implementation=name),
         )
 
     return run, []
@@ -351,9 +355,11 @@ def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
     def run(name: str) -> Any:
         back = jnp.stack([kernel.reshape(*heads, 64, 128) for kernel in into])
         return (
-            gathered(wide, back, implementation=name),
-            gathered(wide, into, transposed=True, implementation=name),
-            summed(wide, into, {count - 1: wide[0]}, transposed=True, implementation=name),
+            summed_matmul(wide, back, implementation=name),
+            summed_matmul(wide, into, transposed=True, implementation=name),
+            summed_matmul_after_adding(
+                wide, into, {count - 1: wide[0]}, transposed=True, implementation=name
+            ),
         )
 
     return run, []
@@ -393,10 +399,10 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("cross_entropy", ""): lambda: loss(0.0),
     ("cross_entropy", "smoothed"): lambda: loss(0.1),
     ("token_scores", ""): scores,
-    ("spread", "heads"): lambda: block((4,), 3),
-    ("spread", "groups of heads"): lambda: block((2, 4), 1),
-    ("gathered", "heads"): lambda: blocks((4,), 3),
-    ("gathered", "groups of heads"): lambda: blocks((2, 4), 1),
+    ("shared_input_matmul", "heads"): lambda: block((4,), 3),
+    ("shared_input_matmul", "groups of heads"): lambda: block((2, 4), 1),
+    ("summed_matmul", "heads"): lambda: blocks((4,), 3),
+    ("summed_matmul", "groups of heads"): lambda: blocks((2, 4), 1),
     ("weight_gradient", "matrix"): lambda: weights(1, 1),
     ("weight_gradient", "into heads"): lambda: weights(1, 3),
     ("weight_gradient", "from heads"): lambda: weights(2, 1),
@@ -481,5 +487,11 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 def test_a_gin_file_can_name_every_op() -> None:
     # Of cross-attention; of any module; of loops over blocks.
-    inner = {"segmented_recurrent_attention", "dropout", "weight_gradient", "spread", "gathered"}
+    inner = {
+        "segmented_recurrent_attention",
+        "dropout",
+        "weight_gradient",
+        "shared_input_matmul",
+        "summed_matmul",
+    }
     assert set(OPERATIONS) == set(OPS) - inner

@@ -44,7 +44,7 @@ def test_more_segments_than_positions_skip_some() -> None:
 def test_a_segment_starts_where_its_index_is_reached(pace: Pace) -> None:
     for count in range(1, 12):
         index = segments.segment_index(jnp.arange(60), jnp.array([count]), pace)[0].tolist()
-        assert [pace.start(j, count) for j in range(count)] == [
+        assert [pace.first_position(j, count) for j in range(count)] == [
             next(t for t, i in enumerate(index) if i >= j) for j in range(count)
         ]
 

@@ -72,5 +72,5 @@ def test_what_the_kernel_does_not_support_is_said(
 def test_devices_that_share_rows_leave_the_sum_to_the_compiler() -> None:
     x = jnp.zeros((2, 4, 128, 128), jnp.bfloat16)
     with jax.set_mesh(build(Mesh(fsdp=4), {})):
-        assert "one device" in (pallas_tpu.refuses(x, x) or "")
-    assert pallas_tpu.refuses(x, x) is None
+        assert "one device" in (pallas_tpu.refusal(x, x) or "")
+    assert pallas_tpu.refusal(x, x) is None

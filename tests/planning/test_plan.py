@@ -176,14 +176,13 @@ class Lowered(NamedTuple):
 def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said() -> None:
     names = tuple(jax_versions.LOW_EFFORT)
     for known in (names, names[:1], names[1:], ()):
-        compiled, used = plan.compiled_with_known(Lowered(known), jax_versions.LOW_EFFORT)
+        compiled, used = plan.compile_with_known_options(Lowered(known), jax_versions.LOW_EFFORT)
         assert (compiled, tuple(used)) == ("compiled", known)
     other = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
     assert jax_versions.unknown_option(other, jax_versions.LOW_EFFORT) is None
     schedule = "the schedule does not"
-    assert schedule in report.best([made(low_effort=True)]) and schedule not in report.best(
-        [made()]
-    )
+    assert schedule in report.best_meshes([made(low_effort=True)])
+    assert schedule not in report.best_meshes([made()])
     planned = made(low_effort=True, dropped=("memory_fitting_effort",))
     said = "at low effort (this compiler has no memory_fitting_effort)"
     assert said in report.text(planned, CONFIG)

@@ -16,7 +16,11 @@ from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import clustered_attention, cross_attention
-from brt.ops.block_products import gathered, spread, summed
+from brt.ops.block_products import (
+    shared_input_matmul,
+    summed_matmul,
+    summed_matmul_after_adding,
+)
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import DropoutMask
@@ -217,14 +221,14 @@ def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     into, back = array(4, model, *heads), array(2, *heads, model)
 
     def both_ways(x, into, back, up, down):
-        own = spread(x, into, **name)
-        y = gathered(own[:2], back, **name)
-        hidden = spread(y, [up], relu=True, **name)
-        y = gathered(hidden, [down], **name)
-        wide = spread(y, [down], transposed=True, where=hidden[0], **name)
-        y = gathered(wide, [up], transposed=True, **name)
-        found = *spread(y, back, transposed=True, **name), *own[2:]
-        return summed(found, into, {1: own[0]}, transposed=True, **name)
+        own = shared_input_matmul(x, into, **name)
+        y = summed_matmul(own[:2], back, **name)
+        hidden = shared_input_matmul(y, [up], relu=True, **name)
+        y = summed_matmul(hidden, [down], **name)
+        wide = shared_input_matmul(y, [down], transposed=True, where=hidden[0], **name)
+        y = summed_matmul(wide, [up], transposed=True, **name)
+        found = *shared_input_matmul(y, back, transposed=True, **name), *own[2:]
+        return summed_matmul_after_adding(found, into, {1: own[0]}, transposed=True, **name)
 
     mlp = array(model, 4096), array(4096, model)
     return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]

@@ -1,14 +1,14 @@
 """Baselines of clustered attention.
 
-oracle_top_k  the best keys of every query
-reformer      locality-sensitive hashing (Kitaev et al. 2020, section 2)
+`oracle_top_k` attends from each query to its best keys. `reformer` is attention with
+locality-sensitive hashing (Kitaev et al. 2020, section 2).
 
 Reformer's keys are the normalized queries. A round sorts tokens by the bucket that random planes
-hash them to, and splits them into chunks; a token sees its chunk and the one before. As in the
-clustered attention paper's code, and unlike Kitaev's, nothing is before the first chunk, buckets
-only determine the order (a chunk may span several), and all rounds have equal weight. Which tokens
-share a chunk depends on the complete sequence, so a causal mask alone does not make the attention
-causal.
+hash them to, and splits them into chunks; a token sees its chunk and the one before. As in the code
+of the paper on clustered attention (Vyas et al. 2020), and unlike Kitaev's, nothing is before the
+first chunk, buckets only determine the order (a chunk may span several), and all rounds have equal
+weight. Which tokens share a chunk depends on the complete sequence, so a causal mask alone does not
+make the attention causal.
 
 In shapes, R is the number of rounds, P the number of planes of a round (half its buckets), and N
 the number of chunks of C tokens.
@@ -55,11 +55,24 @@ def oracle_top_k(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends from every query to its own `count` best keys (section 4.1, "oracle-top").
+    """Returns the attention output of every query over its own `count` best keys, in the dtype of
+    `values`.
 
+    This is "oracle-top" in section 4.1 of Vyas et al. 2020. The best keys have the largest logits.
     Keys that tie with the last of them are included, so the order of the keys does not matter. A
-    query that sees at most `count` keys gets the result of `masked_attention.attend_to_valid`,
-    which has the same other arguments.
+    query that sees at most `count` keys gets the result of ordinary attention.
+
+    Args:
+      queries: unscaled queries.
+      keys: the keys.
+      values: the values.
+      valid: False for padding, which no query sees. A query that sees no key gets zeros.
+      dropout: dropout of the weights [B, H, T, X].
+      count: the number of best keys.
+      scale: factor of the logits q.k.
+      causal: True hides later tokens.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
     """
     return dispatch.run(
         ORACLE_TOP_K, implementation, queries, keys, values, valid,
@@ -70,13 +83,19 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Returns planes through the origin for every round; all heads and examples share them."""
+    """Returns the random normal vectors, float32, of `buckets` / 2 planes through the origin for
+    each round.
+
+    The planes hash vectors with `width` numbers to buckets; all heads and examples share them.
+    """
     return jax.random.normal(key, (rounds, buckets // 2, width))
 
 
 def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int[Array, "R B H T"]:
-    """Returns int32 in [0, 2P): the plane that x is farthest from, plus P if x is on its
-    far side.
+    """Returns the bucket of each vector in each round, int32 in [0, 2P).
+
+    The bucket is the index of the plane that the vector is farthest from, plus P if the vector lies
+    on the negative side of this plane.
     """
     projected = jnp.einsum(
         "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST
@@ -97,9 +116,12 @@ def reformer(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the mean result of all rounds; see `attend_in_chunks`.
+    """Returns Reformer's attention output, averaged over R rounds of hashing, in the dtype of
+    `values`.
 
-    Padding is sorted after all buckets, so it moves no token.
+    The buckets are those of `bucket_ids`. Padding gets a bucket after all others, so it does not
+    change which tokens share a chunk. `planes` come from `random_planes`; `attend_in_chunks`
+    explains the other arguments.
     """
     ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
@@ -123,7 +145,8 @@ def attend_in_chunks(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends within chunks of the tokens sorted by bucket and then by position.
+    """Returns the output of attention within chunks of the tokens, sorted by bucket and then by
+    position.
 
     Args:
       queries: unscaled queries, which are also the keys after normalization.

@@ -18,7 +18,11 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.oracle_top_k`: a key is included if fewer than `count` keys are better."""
+    """Returns the attention output of every query over its `count` best keys.
+
+    A key is included if fewer than `count` keys have a larger logit. The arguments are those of
+    `attention_baselines.oracle_top_k`; dropout is not supported.
+    """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
     better = (logits[..., None, :] > logits[..., :, None]) & mask[..., None, :]
@@ -37,8 +41,12 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.attend_in_chunks`: a token's chunk follows from the number of tokens
-    before it.
+    """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
+    rounds.
+
+    Nothing is sorted: the chunk of a token follows from the number of tokens before it in the order
+    of buckets. The arguments are those of `attention_baselines.attend_in_chunks`; dropout is not
+    supported.
     """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]
@@ -49,8 +57,8 @@ def attend_in_chunks(
         logits = jnp.where(own, -1e9, logits)
     rounds = []
     for round_ids in ids:
-        mine, other = round_ids[..., :, None], round_ids[..., None, :]
-        rank = jnp.sum((other < mine) | ((other == mine) & earlier), axis=-1)
+        bucket, other = round_ids[..., :, None], round_ids[..., None, :]
+        rank = jnp.sum((other < bucket) | ((other == bucket) & earlier), axis=-1)
         chunks_back = rank[..., :, None] // chunk - rank[..., None, :] // chunk
         near = (chunks_back == 0) | (chunks_back == 1)
         mask = valid_mask(valid, len(place), causal)[:, None] & near

@@ -13,7 +13,8 @@ from brt.ops.normalization import l2_normalize
 from brt.ops.softmax import masked_softmax
 from brt.ops.top_k import top_k
 
-# The logit of a token for itself if it may attend to itself only when it sees nothing else.
+# With `attend_to_self=False`, a token attends to itself only if it sees nothing else: its logit
+# for itself is this number, which is far below all others but not masked.
 SELF = -1e9
 
 
@@ -28,7 +29,11 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.oracle_top_k`; all [B, H, T, X] logits exist at once."""
+    """Returns the attention output of every query over its `count` best keys.
+
+    All [B, H, T, X] logits exist at once. The arguments are those of
+    `attention_baselines.oracle_top_k`.
+    """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(
         "bqhk,bshk->bhqs", queries * scale, keys, preferred_element_type=jnp.float32
@@ -53,7 +58,11 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.attend_in_chunks`."""
+    """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
+    rounds.
+
+    The arguments are those of `attention_baselines.attend_in_chunks`.
+    """
     tokens = queries.shape[1]
     more = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
@@ -86,11 +95,10 @@ def _round(
     logits = jnp.einsum(
         "bhnqk,bhnsk->bhnqs", q, _with_previous(k), preferred_element_type=jnp.float32
     )
-    there = jnp.take_along_axis(valid[:, None], order, axis=-1)
-    mask = _with_previous(_chunks(there, chunk))[..., None, :]
+    sorted_valid = jnp.take_along_axis(valid[:, None], order, axis=-1)
+    mask = _with_previous(_chunks(sorted_valid, chunk))[..., None, :]
     place = _chunks(order, chunk)
-    # Position of the key minus position of the query.
-    offset = _with_previous(place)[..., None, :] - place[..., None]
+    offset = _with_previous(place)[..., None, :] - place[..., None]  # [B, H, N, query, key]
     if causal:
         mask &= offset <= 0
     if not attend_to_self:

@@ -1,7 +1,9 @@
-"""Products of the few rows of a block with weights: one input with several kernels, and sums of
-several products.
+"""Matrix products of the few rows of a block with weights.
+
+`shared_input_matmul` multiplies one input with several kernels. `summed_matmul` adds up the
+products of several inputs, each with its own kernel.
 """
 
-from brt.ops.block_products.api import gathered as gathered
-from brt.ops.block_products.api import spread as spread
-from brt.ops.block_products.api import summed as summed
+from brt.ops.block_products.api import shared_input_matmul as shared_input_matmul
+from brt.ops.block_products.api import summed_matmul as summed_matmul
+from brt.ops.block_products.api import summed_matmul_after_adding as summed_matmul_after_adding

@@ -1,4 +1,4 @@
-"""Choice of the implementation of block products."""
+"""Selection of the implementation of block products: matrix products of the few rows of a block."""
 
 from collections.abc import Sequence
 
@@ -9,31 +9,35 @@ from brt.ops.block_products import pallas_tpu, reference, xla
 from brt.ops.block_products.reference import Added, Kernels
 from brt.ops.dispatch import Implementation, Op
 
-SPREAD = Op(
-    "spread",
+SHARED_INPUT_MATMUL = Op(
+    "shared_input_matmul",
     (
         Implementation(
-            "pallas_tpu", pallas_tpu.spread, ("tpu",), ("tpu",), pallas_tpu.refuses_spread
+            "pallas_tpu",
+            pallas_tpu.shared_input_matmul,
+            ("tpu",),
+            ("tpu",),
+            pallas_tpu.shared_input_refusal,
         ),
-        Implementation("xla", xla.spread),
-        Implementation("pallas_interpret", pallas_tpu.interpreted_spread, auto=()),
-        Implementation("reference", reference.spread, auto=()),
+        Implementation("xla", xla.shared_input_matmul),
+        Implementation("pallas_interpret", pallas_tpu.interpreted_shared_input_matmul, auto=()),
+        Implementation("reference", reference.shared_input_matmul, auto=()),
     ),
 )
-GATHERED = Op(
-    "gathered",
+SUMMED_MATMUL = Op(
+    "summed_matmul",
     (
         Implementation(
-            "pallas_tpu", pallas_tpu.gathered, ("tpu",), ("tpu",), pallas_tpu.refuses_gathered
+            "pallas_tpu", pallas_tpu.summed_matmul, ("tpu",), ("tpu",), pallas_tpu.summed_refusal
         ),
-        Implementation("xla", xla.gathered),
-        Implementation("pallas_interpret", pallas_tpu.interpreted_gathered, auto=()),
-        Implementation("reference", reference.gathered, auto=()),
+        Implementation("xla", xla.summed_matmul),
+        Implementation("pallas_interpret", pallas_tpu.interpreted_summed_matmul, auto=()),
+        Implementation("reference", reference.summed_matmul, auto=()),
     ),
 )
 
 
-def spread(
+def shared_input_matmul(
     x: Float[Array, "*R C"],
     kernels: Kernels,
     *,
@@ -44,27 +48,37 @@ def spread(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, in the dtype of x.
 
+    One call reads x once for all kernels.
+
     Args:
       x: [*rows, C].
-      kernels: [C, *outputs] each, or [*outputs, C] if `transposed`. An array holds several kernels
-        on axis 0.
-      relu: True returns max(product, 0) as a `dispatch.output_residual`; only for forward rules.
+      kernels: a sequence of kernels, each [C, *outputs], or [*outputs, C] if `transposed`; or one
+        array with all kernels stacked on axis 0.
+      transposed: True if the last axis of each kernel, not the first, is multiplied with x.
+      relu: True returns max(product, 0) as a `dispatch.output_residual`, a value that
+        rematerialized layers save; only for forward rules.
       where: [*rows, *outputs]; results are 0 where this is not positive.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 
     Returns:
-      [*rows, *outputs] for each kernel.
+      One array [*rows, *outputs] for each kernel.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     return dispatch.run(
-        SPREAD, implementation, x, kernels, transposed=transposed, relu=relu, where=where
+        SHARED_INPUT_MATMUL,
+        implementation,
+        x,
+        kernels,
+        transposed=transposed,
+        relu=relu,
+        where=where,
     )
 
 
-def gathered(
+def summed_matmul(
     xs: Sequence[Float[Array, "..."]],
     kernels: Kernels,
     *,
@@ -72,31 +86,31 @@ def gathered(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R C"]:
-    """Returns the sum of the products of each x with its kernel, in their dtype.
+    """Returns the sum of the products of each input with its kernel [*rows, C], in the inputs'
+    dtype.
 
-    The result is a `dispatch.output_residual`, except for `transposed` kernels, which only backward
-    rules use.
+    The result is a `dispatch.output_residual`, a value that rematerialized layers save. With
+    `transposed` it is a plain array, because only backward rules use transposed kernels.
 
     Args:
-      xs: [*rows, *inputs] each.
-      kernels: [*inputs, C] each, or [C, *inputs] if `transposed`. An array holds several kernels on
-        axis 0.
-      as_bits: True if xs are bits of a `dispatch.output_residual`.
+      xs: the inputs, each [*rows, *inputs].
+      kernels: a sequence of kernels, each [*inputs, C], or [C, *inputs] if `transposed`; or one
+        array with all kernels stacked on axis 0.
+      transposed: True if the first axis of each kernel, not the last, is the output.
+      as_bits: True if the inputs are integers with the bits of the numbers, as
+        `dispatch.output_residual` stores them.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
-
-    Returns:
-      [*rows, C].
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     return dispatch.run(
-        GATHERED, implementation, xs, kernels, transposed=transposed, as_bits=as_bits
+        SUMMED_MATMUL, implementation, xs, kernels, transposed=transposed, as_bits=as_bits
     )[0]
 
 
-def summed(
+def summed_matmul_after_adding(
     xs: Sequence[Float[Array, "..."]],
     kernels: Sequence[Float[Array, "..."]],
     added: Added,
@@ -104,9 +118,21 @@ def summed(
     transposed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Returns `gathered` of xs to some of which other arrays are added first, and the sums.
+    """Adds arrays to some of the inputs, and returns `summed_matmul` of the resulting inputs.
+
+    A backward rule uses this for gradients that arrive in two parts: one call adds the parts and
+    multiplies the sum.
 
     Args:
-      added: arrays to add, by the index of their x.
+      xs: the inputs, each [*rows, *inputs].
+      kernels: the kernels, each [*inputs, C], or [C, *inputs] if `transposed`.
+      added: the arrays to add, by the index of the input that each is added to.
+      transposed: as for `summed_matmul`.
+      implementation: as for `summed_matmul`.
+
+    Returns:
+      The sum of the products [*rows, C], and the inputs after the addition, by index.
     """
-    return dispatch.run(GATHERED, implementation, xs, kernels, transposed=transposed, added=added)
+    return dispatch.run(
+        SUMMED_MATMUL, implementation, xs, kernels, transposed=transposed, added=added
+    )

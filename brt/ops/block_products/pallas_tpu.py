@@ -19,20 +19,25 @@ from jaxtyping import Array, Float
 
 from brt.ops import dispatch
 from brt.ops.block_products.reference import NOTHING, Added, Kernels
-from brt.ops.block_products.wide import Weights, Wide, options, refuses
+from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
-_COLUMNS = 512  # of all kernels, of a tile
-_TILES = 256, LANES  # columns of a sum
-_SUMS = 8  # of a tile, that there are at once where compilers keep most
+# `shared_input_matmul`: the largest number of columns of a tile, counted over all kernels.
+_COLUMNS = 512
+# `summed_matmul`: the numbers of columns that an output tile may have.
+_TILES = 256, LANES
+# `summed_matmul`: the number of float32 tiles that compilers keep in VMEM at once, at most.
+_SUMS = 8
 
 
-def refuses_spread(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:
-    """Returns why `spread` does not support these inputs, or None."""
-    first, *others = (Wide.of(kernel, narrow_first=not transposed) for kernel in kernels)
+def shared_input_refusal(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:
+    """Returns the reason why `shared_input_matmul` does not support these inputs, or None if it
+    does.
+    """
+    first, *others = (Wide.from_kernel(kernel, narrow_first=not transposed) for kernel in kernels)
     if any(wide != first for wide in others):
         return "takes kernels of one shape"
-    if reason := refuses(x.shape[:-1], x.dtype, x.shape[-1], [first]):
+    if reason := refusal(x.shape[:-1], x.dtype, x.shape[-1], [first]):
         return reason
     (rows, narrow), (heads, width) = x.shape[1:], _cut(first, kernels).tile
     columns = len(kernels) * heads * max(width, LANES)
@@ -44,7 +49,7 @@ def _cut(wide: Wide, kernels: Kernels) -> Wide:
     return wide.cut(max(LANES, _COLUMNS // len(kernels)))
 
 
-def spread(
+def shared_input_matmul(
     x: Float[Array, "B R C"],
     kernels: Kernels,
     *,
@@ -53,65 +58,70 @@ def spread(
     where: Array | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, ...]:
-    """Implements `api.spread`; with `interpret`, it runs on any device and with any sizes."""
+    """Returns the products of x with several kernels, one array [B, R, *outputs] for each.
+
+    The arguments are those of `block_products.shared_input_matmul`. With `interpret`, the kernel
+    runs on any device and with any sizes.
+    """
     count, (lanes, rows, narrow) = len(kernels), x.shape
-    wide = _cut(Wide.of(kernels[0], narrow_first=not transposed), kernels)
+    wide = _cut(Wide.from_kernel(kernels[0], narrow_first=not transposed), kernels)
     heads, columns = wide.tile
 
-    def out(i: Any, lane: Any) -> tuple:
+    def output_index(i: Any, lane: Any) -> tuple:
+        """Returns the index of the output block of step (tile i, lane)."""
         a, h, k = wide.place(i)
         return a, lane, h, 0, k
 
-    outs = pl.BlockSpec((None, None, heads, rows, columns), out)
+    output_spec = pl.BlockSpec((None, None, heads, rows, columns), output_index)
     weights = Weights.of(kernels, [wide] * count, x.dtype, narrow_first=not transposed)
     masks = None if where is None else [wide.by_head(dispatch.to_bits(where))]
     shape = wide.groups, lanes, wide.heads, rows, wide.width
-    found = pl.pallas_call(
-        functools.partial(_spread, axes=NT if transposed else NN, relu=relu),
+    products = pl.pallas_call(
+        functools.partial(_shared_input_kernel, axes=NT if transposed else NN, relu=relu),
         grid=(wide.tiles, lanes),
         in_specs=[
             pl.BlockSpec((None, rows, narrow), lambda _, lane: (lane, 0, 0)),
-            weights.spread(wide, narrow), masks and [outs],
+            weights.wide_tile_specs(wide, narrow), masks and [output_spec],
         ],
-        out_specs=[[outs] * count],
+        out_specs=[[output_spec] * count],
         out_shape=[
             [jax.ShapeDtypeStruct(shape, dispatch.bits_dtype(x.dtype) if relu else x.dtype)] * count
         ],
-        name=f"spread_{rows}x{narrow}x{count * heads * columns}_{x.dtype}_"
+        name=f"shared_input_matmul_{rows}x{narrow}x{count * heads * columns}_{x.dtype}_"
         f"{wide.tiles * lanes}_steps",
         interpret=interpret,
-        **options(count * wide.size * x.size, x, *weights.arrays),
+        **compiler_options(count * wide.size * x.size, x, *weights.arrays),
     )(x, weights.arrays, masks)[0]  # fmt: skip
     if relu:
-        found = [dispatch.output_residual(y, x.dtype) for y in found]
+        products = [dispatch.output_residual(y, x.dtype) for y in products]
     axes = kernels[0].shape[:-1] if transposed else kernels[0].shape[1:]
-    return tuple(wide.by_row(y, axes) for y in found)
+    return tuple(wide.by_row(y, axes) for y in products)
 
 
-def _spread(
-    x: Any, kernels: list[Any], masks: list[Any] | None, found: list[Any], *, axes: tuple,
+def _shared_input_kernel(
+    x: Any, kernels: list[Any], masks: list[Any] | None, outputs: list[Any], *, axes: tuple,
     relu: bool,
 ) -> None:  # fmt: skip
     """Computes the products; masks and relu's residuals are bits."""
-    for kernel, y in zip(kernels, found, strict=True):
+    for kernel, output in zip(kernels, outputs, strict=True):
         for head in range(kernel.shape[0]):
-            own = dot_float32(x[...], kernel[head], axes)
+            product = dot_float32(x[...], kernel[head], axes)
             if relu:
-                own = jnp.maximum(own, 0)
+                product = jnp.maximum(product, 0)
             for mask in masks or ():
-                own = jnp.where(dispatch.from_bits(mask[head], x.dtype) > 0, own, 0)
-            own = own.astype(x.dtype)
-            y[head] = dispatch.to_bits(own) if relu else own
+                product = jnp.where(dispatch.from_bits(mask[head], x.dtype) > 0, product, 0)
+            product = product.astype(x.dtype)
+            output[head] = dispatch.to_bits(product) if relu else product
 
 
-def refuses_gathered(
+def summed_refusal(
     xs: Sequence[Array], kernels: Kernels, *, transposed: bool, added: Added = NOTHING, **_: Any
 ) -> str | None:
-    """Returns why `gathered` does not support these inputs, or None."""
-    wides = [Wide.of(kernel, narrow_first=transposed) for kernel in kernels]
+    """Returns the reason why `summed_matmul` does not support these inputs, or None if it does."""
+    wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows = xs[0].shape[: xs[0].ndim - kernels[0].ndim + 1]
     narrow = kernels[0].shape[0 if transposed else -1]
-    if reason := refuses(rows, xs[0].dtype, narrow, wides):
+    if reason := refusal(rows, xs[0].dtype, narrow, wides):
         return reason
     taken = _bytes(rows, wides, _TILES[-1], added)
     if reason := vmem_refusal(taken, "a block's rows"):
@@ -126,7 +136,7 @@ def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int, added: Ad
     """Returns the bytes of VMEM for all rows of the wide side, a tile of its weights, and the
     output.
     """
-    sizes = [wide.held for wide in wides]
+    sizes = [wide.padded_size for wide in wides]
     several = [sizes[i] for i in added]
     there = 2 * rows[1] * (_buffers(rows[0]) * (sum(sizes) + sum(several)) + sum(several) // 2)
     return there + 2 * 2 * columns * sum(sizes) + _SUMS * 4 * rows[1] * columns
@@ -144,7 +154,7 @@ def _buffers(lanes: int) -> int:
     return 1 if lanes == 1 else 2
 
 
-def gathered(
+def summed_matmul(
     xs: Sequence[Float[Array, "..."]],
     kernels: Kernels,
     *,
@@ -153,82 +163,95 @@ def gathered(
     added: Added = NOTHING,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B R C"], dict[int, Array]]:
-    """Implements `api.gathered`; with `interpret`, it runs on any device and with any sizes."""
-    wides = [Wide.of(kernel, narrow_first=transposed) for kernel in kernels]
+    """Returns the sum of the products of each input with its kernel, and the inputs after an
+    addition.
+
+    The arguments are those of `block_products.summed_matmul` and
+    `block_products.summed_matmul_after_adding`. With `interpret`, the kernel runs on any device and
+    with any sizes.
+
+    Returns:
+      The sum of the products [B, R, C], and for each index in `added` the sum of that input and the
+        array added to it.
+    """
+    wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype
     narrow, size = kernels[0].shape[0 if transposed else -1], sum(wide.size for wide in wides)
     columns = _columns(rows, wides, narrow, added)
     steps = narrow // columns
 
-    def own(wide: Wide) -> pl.BlockSpec:
+    def all_heads_spec(wide: Wide) -> pl.BlockSpec:
+        """Returns the block spec of an input of which each step reads all heads of a lane."""
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(
             shape, lambda _, lane: (0, lane, 0, 0, 0), pipeline_mode=pl.Buffered(_buffers(rows[0]))
         )
 
-    def some(wide: Wide) -> pl.BlockSpec:
-        """Adds up the products of some heads in one step."""
+    def some_heads_spec(wide: Wide) -> pl.BlockSpec:
+        """Returns the block spec of a sum of which each step writes some heads of a lane."""
         shape = wide.groups, None, wide.heads // steps, rows[1], wide.width
         return pl.BlockSpec(shape, lambda i, lane: (0, lane, i, 0, 0))
 
     def by_head(x: Array, wide: Wide) -> Array:
+        """Returns [B, R, *inputs] in the layout of the kernel, as bits if `as_bits`."""
         return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 
     weights = Weights.of(kernels, wides, dtype, narrow_first=transposed)
     others = {i: by_head(x, wides[i]) for i, x in added.items()}
-    found, sums = pl.pallas_call(
-        functools.partial(_gathered, axes=NT if transposed else NN, dtype=dtype),
+    total, sums = pl.pallas_call(
+        functools.partial(_summed_kernel, axes=NT if transposed else NN, dtype=dtype),
         grid=(steps, rows[0]),
         in_specs=[
-            [own(wide) for wide in wides], {i: own(wides[i]) for i in others},
-            weights.gathered(wides, columns),
+            [all_heads_spec(wide) for wide in wides], {i: all_heads_spec(wides[i]) for i in others},
+            weights.narrow_tile_specs(wides, columns),
         ],
         out_specs=[
             pl.BlockSpec((None, rows[1], columns), lambda i, lane: (lane, 0, i)),
-            {i: some(wides[i]) for i in others},
+            {i: some_heads_spec(wides[i]) for i in others},
         ],
         out_shape=[
             jax.ShapeDtypeStruct((*rows, narrow), dtype if transposed else
             dispatch.bits_dtype(dtype)), {i: jax.ShapeDtypeStruct(x.shape, dtype) for i, x in
             others.items()},
         ],
-        name=f"gathered_{rows[1]}x{size}x{columns}_{dtype}_{steps * rows[0]}_steps",
+        name=f"summed_matmul_{rows[1]}x{size}x{columns}_{dtype}_{steps * rows[0]}_steps",
         interpret=interpret,
-        **options(math.prod(rows) * narrow * size, *xs, *added.values(), *weights.arrays),
+        **compiler_options(math.prod(rows) * narrow * size, *xs, *added.values(), *weights.arrays),
     )([by_head(*pair) for pair in zip(xs, wides, strict=True)], others, weights.arrays)  # fmt: skip
-    own_axes = {i: kernels[i].shape[1:] if transposed else kernels[i].shape[:-1] for i in added}
-    summed = {i: wides[i].by_row(x, own_axes[i]) for i, x in sums.items()}
-    return found if transposed else dispatch.output_residual(found, dtype), summed
+    axes = {i: kernels[i].shape[1:] if transposed else kernels[i].shape[:-1] for i in added}
+    sums = {i: wides[i].by_row(x, axes[i]) for i, x in sums.items()}
+    return total if transposed else dispatch.output_residual(total, dtype), sums
 
 
-def _gathered(
-    xs: list[Any], added: dict[int, Any], kernels: list[Any], found: Any, sums: dict[int, Any], *,
+def _summed_kernel(
+    xs: list[Any], added: dict[int, Any], kernels: list[Any], output: Any, sums: dict[int, Any], *,
     axes: tuple, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    def numbers(i: int, group: int, head: Any) -> Array:
-        own = xs[i][group, head]
+    def head_of_input(i: int, group: int, head: Any) -> Array:
+        """Returns a head of the i-th input [R, K], after the addition, as numbers."""
+        x = xs[i][group, head]
         if i in added:
-            both = own.astype(jnp.float32) + added[i][group, head].astype(jnp.float32)
+            both = x.astype(jnp.float32) + added[i][group, head].astype(jnp.float32)
             return both.astype(dtype)
-        return own if own.dtype == dtype else dispatch.from_bits(own, dtype)
+        return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 
     total = functools.reduce(
         jnp.add,
         (
-            dot_float32(numbers(i, group, head), kernel[group, head], axes)
+            dot_float32(head_of_input(i, group, head), kernel[group, head], axes)
             for i, kernel in enumerate(kernels)
             for group in range(kernel.shape[0])
             for head in range(kernel.shape[1])
         ),
     )
     total = total.astype(dtype)
-    found[...] = total if found.dtype == dtype else dispatch.to_bits(total)
-    for i, own in sums.items():
-        first = pl.program_id(0) * own.shape[1]
-        for group in range(own.shape[0]):
-            for head in range(own.shape[1]):
-                own[group, head] = numbers(i, group, first + head)
+    output[...] = total if output.dtype == dtype else dispatch.to_bits(total)
+    for i, x in sums.items():
+        first = pl.program_id(0) * x.shape[1]
+        for group in range(x.shape[0]):
+            for head in range(x.shape[1]):
+                x[group, head] = head_of_input(i, group, first + head)
 
 
-interpreted_spread = functools.partial(spread, interpret=True)
-interpreted_gathered = functools.partial(gathered, interpret=True)
+interpreted_shared_input_matmul = functools.partial(shared_input_matmul, interpret=True)
+interpreted_summed_matmul = functools.partial(summed_matmul, interpret=True)

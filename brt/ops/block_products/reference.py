@@ -6,13 +6,14 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Kernels, or one array that has them on axis 0; and what is added to some arrays, by their place.
+# Several kernels as a sequence, or stacked on axis 0 of one array.
 Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
+# Arrays that are added to some inputs, by the index of the input.
 Added = Mapping[int, Array]
 NOTHING: Added = MappingProxyType({})
 
 
-def spread(
+def shared_input_matmul(
     x: Float[Array, "*R C"],
     kernels: Kernels,
     *,
@@ -20,7 +21,10 @@ def spread(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Implements `api.spread`."""
+    """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
+
+    The arguments are those of `block_products.shared_input_matmul`.
+    """
     wide = x.astype(jnp.float32)
     found = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
     if relu:
@@ -30,7 +34,7 @@ def spread(
     return tuple(y.astype(x.dtype) for y in found)
 
 
-def gathered(
+def summed_matmul(
     xs: Sequence[Float[Array, "..."]],
     kernels: Kernels,
     *,
@@ -38,9 +42,15 @@ def gathered(
     as_bits: bool = False,
     added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Returns the sum of the products of each array with its kernel, and, for each index in
-    `added`, the array after the addition. The arguments are those of `api.gathered`; `as_bits` is
-    ignored.
+    """Returns the sum of the products of each input with its kernel, and the inputs after an
+    addition.
+
+    The arguments are those of `block_products.summed_matmul` and
+    `block_products.summed_matmul_after_adding`; `as_bits` is ignored.
+
+    Returns:
+      The sum of the products [*rows, C], and for each index in `added` the sum of that input and
+        the array added to it.
     """
     sums = {i: (xs[i].astype(jnp.float32) + x).astype(x.dtype) for i, x in added.items()}
     total = jnp.zeros(())

@@ -1,4 +1,9 @@
-"""Layouts of block products in kernels: the side with several vectors per row, with heads first."""
+"""Layouts of the operands of block products in the TPU kernels.
+
+The two sides of a product have different sizes. The narrow side has one vector of C numbers for
+each row. The wide side has several vectors for each row: A groups of H heads with K numbers. The
+kernels read the wide side with heads first, as attention reads and writes it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +18,22 @@ from jaxtyping import Array, Shaped
 from brt.distributed import rules
 from brt.ops.tpu import LANES, VMEM_BYTES, cores_per_chip
 
-_ROWS = 512  # at most, of all lanes: of more, compilers fill both cores better
+# The largest number of rows, counted over all lanes. With more rows, the products that XLA
+# compiles use both cores better than these kernels do.
+_ROWS = 512
 
 
 class Wide(NamedTuple):
-    """An array [A, B, H, R, K] with groups and heads around lanes, divided into tiles of some heads
-    or columns.
+    """The layout of the wide side: an array [A, B, H, R, K], divided into tiles of some heads or
+    columns.
+
+    B is the number of lanes (rows of the batch), and R the number of rows of a lane.
 
     Attributes:
-      groups, heads, width: A, H, K.
-      tile: heads and columns of a tile.
+      groups: A, the product of all axes before the heads.
+      heads: H.
+      width: K, the numbers of a head.
+      tile: the number of heads and the number of columns of a tile.
     """
 
     groups: int
@@ -31,7 +42,7 @@ class Wide(NamedTuple):
     tile: tuple[int, int]
 
     @classmethod
-    def of(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
+    def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
         """Returns the layout for a kernel [C, *axes] (`narrow_first`) or [*axes, C] as a single
         tile.
         """
@@ -40,35 +51,40 @@ class Wide(NamedTuple):
         return cls(math.prod(first), heads, width, (heads, width))
 
     def cut(self, columns: int) -> "Wide":
-        """Returns the layout with tiles of at most the given number of columns."""
+        """Returns the layout with tiles of at most the given number of columns
+        (heads times width).
+        """
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
         return self._replace(tile=(math.gcd(self.heads, columns // self.width), self.width))
 
     @property
     def axes(self) -> tuple[int, int, int]:
+        """The axes A, H and K, without lanes and rows."""
         return self.groups, self.heads, self.width
 
     @property
     def size(self) -> int:
+        """The number of numbers of one row."""
         return math.prod(self.axes)
 
     @property
-    def held(self) -> int:
-        """Returns the number of values of the wide side in registers, padded to whole lanes."""
+    def padded_size(self) -> int:
+        """The number of columns of one row in VMEM, where a head fills complete registers."""
         return self.groups * self.heads * max(self.width, LANES)
 
     @property
     def tiles(self) -> int:
+        """The number of tiles."""
         return self.size // math.prod(self.tile)
 
     def place(self, i: Any) -> tuple[Any, Any, Any]:
-        """Returns the position of the i-th tile along A, H and K."""
+        """Returns the position of the i-th tile along A, H and K, in tiles."""
         there, column = _divided(i, self.width // self.tile[1])
         return *_divided(there, self.heads // self.tile[0]), column
 
     def by_head(self, x: Shaped[Array, "B R ..."]) -> Shaped[Array, "A B H R K"]:
-        """Reshapes [B, R, *axes] to [A, B, H, R, K]; a single group needs no transpose."""
+        """Reshapes x from [B, R, *axes] to [A, B, H, R, K]."""
         x = x.reshape(*x.shape[:2], *self.axes)
         return x[:, :, 0].swapaxes(1, 2)[None] if self.groups == 1 else x.transpose(2, 0, 3, 1, 4)
 
@@ -80,10 +96,11 @@ class Wide(NamedTuple):
 
 class Weights(NamedTuple):
     """Kernels with heads first: an array [1, A, H, *tile] for each kernel, or one array [P, A, H,
-    *tile] for all.
+    *tile] for all P kernels.
 
     Attributes:
-      narrow_first: True if the axis with one vector is the first of a tile's two axes.
+      arrays: the array of each kernel; the same array P times if all kernels are in one.
+      narrow_first: True if the axis of the narrow side is the first of the last two axes.
     """
 
     arrays: list[Shaped[Array, "P A H ..."]]
@@ -98,9 +115,12 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Rearranges kernels [C, *axes] (`narrow_first`) or [*axes, C], or one array of them."""
+        """Returns the kernels [C, *axes] (`narrow_first`) or [*axes, C], or one array of them, in
+        the layout of the class.
+        """
 
         def by_head(kernel: Array, wide: Wide) -> Array:
+            """Returns kernels [P, C, *axes] or [P, *axes, C] with groups and heads behind P."""
             kernel = kernel.astype(dtype)
             if narrow_first:
                 return kernel.reshape(len(kernel), -1, *wide.axes).transpose(0, 2, 3, 1, 4)
@@ -111,37 +131,45 @@ class Weights(NamedTuple):
         pairs = zip(kernels, wides, strict=True)
         return cls([by_head(kernel[None], wide) for kernel, wide in pairs], narrow_first)
 
-    def spread(self, wide: Wide, narrow: int) -> list[pl.BlockSpec]:
-        """Returns the block specs for `spread`: a step reads a tile of the wide side and the whole
-        narrow side.
+    def wide_tile_specs(self, wide: Wide, narrow: int) -> list[pl.BlockSpec]:
+        """Returns the block spec of each kernel for `shared_input_matmul`.
+
+        A step reads a tile of the wide side and the `narrow` numbers of the complete narrow side.
         """
         heads, columns = wide.tile
 
-        def place(p: int) -> pl.BlockSpec:
-            def there(i: Any, _: Any) -> tuple:
+        def kernel_spec(p: int) -> pl.BlockSpec:
+            """Returns the block spec of kernel p of an array."""
+
+            def kernel_index(i: Any, _: Any) -> tuple:
+                """Returns the index of the block of the i-th tile."""
                 a, h, k = wide.place(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
 
             tile = (narrow, columns) if self.narrow_first else (columns, narrow)
-            return pl.BlockSpec((None, None, heads, *tile), there)
+            return pl.BlockSpec((None, None, heads, *tile), kernel_index)
 
-        return [place(p) for p in self._parts()]
+        return [kernel_spec(p) for p in self._indices()]
 
-    def gathered(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
-        """Returns the block specs of the array that a kernel gathers: each step of the grid reads
-        a tile of `columns` of the narrow side, and all of the wide side.
+    def narrow_tile_specs(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
+        """Returns the block spec of each kernel for `summed_matmul`.
+
+        A step reads a tile of `columns` numbers of the narrow side and the complete wide side.
         """
 
-        def place(p: int, wide: Wide) -> pl.BlockSpec:
-            def there(i: Any, _: Any) -> tuple:
+        def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
+            """Returns the block spec of kernel p of an array."""
+
+            def kernel_index(i: Any, _: Any) -> tuple:
+                """Returns the index of the block of the i-th tile."""
                 return (p, 0, 0, i, 0) if self.narrow_first else (p, 0, 0, 0, i)
 
             tile = (columns, wide.width) if self.narrow_first else (wide.width, columns)
-            return pl.BlockSpec((None, wide.groups, wide.heads, *tile), there)
+            return pl.BlockSpec((None, wide.groups, wide.heads, *tile), kernel_index)
 
-        return [place(*pair) for pair in zip(self._parts(), wides, strict=True)]
+        return [kernel_spec(*pair) for pair in zip(self._indices(), wides, strict=True)]
 
-    def _parts(self) -> list[int]:
+    def _indices(self) -> list[int]:
         """Returns the index of each kernel in its array."""
         return [p if len(array) > 1 else 0 for p, array in enumerate(self.arrays)]
 
@@ -150,10 +178,17 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
     return jax.lax.div(i, jnp.int32(count)), jax.lax.rem(i, jnp.int32(count))
 
 
-def refuses(
+def refusal(
     rows: tuple[int, ...], dtype: jnp.dtype, narrow: int, wides: Sequence[Wide]
 ) -> str | None:
-    """Returns why no kernel supports these rows of lanes, or None."""
+    """Returns the reason why no kernel supports these sizes, or None if one does.
+
+    Args:
+      rows: the number of lanes and the number of rows of a lane.
+      dtype: the dtype of the operands.
+      narrow: C, the numbers of a row on the narrow side.
+      wides: the layouts of the wide side, one for each kernel.
+    """
     if rules.partitioned():
         return "multiplies what one device has"
     if cores_per_chip() == 1:
@@ -168,8 +203,13 @@ def refuses(
     return None
 
 
-def options(multiplications: int, *read: Array) -> dict[str, Any]:
-    """Returns the compiler options and the cost estimate of both kernels."""
+def compiler_options(multiplications: int, *read: Array) -> dict[str, Any]:
+    """Returns the arguments of `pl.pallas_call` for the compiler and for the cost estimate.
+
+    Args:
+      multiplications: the number of multiplications.
+      *read: the bfloat16 arrays that the kernel reads.
+    """
     return {
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES

@@ -13,7 +13,7 @@ from brt.ops.dense import dense_forward, input_gradient
 from brt.ops.tpu import materialized
 
 
-def spread(
+def shared_input_matmul(
     x: Float[Array, "*R C"],
     kernels: Kernels,
     *,
@@ -21,20 +21,23 @@ def spread(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Implements `api.spread`."""
+    """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
+
+    The arguments are those of `block_products.shared_input_matmul`.
+    """
     if transposed:
-        found = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
+        products = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
     else:
-        found = [dense_forward(x, kernel, 1)[0] for kernel in kernels]
+        products = [dense_forward(x, kernel, 1)[0] for kernel in kernels]
     if relu:
-        bits = (dispatch.to_bits(jnp.maximum(y, 0)) for y in found)
-        found = [dispatch.output_residual(materialized(y), x.dtype) for y in bits]
+        bits = (dispatch.to_bits(jnp.maximum(y, 0)) for y in products)
+        products = [dispatch.output_residual(materialized(y), x.dtype) for y in bits]
     if where is not None:
-        found = [jnp.where(where > 0, y, 0) for y in found]
-    return tuple(found)
+        products = [jnp.where(where > 0, y, 0) for y in products]
+    return tuple(products)
 
 
-def gathered(
+def summed_matmul(
     xs: Sequence[Float[Array, "..."]],
     kernels: Kernels,
     *,
@@ -42,7 +45,17 @@ def gathered(
     as_bits: bool = False,
     added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Implements `api.gathered`; products read numbers and bits without conversion."""
+    """Returns the sum of the products of each input with its kernel, and the inputs after an
+    addition.
+
+    The arguments are those of `block_products.summed_matmul` and
+    `block_products.summed_matmul_after_adding`. XLA's products read inputs that are stored as bits
+    (`as_bits`) like any others, without a conversion here.
+
+    Returns:
+      The sum of the products [*rows, C], and for each index in `added` the sum of that input and
+        the array added to it.
+    """
     sums = {i: xs[i] + x for i, x in added.items()}
     pairs = [(sums.get(i, x), k) for i, (x, k) in enumerate(zip(xs, kernels, strict=True))]
     if transposed:
@@ -52,6 +65,6 @@ def gathered(
         return dense_forward(*pairs[0], kernels[0].ndim - 1)[0], sums
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
-    # The sum is named as a residual, like the result of a single product. Otherwise
-    # rematerialisation would store the float32 product of every pair.
+    # The name marks the sum as a value that rematerialized layers save. Without the name, they
+    # would save each product in float32.
     return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL), sums

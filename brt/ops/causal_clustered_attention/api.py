@@ -2,15 +2,15 @@
 
 The clusters of the paper (Fast Transformers with Clustered Attention, section 3), their centroids
 and their best keys depend on the complete sequence, so a mask would not make that attention causal.
-Here a token reads four parts, which are merged by their log-sum-exps to one softmax over all
+Here a token attends to four parts, which are merged by their log-sum-exps to one softmax over all
 earlier tokens:
 
-  window   the W keys that a sliding-window layer reads, exactly
-  nearby   keys of the block before that have left the window, exactly
-  best     of all earlier blocks, the R keys with the largest logits for the token's centroid,
-  exactly
-  rest     the other keys, with the centroid instead of the token, plus the second term of Jensen's
-  gap: the mean of exp(q.k) over queries around c is about exp(c.k + var |k|^2 / 2)
+  window: the W keys that a sliding-window layer reads, exactly.
+  nearby: keys of the previous block that have left the window, exactly.
+  best: the R keys of all earlier blocks with the largest logits for the token's centroid, exactly.
+  rest: the other keys of all earlier blocks. The centroid attends to them in place of the token,
+    and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k) over
+    queries around c is about exp(c.k + var |k|^2 / 2).
 
 Centroids are parameters. The loss trains them through the keys that they keep and summarize. If
 centroids were means of earlier queries, they would move from block to block; a summary for a
@@ -18,8 +18,9 @@ centroid that has moved must be computed again from all keys, which would have t
 fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is processed
 once. A query chooses its centroid by itself, so a token depends on no later token.
 
-In shapes, C is the number of centroids of a head, R the number of keys that each keeps, and Q the
-number of queries.
+In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the
+cached block and of the segment. C is the number of centroids of a head, R the number of keys that
+each keeps, and Q the number of queries.
 """
 
 import jax.numpy as jnp
@@ -71,12 +72,13 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Runs `memory_after` over the blocks of a segment.
+    """Computes the memory of every block of a segment by adding one block after the other.
 
     Args:
-      keys, values: those of the cached block, then those of the segment; without rotary embedding.
-      cache_mask: True where block n may read the block before it; elsewhere its document has no
-        memory.
+      keys, values: keys and values of the cached block, followed by those of the segment; without
+        rotary embedding.
+      cache_mask: True where block n may read the block before it. Where False, a new document
+        begins and its memory is empty.
       past: the memory of the first block.
       centroids: the centroids of the layer.
       implementation: the name of an implementation; None selects the best one that supports the
@@ -105,11 +107,13 @@ def causal_clustered_attention(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends from every token to all earlier tokens.
+    """Returns the attention output of every token over all earlier tokens, in the dtype of
+    `values`.
 
     Args:
       queries: already multiplied by any scale; without rotary embedding.
-      window: the result of `window_part`, [B, T, H, K] and [B, T, H].
+      window: the result of attention to each token's window: the output [B, T, H, K] and its
+        log-sum-exp [B, T, H].
       keys, values, cache_mask: as for `memory_scan`.
       pasts: the memories of all blocks, from `memory_scan`.
       centroids: the centroids of the layer.
@@ -117,9 +121,6 @@ def causal_clustered_attention(
       attend_to_self: True if the nearest key of a window is the token itself.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -143,11 +144,18 @@ def causal_clustered_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Computes `causal_clustered_attention` for one token, row `position` of a block.
+    """Returns the attention output of one token, row `position` of its block, over all earlier
+    tokens.
 
     Args:
-      window: the result of window attention, [B, 1, H, K] and [B, 1, H].
-      keys, values: those of the complete block before.
+      queries: the query of the token, as for `causal_clustered_attention`.
+      window: the result of attention to the token's window: the output [B, 1, H, K] and its
+        log-sum-exp [B, 1, H].
+      keys, values: keys and values of the complete previous block.
+      cache_mask: True if the token may read the previous block and the memory.
+      position: the index of the token in its block.
+      past: the memory of the token's block.
+      centroids, bias, attend_to_self: as for `causal_clustered_attention`.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
     mask = (left[None] & cache_mask[:, None])[:, None]

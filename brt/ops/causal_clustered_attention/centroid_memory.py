@@ -1,9 +1,12 @@
 """A memory of constant size for keys that queries no longer read individually.
 
-A block is added when the block after it ends. Each centroid compares the block's keys with those
-that it has kept: it keeps the keys with the largest logits and adds all others to a weighted sum,
-as the centroid attends to them. Nothing is ever removed from the sum, so every key counts exactly
-once.
+A block is added to the memory when the next block ends. Each centroid compares the block's keys
+with the keys that it has kept so far. It keeps those with the largest logits. All others are added
+to a weighted sum, which is the result of the centroid's own attention to them. Nothing is ever
+removed from the sum, so every key counts exactly once.
+
+In shapes, C is the number of centroids of a head, R the number of keys that each keeps, W the
+number of tokens of a block, and M = R + W.
 """
 
 from typing import NamedTuple
@@ -31,16 +34,17 @@ class Centroids(NamedTuple):
 
 
 class CentroidMemory(NamedTuple):
-    """The memory of each centroid: all blocks of a document but the last one.
+    """The keys and values that each centroid remembers of all blocks of a document except the last
+    one.
 
     Attributes:
-      keys: [B, H, C, R, K], the keys with the largest logits, the largest first; zeros where there
-        are fewer.
-      values: [B, H, C, R, K].
+      keys: [B, H, C, R, K], the keys with the largest logits, in descending order; zeros where
+        there are fewer.
+      values: [B, H, C, R, K], the values of these keys.
       rest: float32 [B, H, C, K], the centroid's attention output over all other keys.
-      lse: float32 [B, H, C], the log-sum-exp of their logits.
-      filled: int32 [B], the number of keys that are present; the other arrays of a lane have no
-        meaning if this is 0.
+      lse: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
+      filled: int32 [B], the number of slots, of R, that hold a key. If it is 0, the other arrays of
+        this row of the batch have no meaning.
     """
 
     keys: Float[Array, "B H C R K"]
@@ -53,7 +57,9 @@ class CentroidMemory(NamedTuple):
 def nearest_centroids(
     queries: Float[Array, "B H Q K"], centroids: Centroids
 ) -> Int[Array, "B H Q"]:
-    """Returns the centroid with the smallest distance to each query; it has no gradient."""
+    """Returns the index of the centroid with the smallest distance to each query, int32; it has no
+    gradient.
+    """
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
     squares = jnp.sum(vectors**2, axis=-1)[None, :, None]
@@ -61,18 +67,19 @@ def nearest_centroids(
 
 
 def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
-    """Empties the memories of lanes where `lanes` is False, and of lanes that have no keys."""
+    """Returns the memories, emptied in rows of the batch where `lanes` is False or no key is
+    present.
+
+    An empty memory has zeros, and log-sum-exps so small that the rest has no weight.
+    """
     keep = lanes & (past.filled > 0)
 
-    def emptied(x: Array) -> Array:
-        return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-    past = jax.tree.map(emptied, past)
+    past = jax.tree.map(lambda x: jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, 0), past)
     return past._replace(lse=jnp.where(keep[:, None, None], past.lse, FLOOR))
 
 
 def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
-    """Returns True for slots that hold a key."""
+    """Returns True for slots that hold a key, False for empty ones."""
     return jnp.arange(past.keys.shape[3])[None] < past.filled[:, None]
 
 
@@ -83,12 +90,13 @@ def memory_after(
     cache_mask: Bool[Array, " B"],
     centroids: Centroids,
 ) -> CentroidMemory:
-    """Returns the memory with one more block.
+    """Returns the memory after one more block is added.
 
     Args:
-      past: the memory before.
-      keys, values: those of the block before the block that ends.
-      cache_mask: True if both blocks belong to one document; elsewhere the memory is emptied.
+      past: the memory before the addition.
+      keys, values: keys and values of the added block, which is the block before the one that ends
+        now.
+      cache_mask: True if both blocks belong to one document; where False, the memory is emptied.
       centroids: the centroids of the layer.
     """
     past = reset_unless(past, cache_mask)
@@ -122,8 +130,8 @@ def memory_after(
 def _find_best_keys(
     logits: Float[Array, "B H C M"], there: Bool[Array, "B 1 1 M"], count: int
 ) -> tuple[Int[Array, "B H C R"], Bool[Array, "B H C M"]]:
-    """Returns the keys to keep, the largest first, as indices and as a mask; of equal keys the
-    first.
+    """Returns the indices of the `count` keys to keep, largest logit first, and the same keys as a
+    mask. Among equal logits, the first keys are kept.
     """
     ranked = jnp.where(there, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, count)
@@ -134,8 +142,8 @@ def _find_best_keys(
 def _add_to_rest(
     past: CentroidMemory, values: Float[Array, "B H W K"], expected: Float[Array, "B H C M"]
 ) -> tuple[Float[Array, "B H C K"], Float[Array, "B H C"]]:
-    """Adds keys to the weighted sum of the rest; the old sum counts as one key with its
-    log-sum-exp.
+    """Returns the weighted sum of the rest and its log-sum-exp after keys are added; the old sum
+    counts as one key with its log-sum-exp.
     """
     slots, dtype = past.keys.shape[3], values.dtype
     logits = jnp.concatenate([expected, past.lse[..., None]], axis=-1)
@@ -152,8 +160,8 @@ def _take_old_or_new(
     new: Float[Array, "B H W K"],
     indices: Int[Array, "B H C R"],
 ) -> Float[Array, "B H C R K"]:
-    """Returns the vectors at `indices` of R vectors of each centroid followed by W shared
-    vectors.
+    """Returns the vectors at `indices` of a list: the R vectors of each centroid, followed by the W
+    vectors that all centroids share.
     """
     slots = old.shape[3]
     old_vectors = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)

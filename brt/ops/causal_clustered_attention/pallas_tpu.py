@@ -44,7 +44,7 @@ def refusal(
     queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
     pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     if rules.partitioned():
         return "reads what one device has"
     width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
@@ -83,7 +83,12 @@ def causal_clustered_attention(
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.causal_clustered_attention`; `interpret` runs on any device, with any sizes."""
+    """Returns the attention output of every token over all earlier tokens, in the dtype of
+    `values`.
+
+    The arguments are those of `api.causal_clustered_attention`. With `interpret`, the kernels run
+    on any device, with any sizes.
+    """
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
@@ -101,7 +106,7 @@ def causal_clustered_attention(
         pasts.filled,
     )
     y, lse = _attend(arguments, FarKernelSettings(attend_to_self, pasts.keys.shape[4], interpret))
-    # All keys outside the window have the same bias.
+    # The kernel leaves out the bias, which is the same for all keys outside the window.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
 
@@ -135,9 +140,13 @@ class _Arguments(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """The number of steps of the kernels' grid: heads, lanes and blocks."""
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
-    def inputs(self, **others: Array) -> FarKernelInputs:
+    def kernel_inputs(self, **others: Array) -> FarKernelInputs:
+        """Returns the arrays as the kernels take them; `others` are the inputs of the backward
+        pass.
+        """
         return FarKernelInputs(*self[:-2], **others)
 
 
@@ -152,7 +161,7 @@ def _attend(
 def _forward(
     arguments: _Arguments, settings: FarKernelSettings
 ) -> tuple[tuple[Array, Array], tuple]:
-    q, inputs = arguments.q, arguments.inputs()
+    q, inputs = arguments.q, arguments.kernel_inputs()
     specs = _specs(inputs)
     y, lse = _call(
         forward_kernel, arguments, settings, [specs], [specs.q, specs.labels],
@@ -172,7 +181,7 @@ def _backward(
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     lse, along = (x.reshape(arguments.labels.shape) for x in (lse, along))
-    inputs = arguments.inputs(gradient=gradient, lse=lse, along=along)
+    inputs = arguments.kernel_inputs(gradient=gradient, lse=lse, along=along)
     specs = _specs(inputs)
     (results,) = _call(
         backward_kernel,
@@ -196,16 +205,25 @@ def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
     """
     window = inputs.labels.shape[-1]
 
-    def tokens(x: Array) -> pl.BlockSpec:
+    def token_spec(x: Array) -> pl.BlockSpec:
+        """Returns the block spec of vectors of tokens [B, H, T, K]: those of one
+        block of tokens.
+        """
         return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
 
-    def past(x: Array) -> pl.BlockSpec:
+    def memory_spec(x: Array) -> pl.BlockSpec:
+        """Returns the block spec of memories [N, B, H, ...]: that of one block of tokens."""
         return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
 
-    def numbers(x: Array) -> pl.BlockSpec:
+    def number_spec(x: Array) -> pl.BlockSpec:
+        """Returns the block spec of numbers of tokens [B, H, N, 1, W]: those of one block of
+        tokens.
+        """
         return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
 
-    kinds = (tokens,) * 3 + (past,) * 4 + (numbers, tokens, numbers, numbers)
+    kinds = (
+        (token_spec,) * 3 + (memory_spec,) * 4 + (number_spec, token_spec, number_spec, number_spec)
+    )
     pairs = zip(kinds, inputs, strict=True)
     return FarKernelInputs(*(None if x is None else place(x) for place, x in pairs))
 

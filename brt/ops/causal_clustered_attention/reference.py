@@ -20,7 +20,11 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Computes `api.memory_scan`."""
+    """Returns the memory after the segment, and the memories of its blocks stacked on a first axis
+    N.
+
+    The arguments are those of `api.memory_scan`.
+    """
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     results = [
         _memory_of_block(k, v, cache_mask, past, centroids, block)
@@ -45,17 +49,21 @@ def causal_clustered_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.causal_clustered_attention`."""
+    """Returns the attention output of every token over all earlier tokens, in the dtype of
+    `values`.
+
+    The arguments are those of `api.causal_clustered_attention`.
+    """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
     outputs = []
     for n in range(blocks):
-        # The same slice of the keys is the block before, because the keys begin with the cached
-        # block.
-        own = slice(n * width, (n + 1) * width)
-        q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
-        part = AttentionPart(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
+        # This slice of the queries is block n. The keys begin with the cached block, so the same
+        # slice of the keys is the block before it.
+        rows = slice(n * width, (n + 1) * width)
+        q, k, v = (x[:, rows].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
+        part = AttentionPart(*(x[:, rows].astype(jnp.float32).swapaxes(1, 2) for x in window))
         mask = left & cache_mask[:, n, None, None]
         past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
         outputs.append(_attend(q, part, k, v, mask, past, centroids, bias))
@@ -81,6 +89,9 @@ def _memory_of_block(
     there = there[:, None, None]
 
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
+        """Returns the vectors of the initial memory, followed by those of all blocks added since
+        then.
+        """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))
         return jnp.concatenate([past_part.astype(jnp.float32), since], axis=3)
@@ -126,6 +137,9 @@ def _attend(
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 
     def take_centroid(x: Array) -> Array:
+        """Returns the row of x [B, H, C, ...] that belongs to each query's centroid, [B, H, W,
+        ...].
+        """
         return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
 
     best_keys, best_values = take_centroid(past.keys), take_centroid(past.values)

@@ -1,6 +1,9 @@
 """Bodies of the TPU kernels of causal clustered attention, for one head, lane and block.
 
-`pallas_tpu` describes the algorithm.
+A lane is a row of the batch. The module `pallas_tpu` describes the algorithm. In shapes, W is the
+number of tokens of a block, C the number of centroids, R the number of keys that each keeps, and M
+= C * R. In the class `_RowTile`, R is the number of rows of the tile, S the number of visible slots
+of the previous block, and X = S + M + C.
 """
 
 import math
@@ -16,7 +19,8 @@ from brt.ops.dispatch import to_bits
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32
 
-ROWS = 128  # Largest number of rows of a tile.
+# The kernels process the queries (rows) of a block in tiles of at most this many rows.
+ROWS = 128
 
 
 class FarKernelSettings(NamedTuple):
@@ -24,8 +28,8 @@ class FarKernelSettings(NamedTuple):
 
     Attributes:
       attend_to_self: True if the nearest key of a window is the token itself.
-      slots: keys that a centroid keeps.
-      interpret: runs on any device, slowly.
+      slots: the number of keys that a centroid keeps.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     attend_to_self: bool
@@ -34,17 +38,18 @@ class FarKernelSettings(NamedTuple):
 
 
 class FarKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, or their block specs; M = C * R.
+    """Inputs of a step of the grid (one head, lane and block), or their block specs; M = C * R.
 
     Attributes:
       q: [W, K], queries of the block.
-      k, v: [W, K], keys and values of the block before.
-      kept_k, kept_v: [M, K], keys and values of centroid 0, of centroid 1 ...
-      rest: float32 [C, K], the centroids' sums.
-      rest_lse: [1, C], the log-sum-exps of the sums.
+      k, v: [W, K], keys and values of the previous block.
+      kept_k, kept_v: [M, K], keys and values of centroid 0, then of centroid 1 and so on.
+      rest: float32 [C, K], each centroid's weighted sum of the values that it does not keep.
+      rest_lse: [1, C], the log-sum-exps of these sums.
       labels: [1, W], the centroid of every query.
-      gradient: [W, K], gradient of the output, in the backward pass only, as all that follow.
-      lse: [1, W], the log-sum-exp.
+      gradient: [W, K], gradient of the output. This field and those below are None in the forward
+        pass.
+      lse: [1, W], the log-sum-exp of each query's logits.
       along: [1, W], the sum of weights times their gradients, which the softmax's gradient
         subtracts.
     """
@@ -63,7 +68,7 @@ class FarKernelInputs(NamedTuple):
 
 
 class FarKernelGradients(NamedTuple):
-    """Gradients of a step of the grid, shaped as in `FarKernelInputs`."""
+    """Gradients of the inputs of a step of the grid, with the shapes of `FarKernelInputs`."""
 
     q: Any
     k: Any
@@ -92,16 +97,18 @@ class _RowTile(NamedTuple):
 
     @property
     def near(self) -> slice:
-        """The slots of the block before that any row of the tile sees."""
+        """The slots of the previous block that any row of the tile sees."""
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
-        """Concatenates the logits of the three kinds of slots, MASKED where a row sees none."""
+        """Concatenates the logits of the three kinds of slots; slots that a row does not see get
+        MASKED.
+        """
         pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
-    def cut(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """Splits x by the kind of slot."""
+    def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
+        """Splits x into the slots of the previous block, the kept keys and the centroids' sums."""
         near, kept = self.left.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
 
@@ -149,7 +156,15 @@ def forward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
-    """Computes the output and the log-sum-exp of one block."""
+    """Writes the output [W, K] of one block, as bits, to `y` and the log-sum-exps [1, W] to `lse`.
+
+    Args:
+      cache_mask: [B, N], not zero where a block may read the previous block.
+      filled: [N, B], the number of keys that each centroid keeps.
+      inputs: the inputs of the step.
+      y, lse: references to the outputs.
+      settings: static settings.
+    """
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
     columns = inputs.v[...].T, inputs.kept_v[...].T
@@ -159,7 +174,7 @@ def forward_kernel(
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
-        near, kept, rest = tile.cut(weights)
+        near, kept, rest = tile.split(weights)
         sums = dot_float32(columns[0][:, tile.near], near.astype(dtype), NN)
         sums += dot_float32(columns[1], kept.astype(dtype), NN) + dot_float32(summed, rest, NN)
         y[tile.rows] = to_bits((sums / total).T.astype(dtype))
@@ -176,11 +191,16 @@ def backward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
-    """Computes the gradients of one step.
+    """Writes the gradients of the inputs of one block to `results`.
 
     Args:
-      keys_sum, values_sum: float32 scratch memory, gradients of the block before, then those of the
-        keys and values that centroids keep.
+      cache_mask: [B, N], not zero where a block may read the previous block.
+      filled: [N, B], the number of keys that each centroid keeps.
+      inputs: the inputs of the step, including the gradient of the output.
+      results: references to the gradients.
+      keys_sum, values_sum: float32 scratch memory [W + M, K] for the gradients of keys and values:
+        W of the previous block, then M of the keys that centroids keep.
+      settings: static settings.
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     window, dtype = inputs.q.shape[0], inputs.q.dtype
@@ -195,7 +215,7 @@ def backward_kernel(
         d_weights = [dot_float32(values, theirs, NT) for values in read]
         d_weights.append(dot_float32(inputs.rest[...], wide, NT))
         d_logits = weights * (jnp.concatenate(d_weights, axis=0) - inputs.along[:, tile.rows])
-        parts, (near, kept, rest) = tile.cut(d_logits), tile.cut(weights)
+        parts, (near, kept, rest) = tile.split(d_logits), tile.split(weights)
         d_near, d_kept = (x.astype(dtype) for x in parts[:2])
         d_own = dot_float32(d_near, inputs.k[tile.near], TN)
         d_own += dot_float32(d_kept, inputs.kept_k[...], TN)

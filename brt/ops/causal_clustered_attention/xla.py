@@ -35,15 +35,24 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Computes `api.memory_scan`."""
+    """Returns the memory after the segment, and the memories of its blocks stacked on a first axis
+    N.
 
-    def body(
+    The arguments are those of `api.memory_scan`.
+    """
+
+    def add_block(
         past: CentroidMemory, block: tuple[Array, Array, Bool[Array, " B"]]
     ) -> tuple[CentroidMemory, CentroidMemory]:
+        """Returns the memory of the next block, and the memory of this block, emptied at document
+        starts.
+        """
         past = reset_unless(past, block[2])
         return memory_after(past, *block, centroids), past
 
-    return jax.lax.scan(body, past, (*_previous_blocks(keys, values, cache_mask), cache_mask.T))
+    return jax.lax.scan(
+        add_block, past, (*_previous_blocks(keys, values, cache_mask), cache_mask.T)
+    )
 
 
 def causal_clustered_attention(
@@ -58,7 +67,11 @@ def causal_clustered_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.causal_clustered_attention`."""
+    """Returns the attention output of every token over all earlier tokens, in the dtype of
+    `values`.
+
+    The arguments are those of `api.causal_clustered_attention`.
+    """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
@@ -70,6 +83,7 @@ def causal_clustered_attention(
         cache_mask: Bool[Array, " B"],
         past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
+        """Returns the output of the queries of one block."""
         mask = left[None] & cache_mask[:, None, None]
         return attend_block(queries, window, *before, mask, past, centroids, bias)
 
@@ -105,12 +119,13 @@ def attend_block(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H Q K"]:
-    """Attends from the queries of a block to all earlier tokens, in the dtype of `values`.
+    """Returns the attention output of the queries of a block over all earlier tokens, in the dtype
+    of `values`.
 
     Args:
       queries: queries of the block.
-      window: the result of attention to their windows.
-      keys, values: those of the block before.
+      window: the result of attention to their windows: the output [B, H, Q, K] and its log-sum-exp.
+      keys, values: keys and values of the previous block.
       mask: True for keys that have left a query's window.
       past: the memory of the block.
       centroids: the centroids of the layer.

@@ -35,6 +35,7 @@ def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation
     ]
 
 
+# The keys are values of the setting `Attention.kind`.
 OPS = {
     "clustered": _clustered_op(
         xla.clustered, reference.clustered, _kernels(clustered_tpu, clustered_tpu.clustered)
@@ -44,7 +45,7 @@ OPS = {
         reference.improved_clustered,
         _kernels(improved_tpu, improved_tpu.improved_clustered),
     ),
-}  # The keys are values of `Attention.kind`.
+}
 
 
 def attend(
@@ -62,7 +63,8 @@ def attend(
     implementation: str | None = None,
     kmeans_implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Attends with clusters of queries; the logits are scale * q.k.
+    """Returns the attention output of all queries, computed for clusters of queries; the logits are
+    scale * q.k.
 
     The same random key gives bitwise the same result, so evaluation uses one fixed key.
 
@@ -72,11 +74,13 @@ def attend(
       values: the values.
       valid: False for padding, which no query sees and which does not affect the result.
       config: its `kind` is "clustered" or "improved_clustered". There are at most as many clusters
-        as queries and at most as many best keys as keys in a batch; numbers that no sequence
-        reaches are refused with the configuration (`Attention.check_length`).
-      key: the random key of the planes and of the queries that k-means starts from.
+        as queries and at most as many best keys as keys in a batch. The configuration is refused if
+        no sequence can have so many queries or keys (`Attention.check_length`).
+      key: the random key of the planes that hash queries and of the queries that k-means starts
+        from.
       dropout: dropout of the weights [B, H, C, X] of clusters, which all members of a cluster
         share, and of each query's weights of its cluster's best keys.
+      scale: factor of the logits.
       queries_valid: False for queries that are padding; None stands for `valid`, if queries and
         keys belong to the same tokens (T = X).
       bias: float32, added to the logits by distance (key minus query) from 1 - T to X - 1; see
@@ -122,11 +126,13 @@ def attend_by_label(
     bias: Float[Array, "H O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Computes `attend` for clusters that are already known.
+    """Returns the attention output of all queries for clusters that are already known.
 
     Args:
+      queries, keys, values, valid, dropout, scale, bias, implementation: as for `attend`.
       labels: int32, the cluster of each query from 0 on; min(`config.clusters`, T) stands for
         padding.
+      config: the kind of clustered attention and its settings.
     """
     if config.kind not in OPS:
         raise NotImplementedError(

@@ -7,8 +7,10 @@ merges them into the lists, of which the larger half is kept. At the end the lis
 are merged in the same way. No step depends on the data, and no data moves within a register.
 
 The last value of a list is the threshold of the best keys. If too many keys have exactly that
-logit, the first of them are chosen, up to a position that is found by bisection. Finally the
+logit, the first of them are chosen, up to a position that a bisection determines. Finally the
 positions of the best keys pass through the same lists.
+
+In shapes, X is the number of keys and C the number of clusters. A step processes 256 keys.
 """
 
 from collections.abc import Callable
@@ -23,21 +25,21 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 SUBLANES = 8
-LIST_LENGTH = 32  # Length of a list.
-STEP_KEYS = LIST_LENGTH * SUBLANES  # Keys of a step.
-NO_KEY = 2.0**24  # A position beyond all keys.
+LIST_LENGTH = 32  # The number of logits in a list.
+STEP_KEYS = LIST_LENGTH * SUBLANES  # The number of keys that one step processes.
+NO_KEY = 2.0**24  # This position is greater than that of any key.
 
 KeyLists = Float[Array, "32 8 C"]
-PerCluster = Float[Array, "8 C"]  # All sublanes have equal values.
+PerCluster = Float[Array, "8 C"]  # One number for each cluster, equal in all sublanes.
 
 
 def step_rows(x: Any, step: Any) -> KeyLists:
-    """Returns the rows of a step's keys."""
+    """Returns the rows of x [X, C] that belong to the 256 keys of a step, [32, 8, C]."""
     return x[pl.ds(step * STEP_KEYS, STEP_KEYS)].reshape(LIST_LENGTH, SUBLANES, -1)
 
 
 def step_places(step: Any, lanes: int) -> KeyLists:
-    """Returns the positions of a step's keys."""
+    """Returns the positions, from 0 on, of the 256 keys of a step, float32 [32, 8, lanes]."""
     row, sublane = (
         jax.lax.broadcasted_iota(jnp.int32, (LIST_LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
     )
@@ -45,16 +47,17 @@ def step_places(step: Any, lanes: int) -> KeyLists:
 
 
 def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> KeyLists:
-    """Returns the 32 largest values of each lane in descending order, equal in all sublanes.
+    """Returns the 32 largest values of each cluster in descending order, equal in all sublanes.
 
     Args:
       steps: the number of steps.
-      rows: returns the values of a step.
+      rows: a function that returns the values of a step, [32, 8, C].
       lists: [256, C], float32 scratch memory.
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def process_step(step: Any, _: None) -> None:
+        """Merges the values of one step into the lists."""
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, process_step, None)
@@ -67,34 +70,40 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
 def best_threshold(
     logits: Any, values: KeyLists, counts: PerCluster, top_k: int
 ) -> tuple[PerCluster, PerCluster]:
-    """Returns the least logit and the position limit that `is_best` compares with.
+    """Returns the logit and the position that separate a cluster's best keys from the others.
+
+    The best keys have a greater logit, or the same logit and a smaller position; see `is_best`. The
+    position matters only where several keys have the same logit.
 
     Args:
       logits: [X, C].
-      values: the largest logits.
+      values: the largest logits, from `largest_values`.
       counts: the number of members of each cluster; the result for empty clusters has no meaning.
       top_k: the number of best keys.
     """
-    least = jnp.maximum(values[top_k - 1], MASKED / 2)  # Excludes masked keys.
+    # Masked keys have smaller logits than this threshold and are never best.
+    least = jnp.maximum(values[top_k - 1], MASKED / 2)
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
-    def chosen(end: PerCluster) -> PerCluster:
-        """Returns the number of keys that would be chosen."""
+    def count_best(end: PerCluster) -> PerCluster:
+        """Returns the number of best keys of each cluster if `end` is the position."""
 
-        def process_step(step: Any, count: Array) -> Array:
+        def add_step(step: Any, count: Array) -> Array:
+            """Adds the number of best keys of a step to `count`."""
             best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
-        count = jax.lax.fori_loop(0, steps, process_step, jnp.zeros_like(least))
+        count = jax.lax.fori_loop(0, steps, add_step, jnp.zeros_like(least))
         return jnp.broadcast_to(jnp.sum(count, axis=0, keepdims=True), count.shape)
 
     all_of_them = jnp.full_like(least, NO_KEY)
-    too_many = jnp.where((chosen(all_of_them) > top_k) & (counts > 0), 1.0, 0.0)
+    too_many = jnp.where((count_best(all_of_them) > top_k) & (counts > 0), 1.0, 0.0)
     bits = logits.shape[0].bit_length()
 
     def bisect(step: Any, end: PerCluster) -> PerCluster:
+        """Returns `end` with one more bit: set if at most `top_k` keys are best with it."""
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
-        return jnp.where(chosen(further) > top_k, end, further)
+        return jnp.where(count_best(further) > top_k, end, further)
 
     rounds = jnp.where(jnp.max(too_many) > 0, bits, 0)
     end = jax.lax.fori_loop(0, rounds, bisect, jnp.where(rounds > 0, 0.0, all_of_them))
@@ -104,7 +113,14 @@ def best_threshold(
 def is_best(
     rows: KeyLists, places: KeyLists, least: PerCluster, end: PerCluster
 ) -> Bool[Array, "32 8 C"]:
-    """Returns True for keys above the least logit, and for keys with that logit before `end`."""
+    """Returns True for keys whose logit is greater than `least`, or equal and whose place is below
+    `end`.
+
+    Args:
+      rows: the logits of 256 keys.
+      places: their positions.
+      least, end: the results of `best_threshold`.
+    """
     return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
 
 
@@ -115,7 +131,8 @@ def _sort_lists(rows: KeyLists) -> KeyLists:
         apart = size
         while apart:
             blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
-            edge = apart if apart < size else 0  # Rows at both ends have no partner.
+            # This many rows at both ends of a block have no partner.
+            edge = apart if apart < size else 0
             inner = blocks[:, edge : 2 * size - edge]
             inner = _compare_exchange(inner.reshape(-1, *rows.shape[1:]), apart).reshape(
                 inner.shape

@@ -1,6 +1,7 @@
 """Bodies of the TPU kernels of clustered attention, for one head of a lane.
 
-`clustered_tpu` describes the algorithm.
+The module `clustered_tpu` describes the algorithm. In shapes, T is the number of queries, X the
+number of keys, C the number of clusters, and K and E the widths of a key and of a value.
 """
 
 import functools
@@ -15,7 +16,8 @@ from brt.ops.clustered_attention.shared_tpu import membership
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
-_TILE = 32 * 8 * LANES  # Number of logits of a tile, half of the vector registers.
+# A tile has this many logits, which fill half of the vector registers.
+_TILE = 32 * 8 * LANES
 
 
 class ClusteredKernelSettings(NamedTuple):
@@ -23,7 +25,7 @@ class ClusteredKernelSettings(NamedTuple):
 
     Attributes:
       used: the number of clusters.
-      interpret: runs on any device, slowly.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     used: int
@@ -39,22 +41,27 @@ class ClusteredKernelSettings(NamedTuple):
         """The number of tokens of a tile."""
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
-    def whole(self, tokens: int) -> int:
-        """Returns the padding multiple of this many tokens, which fill one tile or several."""
+    def padding_multiple(self, tokens: int) -> int:
+        """Returns the multiple to which this many tokens are padded: a tile, or a register for few
+        tokens.
+        """
         return self.tile if tokens > self.tile else LANES
 
 
 class ClusteredKernelInputs(NamedTuple):
     """Inputs of a step of the grid (a head of a lane), or their block specs.
 
+    The fields from `gradient` on are None in the forward pass.
+
     Attributes:
       queries: [K, T].
       keys, values: [K, X] and [E, X].
-      labels: [1, T], int32, beyond all clusters for padding.
+      labels: [1, T], int32, the cluster of each query; at least `clusters` for padding.
       unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
-      gradient: [E, T], in the backward pass only, as all that follow.
-      centroids, read: [C, K] and [C, E], float32; `read` is the attention output of the centroids.
-      numbers: [C, 2], float32, log-sum-exp and the inverse of the number of members.
+      gradient: [E, T], the gradient of the output.
+      centroids: [C, K], float32.
+      read: [C, E], float32, the attention output of the centroids.
+      numbers: [C, 2], float32, the log-sum-exp and the inverse of the number of members.
     """
 
     queries: Any
@@ -69,7 +76,12 @@ class ClusteredKernelInputs(NamedTuple):
 
 
 class ClusteredKernelOutputs(NamedTuple):
-    """The output [E, T], and the residuals of the backward pass, as in `ClusteredKernelInputs`."""
+    """Outputs of a step of the forward kernel, or their shapes.
+
+    Attributes:
+      y: [E, T], the attention output of the queries.
+      centroids, read, numbers: residuals of the backward pass, as in `ClusteredKernelInputs`.
+    """
 
     y: Any
     centroids: Any
@@ -99,49 +111,61 @@ def forward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
-    """Computes the centroids, their attention, and the output, which copies it to the queries."""
+    """Computes centroids and their attention output, and copies this output to the clusters'
+    queries.
+
+    The arguments after `inputs` are references to the outputs, as in `ClusteredKernelOutputs`.
+    """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype, nothing = inputs.queries.dtype, jnp.zeros((settings.clusters, LANES), jnp.float32)
     centroids[...] = jnp.zeros_like(centroids)
     read[...] = jnp.zeros_like(read)
 
-    def gather(i: Any, count: Array) -> Array:
+    def sum_members(i: Any, count: Array) -> Array:
+        """Adds the queries of tile i to their centroids and returns the counts of the clusters'
+        members.
+        """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
         centroids[...] += dot_float32(members.astype(dtype), inputs.queries[:, place], NT)
         return sum(_column_registers(members), start=count)
 
-    count = jnp.sum(unrolled_loop(steps, gather, nothing), axis=1, keepdims=True)
+    count = jnp.sum(unrolled_loop(steps, sum_members, nothing), axis=1, keepdims=True)
     inverse = 1 / jnp.maximum(count, 1)
     centroids[...] = (centroids[...] * inverse).astype(dtype).astype(jnp.float32)
     means = centroids[...]
 
-    def highest(i: Any, top: Array) -> Array:
+    def update_maximum(i: Any, top: Array) -> Array:
+        """Returns the largest logits so far, including those of the i-th tile of keys."""
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
         return functools.reduce(jnp.maximum, _column_registers(logits), top)
 
-    top = jnp.max(unrolled_loop(key_steps, highest, nothing + FLOOR), axis=1, keepdims=True)
+    top = jnp.max(unrolled_loop(key_steps, update_maximum, nothing + FLOOR), axis=1, keepdims=True)
 
-    def weigh(i: Any, total: Array) -> Array:
+    def add_values(i: Any, total: Array) -> Array:
+        """Adds the weighted values of the i-th tile of keys to `read` and returns the sums of
+        weights.
+        """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
         read[...] += dot_float32(weights.astype(dtype), inputs.values[:, place], NT)
         return sum(_column_registers(weights), start=total)
 
-    total = jnp.sum(unrolled_loop(key_steps, weigh, nothing), axis=1, keepdims=True) + jnp.exp(
+    total = jnp.sum(unrolled_loop(key_steps, add_values, nothing), axis=1, keepdims=True) + jnp.exp(
         FLOOR - top
     )
     read[...] = read[...] / total
     numbers[:, :1] = top + jnp.log(total)
     numbers[:, 1:] = inverse
 
-    def distribute(i: Any, _: None) -> None:
+    def copy_to_queries(i: Any, _: None) -> None:
+        """Writes the outputs of the centroids to the i-th tile of queries."""
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
 
-    unrolled_loop(steps, distribute)
+    unrolled_loop(steps, copy_to_queries)
 
 
 def backward_kernel(
@@ -156,23 +180,30 @@ def backward_kernel(
     """Computes the gradients of queries, keys and values.
 
     Args:
-      sums: [C, K], scratch memory for the gradient of the centroids.
+      inputs: the inputs of the step.
+      d_queries, d_keys, d_values: references to the gradients.
+      sums: [C, K], float32 scratch memory for the gradient of the centroids.
+      settings: static settings.
     """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype = inputs.queries.dtype
 
-    def gather(i: Any, results: Array) -> Array:
+    def sum_gradients(i: Any, results: Array) -> Array:
+        """Adds the output gradients of the i-th tile of queries to those of their clusters."""
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         return results + dot_float32(members, inputs.gradient[:, place], NT)
 
-    d_read = unrolled_loop(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
+    d_read = unrolled_loop(steps, sum_gradients, jnp.zeros(inputs.read.shape, jnp.float32))
     along = jnp.sum(d_read * inputs.read[...], axis=1, keepdims=True)
     d_read, means = d_read.astype(dtype), inputs.centroids[...].astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
-    def weigh(i: Any, _: None) -> None:
+    def write_key_gradients(i: Any, _: None) -> None:
+        """Writes the gradients of the i-th tile of keys and values, and adds to those of the
+        centroids.
+        """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
         d_logits = weights * (dot_float32(d_read, inputs.values[:, place], NN) - along)
@@ -181,12 +212,13 @@ def backward_kernel(
         d_keys[:, place] = dot_float32(means, d_logits, TN).astype(dtype)
         sums[...] += dot_float32(d_logits, inputs.keys[:, place], NT)
 
-    unrolled_loop(key_steps, weigh)
+    unrolled_loop(key_steps, write_key_gradients)
     d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
 
-    def distribute(i: Any, _: None) -> None:
+    def copy_to_queries(i: Any, _: None) -> None:
+        """Writes the gradients of the centroids to the i-th tile of queries."""
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)
 
-    unrolled_loop(steps, distribute)
+    unrolled_loop(steps, copy_to_queries)

@@ -38,7 +38,8 @@ from brt.ops.dispatch import output_residual
 from brt.ops.tpu import head_block_spec, vmem_refusal
 
 _MAX_CLUSTERS = 512
-_TILE_BYTES = 2 * 2**20  # Bytes for logits, weights and membership of a tile, and for small arrays.
+# VMEM for the logits, the weights and the membership matrix of a tile, and for small arrays.
+_TILE_BYTES = 2 * 2**20
 
 
 def refusal(
@@ -51,7 +52,7 @@ def refusal(
     dropout: Any,
     bias: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     if reason := feature_refusal(dropout=dropout, bias=bias):
         return reason
     if reason := head_refusal(queries, values):
@@ -60,7 +61,7 @@ def refusal(
         return f"has {_MAX_CLUSTERS} clusters at most, not {config.clusters}"
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
     output_size = queries.shape[2] * values.shape[3]
-    # Two buffers for each block of the backward pass.
+    # The backward pass has two buffers for the block of each input and each output.
     taken = 2 * (2 * (q + k + v) + output_size) * queries.dtype.itemsize
     taken += _TILE_BYTES
     return vmem_refusal(taken)
@@ -78,7 +79,12 @@ def clustered(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B H T E"]:
-    """Computes `xla.clustered`; `interpret` runs on any device and with heads of any size."""
+    """Returns, for each query, the attention output of its cluster's centroid, in the dtype of
+    `values`.
+
+    The arguments are those of `xla.clustered`, without dropout and bias. With `interpret`, the
+    kernels run on any device and with heads of any size.
+    """
     count = min(config.clusters, labels.shape[-1])
     local = functools.partial(_local, settings=ClusteredKernelSettings(count, interpret))
     return shard_by_head(local, queries, keys, values, valid, labels)
@@ -96,7 +102,7 @@ def _local(
     settings: ClusteredKernelSettings,
 ) -> Float[Array, "B H T E"]:
     tokens = queries.shape[2]
-    query_tile, key_tile = settings.whole(tokens), settings.whole(keys.shape[2])
+    query_tile, key_tile = (settings.padding_multiple(x.shape[2]) for x in (queries, keys))
     q = pad_tokens(queries.swapaxes(2, 3), query_tile)
     k, v = (pad_tokens(x.swapaxes(2, 3), key_tile) for x in (keys, values))
     own = padded_labels(labels, settings.used, query_tile, settings.clusters)

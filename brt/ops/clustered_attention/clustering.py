@@ -1,7 +1,9 @@
 """K-means of hash codes in Hamming space (section 3.2 of the paper).
 
-Codes are packed to 32 bits a word, and the distance of two codes is the number of different bits.
-On CPUs this takes a quarter of the time of products of +1 and -1, and is as exact.
+A code is a vector of +1 and -1. Codes are packed to words of 32 bits, and the distance of two codes
+is the number of different bits. On CPUs this takes a quarter of the time of products of +1 and -1,
+and is as exact. In shapes, P is the number of bits of a code, W the number of its words, and C the
+number of clusters.
 """
 
 import jax
@@ -16,7 +18,8 @@ from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.top_k import top_k
 
-HASH_BITS = 63  # The authors' code stores a hash in one 64-bit integer.
+# The authors' code has the same number of bits: it stores a hash in one 64-bit integer.
+HASH_BITS = 63
 
 
 def cluster_queries(
@@ -27,12 +30,21 @@ def cluster_queries(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
-    """Returns int32 labels of the queries: clusters from 0 on, and the number of clusters for
+    """Returns the cluster of each query as int32: from 0 on, and the number of clusters for
     padding.
 
     There are min(`config.clusters`, T) clusters; an example with fewer queries uses at most one per
     query. The labels of an example depend on its own queries and the random key, not on the rest of
     the batch or padding. They have no gradient.
+
+    Args:
+      queries: the queries.
+      valid: False for padding.
+      config: the number of clusters and the settings of k-means.
+      key: the random key of the planes that hash queries and of the queries that k-means starts
+        from.
+      implementation: the name of an implementation of k-means; None selects the best one that
+        supports the inputs.
     """
     queries = jax.lax.stop_gradient(queries)
     tokens, width = queries.shape[2:]
@@ -46,7 +58,8 @@ def cluster_queries(
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
     centroids, steps = sample[:, :, :clusters], config.iterations
-    # Centroids are fitted to the sample, and then all queries are assigned once.
+    # With `fit_queries`, k-means fits the centroids to a sample of the queries. Then all queries
+    # are assigned once.
     if config.fit_queries:
         exist = jnp.arange(sample.shape[2])[None] < count
         _, centroids = kmeans(
@@ -80,8 +93,8 @@ def kmeans(
         inputs.
 
     Returns:
-      Labels as of `nearest_centroids`, and the centroids of the last assignment. Neither has a
-        gradient.
+      The cluster of each code, int32, or C for padding; and the centroids of the last assignment.
+        Neither has a gradient.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
@@ -97,12 +110,13 @@ def _kmeans(
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     words = pack_codes(codes)
 
-    def step(_: Array | int, centroids: Array) -> Array:
+    def update_centroids(_: Array | int, centroids: Array) -> Array:
+        """Assigns all codes and returns the centroids of the new clusters."""
         return _update_centroids(
             codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids
         )
 
-    centroids = jax.lax.fori_loop(0, iterations - 1, step, centroids)
+    centroids = jax.lax.fori_loop(0, iterations - 1, update_centroids, centroids)
     return nearest_centroids(words, valid, pack_codes(centroids), active), centroids
 
 
@@ -123,11 +137,19 @@ def nearest_centroids(
     centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
-    """Returns the nearest active centroid as int32, the first of several, and C for padding."""
+    """Returns the index of the active centroid with the smallest distance to each code, int32.
+
+    Among equally near centroids, the first is chosen. Padding gets C.
+
+    Args:
+      codes, centroids: packed codes, from `pack_codes`.
+      valid: False for padding.
+      active: False for centroids that no code may choose.
+    """
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
     distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)
-    # Distance and index are combined to one number, so that one minimum finds the nearest centroid
+    # Distance and index are combined to one number, so that one minimum yields the nearest centroid
     # and, among equally near ones, the first. XLA's CPU backend takes many times longer for an
     # argmin.
     ranked = distance * clusters + jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
@@ -150,8 +172,9 @@ def _update_centroids(
 
 
 def pack_codes(codes: Float[Array, "B H T P"]) -> UInt32[Array, "B H W T"]:
-    """Packs 32 numbers to a word; a bit is set if the number is positive, the first number is the
-    lowest.
+    """Packs each 32 numbers to a word, whose bits are set where a number is positive.
+
+    The first number is the lowest bit.
     """
     return jnp.stack(
         [_word(codes[..., i : i + 32] > 0) for i in range(0, codes.shape[-1], 32)], axis=2
@@ -165,7 +188,10 @@ def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
 
 
 def _pad_to_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
-    """Pads with zeros, beyond which no number is, to a multiple of 32; other widths take longer."""
+    """Pads planes with zeros to a multiple of 32 bits, because other numbers take longer.
+
+    All vectors have the same bit for a plane of zeros.
+    """
     return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 

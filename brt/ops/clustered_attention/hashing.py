@@ -1,4 +1,7 @@
-"""Locality-sensitive hashing by random planes; a code is a vector of +1 and -1."""
+"""Locality-sensitive hashing by random planes; a code is a vector of +1 and -1.
+
+In shapes, P is the number of planes, which is the number of bits of a code.
+"""
 
 from typing import NamedTuple
 
@@ -10,8 +13,10 @@ from jaxtyping import Array, Bool, Float
 class Planes(NamedTuple):
     """Random planes, shared by all heads and examples.
 
+    A point x is on the plane if its product with the normal equals the offset.
+
     Attributes:
-      normals: float32 [P, K].
+      normals: float32 [P, K], the normal vectors.
       offsets: float32 [P]; zeros for planes through the origin.
     """
 
@@ -20,13 +25,16 @@ class Planes(NamedTuple):
 
 
 def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Planes:
-    """Returns planes whose normals and offsets are standard normal numbers."""
+    """Returns `bits` planes for vectors of `width` numbers.
+
+    Normals and offsets are standard normal numbers; without `offsets`, the offsets are zeros.
+    """
     numbers = jax.random.normal(key, (bits, width + 1))
     return Planes(numbers[:, :-1], numbers[:, -1] * offsets)
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """Returns +1 where x is strictly beyond a plane and -1 elsewhere, in float32."""
+    """Returns the codes of x: float32 +1 where x is strictly beyond a plane, and -1 elsewhere."""
     projected = jnp.einsum(
         "...k,pk->...p", x.astype(jnp.float32), planes.normals, precision=jax.lax.Precision.HIGHEST
     )
@@ -35,10 +43,10 @@ def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
 
 
 def unit_scale(x: Float[Array, "B H T K"], valid: Bool[Array, "B T"]) -> Float[Array, "B H T K"]:
-    """Divides x by the root mean square of its valid numbers, for each head, in float32.
+    """Returns x in float32, divided by the root mean square of the valid numbers of each head.
 
     The planes' offsets are about 1. They would have no effect on long vectors, and would give all
-    short vectors the same code.
+    short vectors the same code. Vectors that are not valid become zeros.
     """
     x = jnp.where(valid[:, None, :, None], x.astype(jnp.float32), 0)
     numbers = jnp.maximum(jnp.sum(valid, axis=1), 1)[:, None] * x.shape[-1]

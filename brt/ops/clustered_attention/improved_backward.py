@@ -1,4 +1,9 @@
-"""Backward kernel of improved clustered attention on TPUs; see `improved_tpu`."""
+"""Backward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
+
+In shapes, T is the number of queries, X the number of keys, C the number of clusters, R the number
+of best keys of a cluster, and K and E the widths of a key and of a value. The mass of a cluster is
+the share of the softmax that belongs to its best keys.
+"""
 
 from typing import Any
 
@@ -32,7 +37,7 @@ def backward_kernel(
     d_best: Any,
     d_best_transposed: Any,
     d_tokens: Any,
-    own: Any,
+    d_queries_exact: Any,
     rows: Any,
     shares: Any,
     sums: Any,
@@ -41,19 +46,22 @@ def backward_kernel(
 ) -> None:
     """Computes the gradients of queries, keys and values.
 
-    All scratch memory is float32.
+    The arguments from `d_best` on are float32 scratch memory.
 
     Args:
+      inputs: the inputs of the step, including the results of the forward pass.
+      d_queries, d_keys, d_values: references to the gradients.
       d_best: [R, K + E, C], gradients of the best keys and values.
       d_best_transposed: [R, C, K + E], the transpose of `d_best`.
       d_tokens: [X + 8, K + E], gradients of all keys and values from the best keys.
-      own: [K, T], gradients of queries from their exact logits.
+      d_queries_exact: [K, T], gradients of queries from their logits for the best keys.
       rows: [2, 8 R, 128], products of queries and best keys.
       shares: [3, max(R, 8), 256], gradients of logits, weights and their sums.
       sums: [K, C], gradient of the centroids.
+      settings: static settings.
     """
     results, (size, _) = inputs.results, inputs.keys.shape
-    d_rest, d_mass = _backward_over_queries(inputs, d_best, own, rows, shares, settings)
+    d_rest, d_mass = _backward_over_queries(inputs, d_best, d_queries_exact, rows, shares, settings)
     numbers = ClusterNumbers(
         *(results.numbers[i : i + 1] for i in range(len(ClusterNumbers._fields)))
     )
@@ -68,7 +76,8 @@ def backward_kernel(
     means, rest_part = results.means[...].astype(dtype), d_rest.astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
-    def weigh(step: Any, _: None) -> None:
+    def write_key_gradients(step: Any, _: None) -> None:
+        """Writes the gradients of 128 keys and values, and adds to those of the centroids."""
         place = pl.ds(step * LANES, LANES)
         best = _unpack_bits(results.bits, step)
         logits = centroid_logits(inputs, means, place)
@@ -81,22 +90,23 @@ def backward_kernel(
         d_values[:, place] = (best_part[size:] + dot_float32(rest_part, weights, NT)).astype(dtype)
         sums[...] += dot_float32(inputs.keys[:, place], d_logits, NN)
 
-    unrolled_loop(inputs.keys.shape[1] // LANES, weigh)
+    unrolled_loop(inputs.keys.shape[1] // LANES, write_key_gradients)
     d_means = sums[...] * numbers.inverse
 
-    def distribute(step: Any, _: None) -> None:
+    def write_query_gradients(step: Any, _: None) -> None:
+        """Writes the gradients of 128 queries."""
         place = pl.ds(step * LANES, LANES)
         labels = inputs.labels[:, place]
-        total = own[:, place] + gather_by_label(d_means, labels)
+        total = d_queries_exact[:, place] + gather_by_label(d_means, labels)
         d_queries[:, place] = jnp.where(labels < settings.used, total, 0).astype(dtype)
 
-    unrolled_loop(d_queries.shape[1] // LANES, distribute)
+    unrolled_loop(d_queries.shape[1] // LANES, write_query_gradients)
 
 
 def _backward_over_queries(
     inputs: ImprovedKernelInputs,
     d_best: Any,
-    own: Any,
+    d_queries_exact: Any,
     rows: Any,
     shares: Any,
     settings: ImprovedKernelSettings,
@@ -113,6 +123,9 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds the gradients of 256 queries to `sums` and computes the weights of the next 256
+        queries.
+        """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
         for j in range(STEP_KEYS // LANES):
@@ -120,7 +133,7 @@ def _backward_over_queries(
                 inputs, inputs.results, jnp.minimum(step, steps - 1) * (STEP_KEYS // LANES) + j
             )
             lanes = slice(j * LANES, (j + 1) * LANES)
-            _backward_of_tile(tile, inputs, own, rows, shares.at[:, :, lanes], settings)
+            _backward_of_tile(tile, inputs, d_queries_exact, rows, shares.at[:, :, lanes], settings)
         members, gradient = membership(inputs, place), inputs.gradient[:, place]
         members = jnp.where(step > 0, members, 0)
         queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
@@ -144,7 +157,7 @@ def _backward_over_queries(
 def _backward_of_tile(
     tile: QueryTile,
     inputs: ImprovedKernelInputs,
-    own: Any,
+    d_queries_exact: Any,
     rows: Any,
     shares: Any,
     settings: ImprovedKernelSettings,
@@ -154,15 +167,17 @@ def _backward_of_tile(
     """
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(settings.top_k):
-        rows[0, eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
-        rows[1, eight_rows(r)] = tile.along(gradient, tile.values(r))
+        rows[0, eight_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
+        rows[1, eight_rows(r)] = tile.partial_dot_products(gradient, tile.values(r))
     weights, read = tile.weights(sum_eights(rows.at[0])), sum_eights(rows.at[1])
     along = jnp.sum(weights * read, axis=0, keepdims=True)
     weights *= tile.numbers.mass
     d_logits = weights * (read - along)
     shares[0, : settings.top_k], shares[1, : settings.top_k] = d_logits, weights
     shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))
-    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(settings.top_k))
+    d_queries_exact[:, tile.place] = sum(
+        d_logits[r : r + 1] * tile.keys(r) for r in range(settings.top_k)
+    )
 
 
 def _scatter_to_keys(
@@ -179,11 +194,13 @@ def _scatter_to_keys(
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def transpose_rank(r: Any, _: None) -> None:
+        """Transposes the gradients of the r-th best keys of all clusters."""
         d_best_transposed[r] = d_best[r].T
 
     unrolled_loop(settings.top_k, transpose_rank)
 
-    def add(cluster: Any, _: None) -> None:
+    def add_cluster(cluster: Any, _: None) -> None:
+        """Adds the gradients of a cluster's best keys to the rows of these keys."""
         sums = []
         for r in range(settings.top_k):
             place = pl.ds(places[r, cluster], 1)
@@ -191,7 +208,7 @@ def _scatter_to_keys(
         for place, row in sums:
             d_tokens[place] = row
 
-    jax.lax.fori_loop(0, settings.used, add, None)
+    jax.lax.fori_loop(0, settings.used, add_cluster, None)
 
 
 def _unpack_bits(bits: Any, step: Any) -> Bool[Array, "128 C"]:

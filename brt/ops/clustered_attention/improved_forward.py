@@ -1,4 +1,8 @@
-"""Forward kernel of improved clustered attention on TPUs; see `improved_tpu`."""
+"""Forward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
+
+In shapes, X is the number of keys, C the number of clusters, R the number of best keys of a
+cluster, and W the number of 32-bit words of a key and its value.
+"""
 
 import functools
 from typing import Any
@@ -43,20 +47,27 @@ def forward_kernel(
     *,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Computes the output and the clusters' results.
+    """Computes the output of all queries and the results that the backward pass needs.
 
     Args:
-      logits: [X, C], float32 scratch memory, as `lists` [256, C] and `rows` [8 R, 128].
+      inputs: the inputs of the step.
+      y: reference to the output [E, T].
+      results: references to the results of each cluster.
+      logits: [X, C], float32 scratch memory.
+      lists: [256, C], float32 scratch memory.
       packed: [W, X], int32 scratch memory for the bits of keys and values.
+      rows: [8 R, 128], float32 scratch memory.
+      settings: static settings.
     """
     counts = _compute_centroids(inputs, results.means)
     means = results.means[...].astype(inputs.keys.dtype)
 
-    def weigh(step: Any, _: None) -> None:
+    def write_logits(step: Any, _: None) -> None:
+        """Writes the centroids' logits for the 256 keys of a step."""
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         logits[place] = centroid_logits(inputs, means, place)
 
-    unrolled_loop(logits.shape[0] // STEP_KEYS, weigh)
+    unrolled_loop(logits.shape[0] // STEP_KEYS, write_logits)
     best, count = _choose_best_keys(logits, lists, counts, results, settings)
     rest = _attend_to_rest(inputs, logits, results.rest)
     numbers = ClusterNumbers(rest, best, 1 / jnp.maximum(counts[:1], 1), count)
@@ -64,17 +75,18 @@ def forward_kernel(
     _gather_best_keys(inputs, packed, results, settings)
     common = (1 - numbers.mass) * results.rest[...]
 
-    def attend(step: Any, _: None) -> None:
+    def attend_tile(step: Any, _: None) -> None:
+        """Writes the output of a tile of 128 queries."""
         tile = QueryTile(inputs, results, step)
         for r in range(settings.top_k):
-            rows[eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
+            rows[eight_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
         weights = tile.weights(sum_eights(rows)) * tile.numbers.mass
         read = gather_by_label(common, tile.labels)
         for r in range(settings.top_k):
             read += weights[r : r + 1] * tile.values(r)
         y[:, tile.place] = jnp.where(tile.labels < settings.used, read, 0).astype(y.dtype)
 
-    jax.lax.fori_loop(0, y.shape[1] // LANES, attend, None)
+    jax.lax.fori_loop(0, y.shape[1] // LANES, attend_tile, None)
 
 
 def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array, "8 C"]:
@@ -83,14 +95,15 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
     ones = jnp.ones((16, STEP_KEYS), dtype)
     means[...] = jnp.zeros_like(means)
 
-    def gather(step: Any, counts: Array) -> Array:
+    def sum_members(step: Any, counts: Array) -> Array:
+        """Adds the 256 queries of a step to their centroids and returns the counts of members."""
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
         means[...] += dot_float32(inputs.queries[:, place], members, NT)
         return counts + dot_float32(ones, members, NT)
 
     steps = inputs.queries.shape[1] // STEP_KEYS
-    counts = unrolled_loop(steps, gather, jnp.zeros((16, CLUSTERS), jnp.float32))[:SUBLANES]
+    counts = unrolled_loop(steps, sum_members, jnp.zeros((16, CLUSTERS), jnp.float32))[:SUBLANES]
     divided = means[...] / jnp.maximum(counts[:1], 1)
     means[...] = divided.astype(dtype).astype(jnp.float32)
     return counts
@@ -108,7 +121,10 @@ def _choose_best_keys(
     values = best_tpu.largest_values(steps, lambda step: best_tpu.step_rows(logits, step), lists)
     least, end = best_tpu.best_threshold(logits, values, counts, settings.top_k)
 
-    def split(step: Any) -> Array:
+    def separate_best(step: Any) -> Array:
+        """Masks the logits of a step's best keys, saves the keys as bits, and returns minus their
+        positions.
+        """
         rows, places = best_tpu.step_rows(logits, step), best_tpu.step_places(step, lanes)
         best = best_tpu.is_best(rows, places, least, end)
         masked = jnp.where(best, MASKED, rows)
@@ -118,7 +134,7 @@ def _choose_best_keys(
         results.bits[pl.ds(step * SUBLANES, SUBLANES)] = bits
         return jnp.where(best, -places, -NO_KEY)
 
-    places = -best_tpu.largest_values(steps, split, lists)[:, 0]
+    places = -best_tpu.largest_values(steps, separate_best, lists)[:, 0]
     results.places[...] = jnp.minimum(places, logits.shape[0]).astype(jnp.int32)
     count = jnp.sum(jnp.where(places < NO_KEY, 1.0, 0.0), axis=0, keepdims=True)
     values = values[: settings.top_k, 0]
@@ -131,20 +147,22 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     """Writes the centroids' attention outputs over other keys; returns the log-sum-exp."""
     steps = logits.shape[0] // STEP_KEYS
 
-    def highest(step: Any, top: Array) -> Array:
+    def update_maximum(step: Any, top: Array) -> Array:
+        """Returns the largest logits so far, including those of a step."""
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
 
-    top = unrolled_loop(steps, highest, jnp.full((SUBLANES, CLUSTERS), FLOOR))
+    top = unrolled_loop(steps, update_maximum, jnp.full((SUBLANES, CLUSTERS), FLOOR))
     top = jnp.max(top, axis=0, keepdims=True)
     rest[...] = jnp.zeros_like(rest)
 
-    def weigh(step: Any, total: Array) -> Array:
+    def add_values(step: Any, total: Array) -> Array:
+        """Adds the weighted values of a step to `rest` and returns the sums of weights."""
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         weights = jnp.exp(logits[place] - top)
         rest[...] += dot_float32(inputs.values[:, place], weights.astype(inputs.values.dtype), NN)
         return total + jnp.sum(weights, axis=0, keepdims=True)
 
-    total = unrolled_loop(steps, weigh, jnp.zeros_like(top)) + jnp.exp(FLOOR - top)
+    total = unrolled_loop(steps, add_values, jnp.zeros_like(top)) + jnp.exp(FLOOR - top)
     rest[...] = rest[...] / total
     return top + jnp.log(total)
 
@@ -161,19 +179,22 @@ def _gather_best_keys(
     size = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
     steps = inputs.keys.shape[1] // LANES
 
-    def pack(step: Any, _: None) -> None:
+    def pack_keys(step: Any, _: None) -> None:
+        """Copies the bits of 128 keys and values to `packed`."""
         at = pl.ds(step * LANES, LANES)
         packed[:size, at] = pltpu.bitcast(inputs.keys[:, at], jnp.int32)
         packed[size:, at] = pltpu.bitcast(inputs.values[:, at], jnp.int32)
 
-    unrolled_loop(steps, pack)
+    unrolled_loop(steps, pack_keys)
 
     def gather_group(group: Any, _: None) -> None:
+        """Gathers the keys and values at `KEYS_AT_ONCE` places of the clusters' lists."""
         shape = packed.shape[0], CLUSTERS
         rows = [group * KEYS_AT_ONCE + j for j in range(KEYS_AT_ONCE)]
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
-        def look_up(step: Any, words: list[Array]) -> list[Array]:
+        def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
+            """Returns `words`, updated where a best key is one of the 128 keys of this step."""
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [
                 jnp.where(place >> _COLUMN == step, gather_lanes(current, place & LANES - 1), old)
@@ -181,7 +202,7 @@ def _gather_best_keys(
             ]
 
         nothing = [jnp.zeros(shape, jnp.int32)] * KEYS_AT_ONCE
-        words = jax.lax.fori_loop(0, steps, look_up, nothing, unroll=2)
+        words = jax.lax.fori_loop(0, steps, take_from_tile, nothing, unroll=2)
         for r, place_words in zip(rows, words, strict=True):
             results.words[r] = place_words
 

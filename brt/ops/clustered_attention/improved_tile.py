@@ -1,4 +1,9 @@
-"""Functions that both passes of improved clustered attention on TPUs share; see `improved_tpu`."""
+"""Functions that both passes of improved clustered attention on TPUs share.
+
+The module `improved_tpu` describes the algorithm. In shapes, T is the number of queries, X the
+number of keys, C the number of clusters, K and E the widths of a key and of a value, and W the
+number of 32-bit words of a key and its value.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +18,9 @@ from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
-KEYS_AT_ONCE = 4  # Number of best keys that are processed at once.
-# One number of each cluster is a register, in which queries look up their own cluster's number.
+KEYS_AT_ONCE = 4  # The number of best keys that are processed at once.
+# The clusters fill the lanes of a register, so a row of a register holds one number of every
+# cluster. Queries look up their own cluster's number there.
 CLUSTERS = LANES
 
 
@@ -25,7 +31,7 @@ class ImprovedKernelSettings(NamedTuple):
       used: the number of clusters.
       top_k: the number of best keys.
       mass_stop_gradient: True gives the total weight of the best keys no gradient.
-      interpret: runs on any device, slowly.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     used: int
@@ -41,10 +47,10 @@ class ClusterResults(NamedTuple):
       means: [K, C], float32, the centroids.
       rest: [E, C], float32, attention outputs of the centroids over all but their best keys.
       numbers: [8, C], float32, the fields of `ClusterNumbers`.
-      bits: [X / 32, C], int32, the best keys: bit j of row i belongs to key 256 (i // 8) + 8 j + i
-        % 8.
+      bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
+        to key 256 (i // 8) + 8 j + i % 8.
       places: [32, C], int32, positions of the best keys; X if there are fewer.
-      words: [32, W, C], int32, the bits of the best keys and, below them, of their values.
+      words: [32, W, C], int32, the bits of each best key, followed by those of its value.
     """
 
     means: Any
@@ -58,11 +64,14 @@ class ClusterResults(NamedTuple):
 class ImprovedKernelInputs(NamedTuple):
     """Inputs of a step of the grid (a head of a lane), or their block specs.
 
+    The fields `gradient` and `results` are None in the forward pass.
+
     Attributes:
-      queries, keys, values: [K, T], [K, X] and [E, X].
-      labels: [1, T], int32, beyond all clusters for padding.
+      queries: [K, T].
+      keys, values: [K, X] and [E, X].
+      labels: [1, T], int32, the cluster of each query; at least `CLUSTERS` for padding.
       unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
-      gradient: [E, T], in the backward pass only, as `results`.
+      gradient: [E, T], the gradient of the output.
       results: results of the forward pass.
     """
 
@@ -97,33 +106,45 @@ class ClusterNumbers(NamedTuple):
 
 
 def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
-    """Returns 1 where a query belongs to a cluster, 0 elsewhere."""
+    """Returns the matrix of clusters and queries: 1 where a query belongs to a cluster, 0
+    elsewhere.
+
+    The dtype is that of the queries. `place` is the slice of the N queries.
+    """
     return shared_tpu.membership(inputs.labels, place, CLUSTERS).astype(inputs.queries.dtype)
 
 
 def centroid_logits(
     inputs: ImprovedKernelInputs, means: Float[Array, "K C"], place: Any
 ) -> Float[Array, "X C"]:
-    """Returns the logits of some keys for all centroids."""
+    """Returns the logits of the keys in the slice `place` for all centroids, float32."""
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
     return dot_float32(inputs.keys[:, place], means, TN) + unseen.T
 
 
 def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
-    """Gathers lanes of each row of a table."""
+    """Returns the numbers in the given lanes of each row of a table [W, 128]."""
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
 def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
-    """Returns the column of a table [W, C] for each query's cluster; columns of padding are
-    arbitrary.
+    """Returns, for each query, the column of a table [W, C] that belongs to the query's cluster.
+
+    The columns of padding are arbitrary.
     """
     return gather_lanes(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
 
 
 class QueryTile:
-    """A tile of 128 queries, with lookups of their clusters' numbers."""
+    """A tile of 128 queries, which looks up the numbers and the best keys of their clusters.
+
+    Attributes:
+      place: the slice of the queries.
+      labels: [1, 128], the cluster of each query.
+      queries: [K, 128], float32.
+      numbers: the numbers of each query's cluster.
+    """
 
     def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:
         self.place = pl.ds(step * LANES, LANES)
@@ -137,23 +158,27 @@ class QueryTile:
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
 
     def keys(self, r: int) -> Float[Array, "K 128"]:
-        """Returns the r-th best key of every query's cluster."""
+        """Returns the r-th best key of every query's cluster, float32."""
         return self._unpacked(self._words[r, : self._keys])
 
     def values(self, r: int) -> Float[Array, "E 128"]:
-        """Returns the value of the r-th best key of every query's cluster."""
+        """Returns the value of the r-th best key of every query's cluster, float32."""
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
         return pltpu.bitcast(gather_by_label(words, self.labels), self._dtype).astype(jnp.float32)
 
     @staticmethod
-    def along(a: Float[Array, "K 128"], b: Float[Array, "K 128"]) -> Float[Array, "8 128"]:
-        """Returns products of vectors, summed to eight sublanes; `sum_eights` completes the sum."""
+    def partial_dot_products(
+        a: Float[Array, "K 128"], b: Float[Array, "K 128"]
+    ) -> Float[Array, "8 128"]:
+        """Returns eight partial sums of the product of each pair of columns; `sum_eights` adds them
+        up.
+        """
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
     def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
-        """Returns the softmax of the logits of the best keys."""
+        """Returns the softmax of each query's logits for the best keys of its cluster."""
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
         seen = jnp.where(place < self.numbers.chosen, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
@@ -167,6 +192,6 @@ def eight_rows(r: int) -> slice:
 
 
 def sum_eights(rows: Any) -> Float[Array, "R 128"]:
-    """Returns the sums of each eight consecutive rows."""
+    """Returns the sums of each eight consecutive rows of `rows` [8 R, 128]."""
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))

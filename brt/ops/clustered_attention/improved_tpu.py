@@ -1,12 +1,12 @@
 """Improved clustered attention on TPUs, without sorting, gathering or scattering in main memory.
 
 The grid is (head, lane); a lane is a row of the batch. Up to 128 clusters fill the lanes of vector
-registers, so a register holds one number of each cluster. Queries are processed 128 at a time; they
-gather within a register what their own cluster has: each of its best keys in turn, and the output
-of its centroid. No query moves. The centroids' logits [X, C] stay in VMEM. The choice of best keys
-(see `best_tpu`) is saved as one bit per key and cluster, by which the backward pass separates best
-keys from others, and as a list of positions, by which it adds the gradients of best keys to the
-keys row by row.
+registers, so a row of a register holds one number of each cluster. Queries are processed 128 at a
+time. Each query gathers, within a register, the best keys of its own cluster, one after the other,
+and the output of the cluster's centroid. No query moves. The centroids' logits [X, C] stay in VMEM.
+The choice of best keys (see `best_tpu`) is saved in two forms. One bit per key and cluster lets the
+backward pass separate best keys from others. From a list of positions, it adds the gradients of
+best keys to the keys row by row.
 """
 
 import functools
@@ -43,7 +43,7 @@ from brt.ops.tpu import LANES, head_block_spec, vmem_refusal
 
 
 def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns why the kernels do not support dropout, a bias or these settings, or None
+    """Returns the reason why the kernels do not support dropout, a bias or these settings, or None
     if they do.
     """
     if reason := shared_tpu.feature_refusal(dropout=dropout, bias=bias):
@@ -69,13 +69,13 @@ def refusal(
     dropout: Any,
     bias: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     if reason := feature_refusal(config, dropout=dropout, bias=bias) or head_refusal(
         queries, values
     ):
         return reason
-    (tokens, size), (of_keys, width) = queries.shape[2:], values.shape[2:]
-    taken = _backward_vmem_bytes(tokens, size, of_keys, width, queries.dtype.itemsize)
+    (tokens, size), (key_count, width) = queries.shape[2:], values.shape[2:]
+    taken = _backward_vmem_bytes(tokens, size, key_count, width, queries.dtype.itemsize)
     return vmem_refusal(taken)
 
 
@@ -87,7 +87,7 @@ def _backward_vmem_bytes(tokens: int, size: int, keys: int, width: int, itemsize
     lanes = -(-both // LANES) * LANES
     blocks = tokens * (2 * size + width) + 2 * keys * both + LIST_LENGTH * CLUSTERS * both
     memory = LIST_LENGTH * CLUSTERS * (both + lanes) + keys * lanes + tokens * size
-    # Rows are padded to complete registers.
+    # Arrays with one row per token or key are padded to complete registers.
     numbers = 2 * SUBLANES * (tokens + keys) + 2 * keys // LIST_LENGTH * CLUSTERS
     return 2 * blocks * itemsize + 4 * (memory + numbers) + 2**21
 
@@ -104,7 +104,11 @@ def improved_clustered(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B H T E"]:
-    """Computes `xla.improved_clustered`; `interpret` runs on any device, with heads of any size."""
+    """Returns the output of improved clustered attention for all queries, in the dtype of `values`.
+
+    The arguments are those of `xla.improved_clustered`, without dropout and bias. With `interpret`,
+    the kernels run on any device and with heads of any size.
+    """
     settings = ImprovedKernelSettings(
         min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret
     )
@@ -124,7 +128,7 @@ def _local(
     settings: ImprovedKernelSettings,
 ) -> Float[Array, "B H T E"]:
     def tokens_last(x: Array) -> Array:
-        """Moves tokens to the last axis and pads heads to complete registers."""
+        """Returns x [B, H, T, K] as [B, H, K, T], with K and T padded to complete registers."""
         spare = ((0, 0),) * 3 + ((0, -x.shape[3] % SUBLANES),)
         return pad_tokens(jnp.pad(x, spare).swapaxes(2, 3), STEP_KEYS)
 

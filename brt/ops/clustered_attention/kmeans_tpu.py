@@ -7,6 +7,9 @@ belongs to the nearest centroid and, among equally near ones, to the first; its 
 index. The comparison with the smallest result gives a matrix of zeros and ones, whose product with
 the codes sums the members. A row of ones below the codes counts the members. Padding is zero and
 adds nothing.
+
+In shapes, P is the number of bits of a code and C the number of clusters. P' and C' are these
+numbers after padding, including the row of ones.
 """
 
 import functools
@@ -31,8 +34,10 @@ from brt.ops.tpu import (
 )
 
 _MAX_CLUSTERS = 1024
-_UNUSED = 2.0**22  # Greater than any distance.
-_TILE = 32 * 8 * LANES  # Number of distances of a tile, half of the vector registers.
+# This is greater than any distance. It is added for centroids that no code may choose.
+_UNUSED = 2.0**22
+# A tile has this many distances, which fill half of the vector registers.
+_TILE = 32 * 8 * LANES
 
 
 def refusal(
@@ -42,13 +47,13 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernel does not support these inputs, or None if it does."""
     tokens, bits = codes.shape[2:]
     if centroids.shape[2] > _MAX_CLUSTERS:
         return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
-    # Two buffers for each block, and the sums.
+    # There are two buffers for each block, and scratch memory for the sums.
     taken = 4 * LANES * (tokens + 5 * centroids.shape[2])
     return vmem_refusal(taken, "codes")
 
@@ -62,7 +67,11 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Computes `clustering.kmeans`; `interpret` runs on any device."""
+    """Returns the cluster of each code, int32, or C for padding; and the centroids of the last
+    assignment.
+
+    The arguments are those of `clustering.kmeans`. With `interpret`, the kernel runs on any device.
+    """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
@@ -85,7 +94,7 @@ class KMeansKernelInputs(NamedTuple):
     """Inputs of a step of the grid, for a head of a lane.
 
     Attributes:
-      codes: [P', T], bfloat16; row P is ones, and zero for padding.
+      codes: [P', T], bfloat16, +1 and -1; row P is ones. Columns of padding are zero.
       centroids: [C', P'], +1 and -1.
       numbers: [C', 1], the index of each cluster, plus `_UNUSED` if the cluster is not active.
     """
@@ -148,26 +157,29 @@ def _local(
 def _kernel(
     inputs: KMeansKernelInputs, labels: Any, centroids: Any, sums: Any, *, bits: int, tile: int
 ) -> None:
-    """Runs one iteration; `sums` [C', P'] of the last iteration determine this one's centroids."""
+    """Runs one iteration, whose centroids follow from `sums` [C', P'] of the iteration before."""
     step = pl.program_id(2)
     clusters = centroids.shape[0]
 
     @pl.when(step == 0)
-    def _() -> None:
+    def _initialize() -> None:
         centroids[...] = inputs.centroids[...]
 
     @pl.when(step > 0)
-    def _() -> None:
+    def _update() -> None:
         majority = jnp.where(sums[...] > 0, 1.0, -1.0)
-        kept = (sums[:, bits : bits + 1] > 0) & (
+        has_members = (sums[:, bits : bits + 1] > 0) & (
             jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) < bits
         )
-        centroids[...] = jnp.where(kept, majority, centroids[...])
+        centroids[...] = jnp.where(has_members, majority, centroids[...])
 
     scaled = (centroids[...] * -float(clusters)).astype(jnp.bfloat16)
     sums[...] = jnp.zeros_like(sums)
 
     def assign_tile(i: Any, _: None) -> None:
+        """Writes the labels of the i-th tile of codes and adds the codes to the sums of their
+        clusters.
+        """
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]
         ranked = dot_float32(scaled, codes, NN) + inputs.numbers[...]

@@ -4,8 +4,11 @@ The queries of a head are sorted by cluster and laid out in tiles of M slots. Ea
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
 cluster share is therefore read once per tile, and products with it are dense.
 
-The functions come in pairs of which each is the transpose of the other, and so its backward pass.
-No backward pass of a permutation needs a scatter of T rows.
+The functions come in pairs of which each is the transpose of the other, and therefore its backward
+pass. No backward pass of a permutation needs a scatter of T rows.
+
+In shapes, C is the number of clusters, and N the number of tiles of M slots. The label of a query
+is the index of its cluster; padding has the label C.
 """
 
 from functools import partial
@@ -20,7 +23,7 @@ class QueryTiles(NamedTuple):
     """The positions of queries in tiles.
 
     Attributes:
-      queries: int32, the query in each slot; T for an empty slot.
+      queries: int32, the index of the query in each slot; T for an empty slot.
       slots: int32, the slot of each query; N * M for padding.
       clusters: int32, the cluster of each tile; any cluster for an empty tile.
     """
@@ -31,27 +34,31 @@ class QueryTiles(NamedTuple):
 
 
 def tile_size(tokens: int, clusters: int) -> int:
-    """Returns a power of 2 below the mean size of a cluster, between 8 and 128.
+    """Returns the number of slots of a tile: a power of 2 below the mean size of a cluster, from 8
+    to 128.
 
-    At most half of all slots are empty then.
+    With this size, at most half of all slots are empty.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Returns tiles for any labels; their number suffices for the most uneven clusters."""
+    """Returns the positions of queries in tiles of `size` slots, for `clusters` clusters.
+
+    The number of tiles depends only on shapes; it suffices for the most uneven clusters.
+    """
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)
     members = member_counts(labels, clusters)
     tiles, end_rank = -(-members // size), jnp.cumsum(members, axis=-1)
     end = jnp.cumsum(tiles, axis=-1)
-    # The difference between the slot and the rank of a query.
+    # The slot of a query is its rank, in the order sorted by cluster, plus this number.
     shift = (end - tiles) * size - (end_rank - members)
 
     order = _sort_by_label(labels)
-    own = jnp.minimum(labels, clusters - 1)
-    slots = _inverse_permutation(order) + jnp.take_along_axis(shift, own, axis=-1)
+    cluster = jnp.minimum(labels, clusters - 1)
+    slots = _inverse_permutation(order) + jnp.take_along_axis(shift, cluster, axis=-1)
     slots = jnp.where(labels < clusters, slots, count * size)
 
     places = jnp.arange(count, dtype=jnp.int32)[None, None, :, None]
@@ -73,7 +80,8 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     takes four times as long to sort pairs.
     """
     tokens = labels.shape[-1]
-    if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:  # Labels are at most T.
+    # The largest number is T * T + T - 1, because labels are at most T.
+    if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:
         return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.uint32)[None, None]
     ranked = jnp.sort(labels.astype(jnp.uint32) * tokens + places, axis=-1)
@@ -83,36 +91,38 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
 def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     places = jnp.arange(order.shape[-1], dtype=order.dtype)
 
-    def per_head(order: Int[Array, " T"]) -> Int[Array, " T"]:
+    def invert_order(order: Int[Array, " T"]) -> Int[Array, " T"]:
+        """Returns the inverse of the permutation of one head."""
         return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
 
-    return jax.vmap(jax.vmap(per_head))(order)
+    return jax.vmap(jax.vmap(invert_order))(order)
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
-    """Copies each query to its slot; empty slots are zero."""
+    """Returns a copy of the queries in which each query is in its slot; empty slots are zero."""
     return _permute_rows(x, tiles.queries, tiles.slots).reshape(
         *tiles.clusters.shape, -1, x.shape[-1]
     )
 
 
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
-    """Copies the content of each query's slot back to the query; padding gets zeros."""
+    """Returns the content of each query's slot; padding gets zeros."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
 
 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
-    """Returns the row of x that belongs to the cluster of each tile."""
+    """Returns, for each tile, the row of x that belongs to the tile's cluster."""
 
-    def per_head(x: Array, clusters: Array) -> Array:
+    def gather_rows(x: Array, clusters: Array) -> Array:
+        """Returns the rows of one head's x at `clusters`."""
         return x.at[clusters].get(mode="promise_in_bounds", indices_are_sorted=True)
 
-    return jax.vmap(jax.vmap(per_head))(x, tiles.clusters)
+    return jax.vmap(jax.vmap(gather_rows))(x, tiles.clusters)
 
 
 def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H C"]:
-    """Returns the number of queries in each cluster as int32."""
+    """Returns the number of queries in each cluster, int32."""
     return _segment_sums(jnp.ones_like(labels), labels, clusters)
 
 
@@ -120,7 +130,10 @@ def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H
 def cluster_sums(
     x: Float[Array, "B H T K"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C K"]:
-    """Returns the sums over the queries of each cluster; sums are at least float32."""
+    """Returns the sum of x over the queries of each cluster, in the dtype of x.
+
+    The sums are computed in float32 or better. Padding is left out.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _segment_sums(wide, labels, clusters).astype(x.dtype)
 
@@ -128,7 +141,9 @@ def cluster_sums(
 def gather_by_label(
     x: Float[Array, "B H C K"], labels: Int[Array, "B H T"]
 ) -> Float[Array, "B H T K"]:
-    """Returns the row of x that belongs to the cluster of each query; padding gets zeros."""
+    """Returns, for each query, the row of x that belongs to the query's cluster; padding gets
+    zeros.
+    """
     return _gather_by_label(x, labels, x.shape[2])
 
 
@@ -152,19 +167,21 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     `count` rows.
     """
 
-    def per_head(x: Array, indices: Array) -> Array:
+    def sum_rows(x: Array, indices: Array) -> Array:
+        """Returns the sums of one head."""
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 
-    return jax.vmap(jax.vmap(per_head))(x, indices)
+    return jax.vmap(jax.vmap(sum_rows))(x, indices)
 
 
 def _gather_rows(x: Array, indices: Array) -> Array:
     """Returns the rows of x of each head; indices beyond the end give zeros."""
 
-    def per_head(x: Array, indices: Array) -> Array:
+    def gather_rows(x: Array, indices: Array) -> Array:
+        """Returns the rows of one head's x at `indices`."""
         return x.at[indices].get(mode="fill", fill_value=0)
 
-    return jax.vmap(jax.vmap(per_head))(x, indices)
+    return jax.vmap(jax.vmap(gather_rows))(x, indices)
 
 
 @jax.custom_vjp

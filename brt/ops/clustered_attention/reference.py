@@ -22,7 +22,10 @@ def clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """Computes `xla.clustered`."""
+    """Returns, for each query, the attention output of its cluster's centroid.
+
+    The arguments are those of `xla.clustered`; dropout is not supported.
+    """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     pairs = _pair_bias(bias, queries, keys)
@@ -41,7 +44,11 @@ def improved_clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """Computes `xla.improved_clustered`."""
+    """Returns the output of improved clustered attention, which computes exact logits for best
+    keys.
+
+    The arguments are those of `xla.improved_clustered`; dropout is not supported.
+    """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     mask = valid[:, None, None]
@@ -64,7 +71,11 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
-    """Computes `hashing.hash_codes` bit by bit."""
+    """Returns the codes of x, one bit after the other: +1 where x is strictly beyond a plane, else
+    -1.
+
+    The arguments are x and the two fields of `hashing.Planes`.
+    """
     bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
     return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
 
@@ -77,7 +88,11 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Computes `clustering.kmeans`, with a separate count for each bit."""
+    """Returns the cluster of each code and the centroids of the last assignment, by Lloyd's
+    algorithm.
+
+    Each bit has a separate count. The arguments are those of `clustering.kmeans`.
+    """
     per_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
 

@@ -1,9 +1,12 @@
 """A relative position bias, such as T5's, for clustered attention.
 
-The logits of a cluster are the means of its members' logits, including their biases. The product of
-a centroid and a key is therefore added to the mean of its members' biases. Distances that differ
-less than the members of a cluster lie apart are not distinguished. The best keys of improved
+The logits of a cluster are the means of its members' logits, including their biases: the product of
+the centroid and a key, plus the mean of the members' biases for this key. The mean blurs the
+distances, because the members of a cluster are at different positions. The best keys of improved
 clustered attention get the exact bias of every query.
+
+In shapes, C is the number of clusters, R the number of best keys of a cluster, and N the number of
+tiles of M queries.
 """
 
 import jax
@@ -16,15 +19,17 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the mean bias between a cluster's queries and each key, computed by a Fourier
-    transform.
+    """Returns the bias between each cluster and each key, which is the mean over the cluster's
+    queries.
+
+    A Fourier transform computes all means at once.
 
     Args:
       row: the bias of each distance (key minus query) from 1 - T to X - 1; O = T + X - 1.
       labels: the cluster of each query.
       clusters: the number of clusters.
     """
-    # The part of the circular convolution that wraps around is cut off.
+    # The slice below leaves out the part of the circular convolution that wraps around.
     tokens, size = labels.shape[-1], row.shape[-1] + 1
     members = jax.nn.one_hot(labels, clusters, dtype=row.dtype, axis=-2)
     spectrum = jnp.fft.rfft(members, size) * jnp.fft.rfft(row, size)[None, :, None]
@@ -38,7 +43,14 @@ def pair_bias(
     keys: Int[Array, "B H N R"],
     tokens: int,
 ) -> Float[Array, "B H N M R"]:
-    """Returns the bias of every query and each of its tile's keys, given by their positions."""
+    """Returns the bias between every query of a tile and each of the tile's keys.
+
+    Args:
+      row: the bias of each distance (key minus query) from 1 - T up.
+      queries: the positions of each tile's queries.
+      keys: the positions of each tile's keys.
+      tokens: T, the number of queries.
+    """
     places = keys[..., None, :] - queries[..., None] + tokens - 1
     per_head = jax.vmap(lambda row, places: row.at[places].get(mode="clip"), in_axes=(0, 1))
     return jnp.moveaxis(per_head(row, places), 0, 1)

@@ -17,14 +17,18 @@ _WIDTHS = (64, 128)
 
 
 def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns why the kernels do not support dropout or a bias, or None for neither."""
+    """Returns the reason why the kernels do not support dropout or a bias, or None if both are
+    None.
+    """
     if bias is not None:
         return "has no bias of distances"
     return dispatch.dropout_refusal(dropout=dropout)
 
 
 def head_refusal(queries: Float[Array, "B H T K"], values: Float[Array, "B H X E"]) -> str | None:
-    """Returns why the kernels do not support these head sizes and dtype, or None if they do."""
+    """Returns the reason why the kernels do not support these head sizes or this dtype, or None if
+    they do.
+    """
     if queries.shape[3] not in _WIDTHS or values.shape[3] not in _WIDTHS:
         return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"
     if queries.dtype not in (jnp.float32, jnp.bfloat16):
@@ -40,7 +44,11 @@ def shard_by_head(
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
 ) -> Float[Array, "B H T E"]:
-    """Calls `local` with all five arrays, on each device for its own lanes and heads."""
+    """Returns the result of `local`, which each device computes for its own rows of the batch and
+    heads.
+
+    The arguments of `local` are the five arrays, in this order.
+    """
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
         lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
@@ -63,7 +71,7 @@ def shard_by_head(
 def pad_tokens(
     x: Shaped[Array, "... T"], tile: int, nothing: float | int = 0
 ) -> Shaped[Array, "... N"]:
-    """Pads the tokens, the last axis, to a multiple of a tile."""
+    """Returns x with its last axis, the tokens, padded by `nothing` to a multiple of a tile."""
     spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % tile),)
     return jnp.pad(x, spare, constant_values=nothing)
 
@@ -71,17 +79,27 @@ def pad_tokens(
 def padded_labels(
     labels: Int[Array, "B H T"], used: int, tile: int, beyond: int
 ) -> Int[Array, "B H 1 N"]:
-    """Returns the labels of `used` clusters, and `beyond` for padding."""
+    """Returns the cluster of each query, padded to a multiple of a tile; padding has the label
+    `beyond`.
+
+    Labels from `used` on, the number of clusters, stand for padding as well.
+    """
     return pad_tokens(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
 
 
 def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
-    """Returns a term of the logits: 0 for valid keys and MASKED for others."""
+    """Returns a term that is added to the logits: 0 for valid keys and MASKED for padding, float32.
+
+    The keys are padded to a multiple of a tile.
+    """
     return pad_tokens(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
 
 
 def block_specs(arguments: Any) -> Any:
-    """Returns the block specs of a step's inputs; only `unseen` has no heads."""
+    """Returns the block specs of the inputs of a step, which is one head of a lane.
+
+    Only the field `unseen` has no axis of heads.
+    """
     specs = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
     lane_spec = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
     return specs._replace(unseen=lane_spec)
@@ -90,9 +108,17 @@ def block_specs(arguments: Any) -> Any:
 def call_options(
     name: str, x: Float[Array, "B H K T"], size: int, interpret: Any, **cost: int
 ) -> dict[str, Any]:
-    """Returns options of a kernel's call.
+    """Returns keyword arguments of `pl.pallas_call`: the kernel's name, cost estimate and options.
 
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+
+    Args:
+      name: the first part of the kernel's name.
+      x: an input, from which the number of steps follows.
+      size: a number that the name contains after the number of tokens, such as the number of
+        clusters.
+      interpret: as for `pl.pallas_call`.
+      **cost: the fields of `pl.CostEstimate`.
     """
     batch, heads, _, tokens = x.shape
     return {
@@ -104,7 +130,14 @@ def call_options(
 
 
 def membership(labels: Any, place: Any, clusters: int) -> Float[Array, "C N"]:
-    """Returns 1 where a query belongs to a cluster, 0 elsewhere."""
-    own = labels[:, place]
-    cluster = jax.lax.broadcasted_iota(jnp.int32, (clusters, own.shape[1]), 0)
-    return jnp.where(cluster == own, 1.0, 0.0)
+    """Returns the matrix of clusters and queries: 1 where a query belongs to a cluster, 0
+    elsewhere.
+
+    Args:
+      labels: [1, T], the cluster of each query.
+      place: the slice of the N queries.
+      clusters: C.
+    """
+    labels = labels[:, place]
+    cluster = jax.lax.broadcasted_iota(jnp.int32, (clusters, labels.shape[1]), 0)
+    return jnp.where(cluster == labels, 1.0, 0.0)

@@ -1,4 +1,7 @@
-"""Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head."""
+"""Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head.
+
+In shapes, C is the number of clusters and R the number of best keys of a cluster.
+"""
 
 from typing import NamedTuple
 
@@ -30,9 +33,9 @@ class BestKeys(NamedTuple):
     """The keys with the largest logits of each centroid.
 
     Attributes:
-      indices: int32 [B, H, C, R].
-      there: bool [B, H, C, R], False if there are fewer keys.
-      mask: bool [B, H, C, X], True for the same keys; the value for invalid keys has no meaning.
+      indices: int32 [B, H, C, R], the positions of the best keys.
+      there: bool [B, H, C, R], False for slots without a key, if there are fewer than R keys.
+      mask: bool [B, H, C, X], True for the best keys; the value for invalid keys has no meaning.
     """
 
     indices: Int[Array, "B H C R"]
@@ -50,7 +53,18 @@ def clustered(
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
-    """Returns the attention output of each query's centroid (equations 4 to 6)."""
+    """Returns, for each query, the attention output of its cluster's centroid (equations 4 to 6).
+
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: keys and values.
+      valid: False for padding, which no query sees.
+      labels: int32, the cluster of each query; the number of clusters for padding, which gets
+        zeros.
+      config: the settings of clustered attention.
+      dropout: dropout of the weights of clusters [B, H, C, X].
+      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
+    """
     logits = matmul_nt(_centroids(queries, labels, config), keys)
     if bias is not None:
         logits += mean_bias(bias, labels, _cluster_count(labels, config))
@@ -70,9 +84,12 @@ def improved_clustered(
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
-    """Attends with exact logits to a cluster's best keys, and with the centroid's logits to others.
+    """Returns the attention output of all queries, with exact logits for the best keys of their
+    clusters.
 
-    This is section 3.3 of the paper.
+    All other keys have the logits of the centroid (section 3.3 of the paper). The arguments are
+    those of `clustered`. The first part of the dropout applies to each query's weights of the best
+    keys, the second to the weights of clusters.
     """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)
@@ -129,7 +146,8 @@ def _find_best_keys(
     ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # The first of equal keys are best, so the last of the best keys has the highest index.
+    # Among equal logits, the first keys are best. The last of the best keys therefore has the
+    # highest index.
     best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
     return BestKeys(indices, values > -jnp.inf, best)
 

@@ -1,10 +1,14 @@
-"""Cross-attention of the kind that `CrossAttention.kind` names.
+"""Cross-attention of a decoder to its source, in the kind that the setting `CrossAttention.kind`
+names.
 
-full          softmax over the complete source, as a single window of all keys
-segmented     softmax over one segment of the source
-srformer      as segmented, plus a recurrence over the other segments
-xl_memory     softmax over one segment and a memory of the segment before it
-local_global  softmax over one segment and the means of all segments
+  full: softmax over the complete source, as a single window of all keys.
+  segmented: softmax over one segment of the source.
+  srformer: as segmented, plus a recurrence over the other segments.
+  xl_memory: softmax over one segment and a memory of the previous segment.
+  local_global: softmax over one segment and the means of all segments.
+
+In shapes, T is the number of target positions, X the number of source positions, and N the number
+of beams.
 """
 
 from functools import partial
@@ -58,12 +62,14 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Attends from target positions t0 to t0 + T of every source, as training does.
+    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+
+    Training uses this function. Decoding uses `prefill` and `step`.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output; invalid ones are never read (with `mask_kv
-        = False` only the softmax excludes them, as the original code's T5 does).
+      keys, values: projections of the encoder's output. Padding is never read; only with `mask_kv =
+        False`, as in the original code's T5, does it count outside of the softmax.
       valid: False for padding; a source without valid positions gives zeros.
       parameters: learned parameters of the kind.
       config: settings of cross-attention.
@@ -75,8 +81,8 @@ def attend(
         inputs.
 
     Returns:
-      The outputs in the dtype of the keys, with softmax and recurrence in float32, and numbers to
-        log.
+      The outputs in the dtype of the keys, with softmax and recurrence in float32; and numbers to
+        log about the neurons of `srformer`.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -94,17 +100,19 @@ def prefill(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> CrossCache:
-    """Returns the cache that `step` reads, computed once for each source and any number
-    of beams.
+    """Returns the cache that `step` reads; one cache serves all beams of a source.
+
+    The arguments are those of `attend`.
     """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
 
 
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
-    """Returns the cache for steps at t and later; see `segmented_recurrent_attention.advance`.
+    """Returns the cache for steps at target position t and later.
 
-    Only `srformer` with `cache = "carry"` changes its cache; `t` must not decrease.
+    Only the kind `srformer` with `cache = "carry"` changes its cache, which holds the state of the
+    recurrence at a position. `t` must not decrease from call to call.
     """
     return segmented.advance(cache, t, config)
 
@@ -115,9 +123,15 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Attends from target positions t to t + T of the N beams of every source, with `attend`'s
-    result.
+    """Returns the attention output of target positions t to t + T for the N beams of every source.
 
-    The cache is independent of beams, so a reordering of beams does not change it.
+    The result is that of `attend`. The cache is independent of beams, so a reordering of beams does
+    not change it.
+
+    Args:
+      queries: queries of each beam, already multiplied by any scale.
+      cache: the cache for position t, from `prefill` or `advance`.
+      t: the first target position.
+      config: settings of cross-attention.
     """
     return segmented.step(queries, cache, t, config)

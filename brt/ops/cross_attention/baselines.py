@@ -1,8 +1,10 @@
 """Baselines of the paper: segments that also read a memory, or the means of all segments.
 
-xl_memory     the segment before (as in Transformer-XL), either as an RNN over the source leaves it
-(the original code), or unchanged and without a gradient
-local_global  the mean of every segment's keys and values (the original code's LongT5)
+`xl_memory` reads the previous segment, as Transformer-XL does. The segment is either passed through
+an RNN that runs over the source (the original code), or unchanged and without a gradient.
+`local_global` reads the mean of every segment's keys and values (the original code's LongT5).
+
+In shapes, M is the number of segments, S the number of positions of a segment, and A = H * K.
 """
 
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
 class RnnWeights(NamedTuple):
-    """Weights of h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias); A = H * K."""
+    """Weights of the recurrence h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias); A = H * K."""
 
     input_kernel: Float[Array, "A A"]
     kernel: Float[Array, "A A"]
@@ -25,30 +27,35 @@ class RnnWeights(NamedTuple):
 
 
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    """Returns h at every position; h begins as zeros."""
+    """Returns the RNN's state at every position; the state before the first position is zero."""
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
     taps = deferred.tap((weights.kernel,), (length, batch), x.dtype)
 
-    def body(
+    def recurrence(
         h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]
     ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
+        """Returns the next state, as the carry and as the result of a position."""
         h = jnp.tanh(xs[0] + deferred.dot(h, weights.kernel, xs[1]))
         return h, h
 
-    _, states = jax.lax.scan(body, jnp.zeros_like(inputs[:, 0]), (inputs.swapaxes(0, 1), taps))
+    _, states = jax.lax.scan(
+        recurrence, jnp.zeros_like(inputs[:, 0]), (inputs.swapaxes(0, 1), taps)
+    )
     return states.swapaxes(0, 1).reshape(x.shape)
 
 
 def with_previous(
     own: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Returns each segment after the memory of the segment before it; Y = 2S.
+    """Returns each segment after the memory of the previous segment; Y = 2S.
 
-    The first segment comes after its own memory, as in the original code. Without a memory the
-    segment before is used unchanged, and zeros before the first segment, which `previous_mask`
-    masks.
+    Args:
+      own: the keys or values of each segment.
+      memory: the memory of each segment. The first segment comes after its own memory, as in the
+        original code. None stands for the segments themselves, without a gradient; zeros then come
+        before the first segment, and `previous_mask` masks them.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(own)
@@ -59,8 +66,11 @@ def with_previous(
 
 
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
-    """Returns the mask of `with_previous`; `first` is True if the first segment may read its
-    memory.
+    """Returns the mask of the keys that `with_previous` returns.
+
+    Args:
+      mask: True for positions of each segment that are not padding.
+      first: True if the first segment may read the memory that comes before it.
     """
     front = mask[:1] & first
     return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
@@ -71,10 +81,15 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the mean of every segment over its counted positions, if there are any."""
-    numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)  # [M, B]
+    """Returns the mean key and the mean value of every segment, over the positions where `counted`
+    is True.
+
+    Segments without such positions are masked in the result.
+    """
+    numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 
     def mean(x: Float[Array, "M B H S K"]) -> Float[Array, "B H M K"]:
+        """Returns the means of x over the counted positions."""
         sums = jnp.einsum("mbs,mbhsk->mbhk", counted.astype(x.dtype), x)
         return jnp.moveaxis(sums / numbers[:, :, None, None].astype(x.dtype), 0, 2)
 

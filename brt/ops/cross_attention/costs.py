@@ -1,7 +1,8 @@
 """Costs of cross-attention for one head: multiplications, and numbers that are stored.
 
-They are counted as in the paper (Table 1, Figure 5), and as the matrix products really are. The
-paper omits the product of softmax weights and values, W, and Q R.
+The functions `paper_...` count as the paper does (Table 1, Figure 5). The others count all matrix
+products. The paper omits the product of softmax weights and values, the product with the weights W
+of the recurrence, and the product of queries and states Q R.
 """
 
 from typing import Literal
@@ -13,7 +14,11 @@ Kind = Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
 def paper_multiplications(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns qkd, qsd, or qsd + kd^2 for q target positions and k source positions."""
+    """Returns the paper's count of multiplications for q target and k source positions.
+
+    With heads of d numbers and segments of s positions, the count is qkd for full attention, qsd
+    for segmented attention, and qsd + kd^2 for `srformer`.
+    """
     q, k, d, s = targets, sources, head_dim, segment_size
     return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
 
@@ -21,7 +26,11 @@ def paper_multiplications(
 def paper_memory(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the numbers stored: qk + kd, qs + kd, or qs + kd + md^2."""
+    """Returns the paper's count of stored numbers for q target and k source positions.
+
+    With heads of d numbers and m segments of s positions, the count is qk + kd for full attention,
+    qs + kd for segmented attention, and qs + kd + md^2 for `srformer`.
+    """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)
     return {
@@ -45,11 +54,12 @@ def multiplications(
 
     Args:
       kind: the kind of cross-attention.
-      targets: target positions.
-      sources: source positions.
+      targets: the number of target positions.
+      sources: the number of source positions.
       head_dim: the size of a head.
-      segment_size: source positions of a segment.
-      w_on: what W is applied to: the values (kd^2, as in brt), or every P (md^3, as in the paper).
+      segment_size: the number of source positions of a segment.
+      w_on: the arrays that the weights W of the recurrence are multiplied with: the values (kd^2,
+        as in brt), or the products of keys and values of every segment (md^3, as in the paper).
       heads: for `xl_memory`, the heads that its RNN mixes; 0 for a memory without an RNN.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
@@ -58,13 +68,13 @@ def multiplications(
         w = k * d**2 if w_on == "values" else segments * d**3
         return 2 * q * s * d + k * d**2 + w + q * d**2
     window = {"full": k, "segmented": s, "xl_memory": 2 * s, "local_global": s + segments}[kind]
-    # There are two RNNs with two products each.
+    # The keys and the values each have an RNN, with two products per position.
     recurrent = 4 * heads * k * d**2 if kind == "xl_memory" else 0
     return 2 * q * window * d + recurrent
 
 
 def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
-    """Returns the multiplications of one target position with a cache (a table of states)."""
+    """Returns the multiplications of one target position that reads a cache of all states."""
     if kind == "srformer":
         return 2 * segment_size * head_dim + head_dim**2
     return multiplications(

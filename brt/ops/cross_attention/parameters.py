@@ -14,10 +14,10 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class CrossParameters(NamedTuple):
-    """Parameters of a layer; None for those that the kind does not use.
+    """Learned parameters of a layer's cross-attention; None for those that the kind does not use.
 
     Attributes:
-      raf: the recurrence of `srformer`.
+      raf: the parameters of the recurrent accumulate-and-fire neurons of `srformer`.
       memory_keys, memory_values: the RNNs of `xl_memory` with `memory = "rnn"`.
     """
 
@@ -27,12 +27,12 @@ class CrossParameters(NamedTuple):
 
 
 class ParameterSpec(NamedTuple):
-    """The specification of a float32 parameter.
+    """Shape, sharding and initial value of a float32 parameter.
 
     Attributes:
       shape: the shape.
-      axes: logical names for sharding; None for unsharded axes.
-      initializer: (rng, shape, dtype) -> array.
+      axes: the logical name of each axis, for sharding; None for unsharded axes.
+      initializer: a function (rng, shape, dtype) -> array.
     """
 
     shape: tuple[int, ...]
@@ -43,8 +43,9 @@ class ParameterSpec(NamedTuple):
 def specifications(
     config: CrossConfig, heads: int, head_dim: int
 ) -> dict[str, dict[str, ParameterSpec]]:
-    """Returns the parameters of a layer as {"raf": {"kernel": ..., ...}, ...}, {} for
-    most kinds.
+    """Returns the specification of each parameter of a layer, by its name in a part of the layer.
+
+    Example: {"raf": {"kernel": ..., "leak": ...}}. The kinds without parameters have an empty dict.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
@@ -55,7 +56,7 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns the parameters from a tree of arrays shaped like `specifications`."""
+    """Returns the parameters from a tree of arrays, which has the keys of `specifications`."""
     kinds = {
         "raf": segmented.RecurrenceParameters,
         "memory_keys": RnnWeights,
@@ -67,7 +68,7 @@ def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
 def initial_parameters(
     rng: Array, config: CrossConfig, heads: int, head_dim: int
 ) -> CrossParameters:
-    """Returns initial float32 parameters."""
+    """Returns the initial parameters of a layer, float32, drawn with the random key `rng`."""
     tree = specifications(config, heads, head_dim)
     names = [(part, name) for part, entries in tree.items() for name in entries]
     keys = dict(zip(names, jax.random.split(rng, max(len(names), 1)), strict=False))
@@ -84,6 +85,7 @@ def initial_parameters(
 
 def _uniform(bound: float) -> Callable[..., Array]:
     def initialize(rng: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        """Returns uniform random numbers from -bound to bound."""
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 
     return initialize
@@ -92,13 +94,15 @@ def _uniform(bound: float) -> Callable[..., Array]:
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
     kernel = {
-        # PyTorch's default, which the T5 of Hugging Face keeps.
+        # This is PyTorch's default, which the T5 of Hugging Face does not change.
         "uniform": _uniform(head_dim**-0.5),
-        "normal": jax.nn.initializers.normal(0.02),  # The initializer of BART.
+        # This is the initializer of BART.
+        "normal": jax.nn.initializers.normal(0.02),
     }[config.kernel_init]
     if config.use_raf:
         leak, threshold = config.leak_init, config.threshold_init
-        if config.raf_parameters == "bounded":  # The inverse of `recurrence.leak_and_threshold`.
+        # `recurrence.leak_and_threshold` maps these values back to the initial leak and threshold.
+        if config.raf_parameters == "bounded":
             leak = float(np.log(leak / (1 - leak)))
             threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))
         results["kernel"] = ParameterSpec((head_dim, head_dim), (None, None), kernel)
@@ -115,7 +119,8 @@ def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
 
 
 def _rnn(width: int) -> dict[str, ParameterSpec]:
-    initialize = _uniform(width**-0.5)  # PyTorch's default.
+    # PyTorch initializes an RNN in the same way by default.
+    initialize = _uniform(width**-0.5)
     return {
         "input_kernel": ParameterSpec((width, width), ("heads", None), initialize),
         "kernel": ParameterSpec((width, width), (None, None), initialize),

@@ -27,7 +27,10 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Computes `api.attend`."""
+    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+
+    The arguments are those of `api.attend`; dropout is not supported.
+    """
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config,
@@ -50,7 +53,7 @@ def _windows(
     if config.kind == "local_global":
         counted = mask if config.mask_kv else jnp.ones_like(mask)
         mean_k, mean_v = (
-            jnp.stack([_mean(part, of) for part, of in zip(x, counted, strict=True)], axis=2)
+            jnp.stack([_mean(part, m) for part, m in zip(x, counted, strict=True)], axis=2)
             for x in (k, v)
         )
         return SegmentWindows(

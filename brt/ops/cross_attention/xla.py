@@ -1,5 +1,7 @@
-"""Cross-attention in plain XLA: builds the windows that each segment's targets read, and
-attends.
+"""Cross-attention in plain XLA.
+
+For each segment of the source, it builds the window of keys and values that the segment's targets
+read. Then it attends to the windows by segmented recurrent attention.
 """
 
 from collections.abc import Iterable
@@ -28,7 +30,11 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Computes `api.attend`; `implementation` is that of segmented recurrent attention."""
+    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+
+    The arguments are those of `api.attend`; `implementation` is the one of segmented recurrent
+    attention.
+    """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config, t0=t0, target_length=target_length,
@@ -43,7 +49,10 @@ def build_windows(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
-    """Returns the keys and values that the targets of each segment read."""
+    """Returns the keys and values that the targets of each segment read.
+
+    The arguments are those of `api.attend`.
+    """
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size

@@ -1,4 +1,4 @@
-"""The implementations of token scores and of the cross-entropy loss."""
+"""Selection of the implementation of token scores and of the cross-entropy loss."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,13 +44,13 @@ def token_scores(
     """Returns how probable each target is; for evaluation only, without gradients.
 
     Args:
-      hidden: logits are scale * hidden @ embedding.T + bias.
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
       embedding: the embeddings of the vocabulary.
       targets: the token to score at each position.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a lane whose logits exist at once; kernels choose their
-        own.
+      chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once;
+        TPU kernels choose their own.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -77,21 +77,21 @@ def cross_entropy(
     """Returns the summed cross-entropy with label smoothing (Szegedy et al. 2016, section 7).
 
     Args:
-      hidden: logits are scale * hidden @ embedding.T + bias.
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
       embedding: the embeddings of the vocabulary.
       targets: the target of each position.
       mask: False where a target does not count.
       bias: float32, a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a lane whose logits exist at once; kernels choose their
-        own.
+      chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once;
+        TPU kernels choose their own.
       smoothing: the share of each target's probability that is distributed evenly over all tokens.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
     Returns:
       The summed loss, and the summed nats of the targets alone, which have no gradient; both
-        float32.
+        float32 scalars.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

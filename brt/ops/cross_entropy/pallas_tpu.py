@@ -1,10 +1,10 @@
 """Token scores and loss on TPUs; logits are never written to main memory.
 
-The forward kernel computes a tile of logits in VMEM and accumulates all sums that it contributes
-to, including what the gradient of the tokens' vectors needs, as attention does with the embedding
-as keys and values. The backward kernel recomputes each tile for the gradient of the embedding.
-Plain XLA reads and writes all logits four times, which takes longer than the additional product of
-the kernels.
+The forward kernel computes a tile of logits in VMEM and adds it to all sums. One of them is needed
+for the gradient of the tokens' vectors: the mean of the embeddings, weighted by probability. The
+kernel computes this mean as attention does, with the embedding as keys and values. The backward
+kernel recomputes each tile for the gradient of the embedding. Plain XLA reads and writes all logits
+four times, which takes longer than the additional product of the kernels.
 """
 
 import functools
@@ -22,20 +22,25 @@ from brt.ops import tpu
 from brt.ops.cross_entropy import tpu_kernels
 from brt.ops.cross_entropy.scored import TokenScores
 
-_ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)  # Largest numbers of rows and columns of a tile.
+# The kernels use the largest tile with at most these numbers of rows and columns that fits into
+# VMEM.
+_ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)
 
 Interpret = bool | pltpu.InterpretParams
 
 
 def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
-    """Refuses inputs with a bias, the last input of both operations."""
+    """Returns the reason why the kernels do not support a bias, or None if there is none.
+
+    The bias is the last input of both operations.
+    """
     return None if inputs[-1] is None else "adds no bias to logits"
 
 
 def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):
         return reason
@@ -77,7 +82,11 @@ def token_scores(
     chunk: int,
     interpret: Interpret = False,
 ) -> TokenScores:
-    """Computes `api.token_scores`; `interpret` runs on any device and with any sizes."""
+    """Returns how probable each target is, without gradients.
+
+    The arguments are those of `api.token_scores`; `bias` must be None, and `chunk` is ignored. With
+    `interpret`, the kernel runs on any device and with any sizes.
+    """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     return TokenScores(results.nats, results.lead > 0)
 
@@ -94,7 +103,11 @@ def cross_entropy(
     smoothing: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes `api.cross_entropy`; `interpret` runs on any device and with any sizes."""
+    """Returns the summed loss and the summed nats of the targets, both float32 scalars.
+
+    The arguments are those of `api.cross_entropy`; `bias` must be None, and `chunk` is ignored.
+    With `interpret`, the kernels run on any device and with any sizes.
+    """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     loss = results.nats
     if smoothing:
@@ -141,12 +154,12 @@ def _backward(
     scale: float, interpret: Interpret, residuals: tuple, gradient: _TokenResults
 ) -> tuple[Array, Array, None]:
     hidden, embedding, targets, lse, rest, mean = residuals
-    every = scale * (gradient.nats + gradient.lse)
-    of_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
-    own = jnp.take(embedding.astype(hidden.dtype), targets, axis=0)
-    d_hidden = every[..., None] * mean + of_target[..., None] * own
+    d_others = scale * (gradient.nats + gradient.lse)
+    d_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
+    target_embeddings = jnp.take(embedding.astype(hidden.dtype), targets, axis=0)
+    d_hidden = d_others[..., None] * mean + d_target[..., None] * target_embeddings
     d_embedding = _embedding_gradient(
-        scale, interpret, hidden, embedding, targets, lse, every, of_target
+        scale, interpret, hidden, embedding, targets, lse, d_others, d_target
     )
     return d_hidden.astype(hidden.dtype), d_embedding.astype(embedding.dtype), None
 
@@ -186,7 +199,7 @@ def _run_forward(
     )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
     more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
-    # This form is also exact if p is close to 1.
+    # The first form is also exact if the target's probability is close to 1.
     nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)
     return _TokenResults(nats, lse, chosen - top), more
 
@@ -246,7 +259,8 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """Returns all tiles that fit into VMEM in both kernels."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    room = tpu.vmem_limit() - 2**20  # The compiler used up to this much more than the count.
+    # The compiler used up to 1 MiB more than `_vmem_bytes` counts.
+    room = tpu.vmem_limit() - 2**20
     return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
 
 
@@ -255,7 +269,7 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
 
     There are two buffers for each block, and an array with one number per row takes all 128 lanes.
     """
-    # Products at full precision split float32 numbers into parts.
+    # Products at full precision split each float32 number into two parts.
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4

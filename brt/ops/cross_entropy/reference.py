@@ -26,7 +26,10 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Computes `api.token_scores`."""
+    """Returns how probable each target is.
+
+    The arguments are those of `api.token_scores`; `chunk` is ignored.
+    """
     log_p = _log_p(hidden, embedding, bias, scale)
     target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     return TokenScores(-target_log_p, target_log_p == jnp.max(log_p, axis=-1))
@@ -43,7 +46,10 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes `api.cross_entropy`."""
+    """Returns the summed loss and the summed nats of the targets, both scalars.
+
+    The arguments are those of `api.cross_entropy`; `chunk` is ignored.
+    """
     log_p = _log_p(hidden, embedding, bias, scale)
     nats = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     loss = (1 - smoothing) * nats - smoothing * jnp.mean(log_p, axis=-1)

@@ -1,4 +1,4 @@
-"""Scores of tokens."""
+"""The result of `token_scores`, which all its implementations return."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from jaxtyping import Array, Bool, Float
 
 
 class TokenScores(NamedTuple):
-    """Scores of every token.
+    """How probable the target of each token is.
 
     Attributes:
-      nats: -log p of its target, float32.
-      right: True if no other token is more probable than the target.
+      nats: the negative log probability of the target, float32.
+      right: True if no other token of the vocabulary is more probable than the target.
     """
 
     nats: Float[Array, "B T"]

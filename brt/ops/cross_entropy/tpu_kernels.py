@@ -2,7 +2,7 @@
 
 The forward grid is (rows of tokens, columns of the vocabulary), columns in sequence. Each row has a
 running maximum, equal in all lanes, and sums relative to it. The sums are over all tokens of the
-vocabulary but the target, so that neither 1 - p nor the gradient is a difference of two nearly
+vocabulary except the target, so that neither 1 - p nor the gradient is a difference of two nearly
 equal numbers. The backward grid has the same tiles transposed, columns x rows, rows in sequence, so
 that numbers per token are row vectors.
 """
@@ -22,12 +22,22 @@ def forward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
     *places: Any, scale: float,
 ) -> None:  # fmt: skip
-    """Computes the results of the tokens of a tile.
+    """Computes the results of the tokens of a tile of R rows and C columns of the vocabulary.
 
-    For each token these are the log-sum-exp of all logits (`lse`), the target's logit (`chosen`),
-    the largest other logit (`top`), and the probability of all others (`rest`). If `places` has
-    five elements, the first is an output for the probability-weighted mean embedding of the other
-    tokens, and the last is scratch memory for it.
+    All arguments except `scale` are references to arrays in VMEM.
+
+    Args:
+      hidden: [R, D], the vectors of the tokens.
+      embedding: [C, D], the embeddings of the columns.
+      targets: [R, 1], the target of each token.
+      lse: [R, 1], output: the log-sum-exp of all logits.
+      chosen: [R, 1], output: the target's logit.
+      top: [R, 1], output: the largest logit of the other tokens of the vocabulary.
+      rest: [R, 1], output: the probability of all other tokens of the vocabulary.
+      *places: three arrays of float32 scratch memory. If there are five arrays, the first is an
+        output for the probability-weighted mean embedding of the other tokens, and the last is
+        scratch memory for this mean.
+      scale: factor of the logits.
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
@@ -71,13 +81,23 @@ def forward(
 
 
 def backward(
-    hidden: Any, embedding: Any, targets: Any, lse: Any, every: Any, of_target: Any,
+    hidden: Any, embedding: Any, targets: Any, lse: Any, d_others: Any, d_target: Any,
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
-    """Computes the gradient of the embedding.
+    """Adds the contribution of a tile of C columns of the vocabulary and R tokens to `d_embedding`.
 
-    The gradient of a token's logits is `every` times their probabilities, and `of_target` for the
-    target.
+    All arguments except `scale` are references to arrays in VMEM.
+
+    Args:
+      hidden: [R, D], the vectors of the tokens.
+      embedding: [C, D], the embeddings of the columns.
+      targets: [1, R], the target of each token.
+      lse: [1, R], the log-sum-exp of each token's logits.
+      d_others: [1, R]; the gradient of a logit is this number times the logit's probability, except
+        for the target.
+      d_target: [1, R], the gradient of the target's logit.
+      d_embedding: [C, D], output: the float32 gradient of the embedding.
+      scale: factor of the logits.
     """
     columns = len(embedding)
 
@@ -88,5 +108,5 @@ def backward(
     tile = dot_float32(embedding[...], hidden[...], NT) * scale
     own = targets[...] - pl.program_id(0) * columns
     hit = own == jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
-    gradient = jnp.where(hit, of_target[...], jnp.exp(tile - lse[...]) * every[...])
+    gradient = jnp.where(hit, d_target[...], jnp.exp(tile - lse[...]) * d_others[...])
     d_embedding[...] += dot_float32(gradient.astype(hidden.dtype), hidden[...], NN)

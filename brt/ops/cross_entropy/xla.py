@@ -56,8 +56,8 @@ class _ChunkLogits(NamedTuple):
         """The negative log probabilities of the targets."""
         return self.lse - self.chosen
 
-    def are(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
-        """Returns True for the logits of the targets."""
+    def is_target(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
+        """Returns True for the logits of the targets, False for all others."""
         return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
 
 
@@ -99,19 +99,23 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Computes `api.token_scores`."""
+    """Returns how probable each target is, without gradients.
+
+    The arguments are those of `api.token_scores`.
+    """
     chunk, product = (
         _chunk_length(hidden.shape[1], chunk),
         _embedding_product(embedding, hidden.dtype),
     )
 
-    def scores(piece: tuple[Array, Array]) -> TokenScores:
+    def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
+        """Returns the scores of a chunk's targets."""
         results = _logits(product(piece[0]), piece[1], bias, scale)
-        others = jnp.where(results.are(piece[1]), -jnp.inf, results.all)
+        others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
 
     pieces = _split_chunks(hidden, chunk), _split_chunks(targets, chunk)
-    return TokenScores(*(_join_chunks(x, chunk) for x in jax.lax.map(scores, pieces)))
+    return TokenScores(*(_join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))
 
 
 def cross_entropy(
@@ -125,7 +129,10 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes `api.cross_entropy`."""
+    """Returns the summed loss and the summed nats of the targets, both float32 scalars.
+
+    The arguments are those of `api.cross_entropy`.
+    """
     return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 
 
@@ -145,13 +152,14 @@ def _cross_entropy(
         _embedding_product(embedding, hidden.dtype),
     )
 
-    def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
+    def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
+        """Adds the loss and the nats of a chunk to `total`."""
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
         return total + _sums(results, counts, smoothing), None
 
     pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
-    total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
+    total, _ = jax.lax.scan(add_chunk, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
 
@@ -178,13 +186,16 @@ def _forward(
         _embedding_product(embedding, hidden.dtype),
     )
 
-    def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+    def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+        """Adds a chunk to the sums and the gradients; returns them and the gradient of the chunk's
+        vectors.
+        """
         total, d_embedding, d_bias = carry
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
         probabilities = jnp.exp(results.all - results.lse[..., None])
-        wanted = (1 - smoothing) * results.are(target) + smoothing / results.all.shape[-1]
-        d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
+        smoothed = (1 - smoothing) * results.is_target(target) + smoothing / results.all.shape[-1]
+        d_biased = jnp.where(counts[..., None], probabilities - smoothed, 0.0)
         d_logits = (d_biased * scale).astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
@@ -195,7 +206,7 @@ def _forward(
     pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
-    (total, d_embedding, d_bias), d_hidden = jax.lax.scan(body, start, pieces)
+    (total, d_embedding, d_bias), d_hidden = jax.lax.scan(add_chunk, start, pieces)
     return (total[0], total[1]), (_join_chunks(d_hidden, chunk), d_embedding, d_bias)
 
 

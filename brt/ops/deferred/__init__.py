@@ -11,11 +11,11 @@ the pairs of two uses would be added up. Uses of a kernel without a tap have ord
 """
 
 from brt.ops.deferred.products import dot as dot
+from brt.ops.deferred.products import dot_of_parts as dot_of_parts
 from brt.ops.deferred.products import dots as dots
-from brt.ops.deferred.products import joined as joined
 from brt.ops.deferred.products import relu_mlp as relu_mlp
 from brt.ops.deferred.taps import LayerTaps as LayerTaps
 from brt.ops.deferred.taps import Tap as Tap
 from brt.ops.deferred.taps import layer_taps as layer_taps
-from brt.ops.deferred.taps import of_step as of_step
+from brt.ops.deferred.taps import stack_layers as stack_layers
 from brt.ops.deferred.taps import tap as tap

@@ -1,4 +1,9 @@
-"""Matrix products in a step of a scan whose weight gradients go into the taps of the step."""
+"""Matrix products in a step of a scan whose weight gradients are computed once, after the scan.
+
+A tap collects the inputs and output gradients of a product from all steps of the scan. The backward
+pass of a step only writes them to the step's tap, and the weight gradient is computed from the tap
+afterwards. The package's docstring explains the method.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,8 +14,8 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import constrain, partitioned
 from brt.ops import dispatch
-from brt.ops.block_products import gathered, spread, summed
-from brt.ops.deferred.taps import Kernels, Tap, apart
+from brt.ops.block_products import shared_input_matmul, summed_matmul, summed_matmul_after_adding
+from brt.ops.deferred.taps import Kernels, Tap, multiplies_separately
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
 from brt.ops.layout import transpose_copy
 
@@ -19,22 +24,31 @@ def dots(
     x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1,
     *, again: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes `dense(x, kernel, inputs)` for each kernel; the weight gradients go into `tap`, the
-    tap of this step.
+    """Returns the products of x with several kernels; the weight gradients go into the tap of this
+    step.
 
     Args:
+      x: [*rows, *inputs].
+      kernels: [*inputs, *outputs] each.
+      tap: the tap of this step, or None for ordinary weight gradients.
+      inputs: the number of axes that the products sum over.
       again: indices of kernels whose product is returned once more, after all others. If two
         readers use one product each, their gradients are added up before the product's backward
         pass.
+
+    Returns:
+      One array [*rows, *outputs] for each kernel, and then for each index in `again`.
     """
     if tap is None:
-        found = tuple(dense(x, kernel, inputs) for kernel in kernels)
-        return *found, *(found[i] for i in again)
+        products = tuple(dense(x, kernel, inputs) for kernel in kernels)
+        return *products, *(products[i] for i in again)
     return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs, again)
 
 
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
-    """Computes `dots` for one kernel."""
+    """Returns the product [*rows, *outputs] of x with one kernel; the arguments are those of
+    `dots`.
+    """
     return dots(x, (kernel,), tap, inputs)[0]
 
 
@@ -48,18 +62,20 @@ def _dots(
 def _dots_forward(
     x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], tuple[Array, Kernels]]:
-    found = _products(x, kernels, inputs)
-    saved = tuple(_turned(kernel, inputs) for kernel in kernels) if _turns() else kernels
-    return (*found, *(found[i] for i in again)), (x, saved)
+    products = _products(x, kernels, inputs)
+    saved = kernels
+    if _stores_transposes():
+        saved = tuple(_transpose_kernel(kernel, inputs) for kernel in kernels)
+    return (*products, *(products[i] for i in again)), (x, saved)
 
 
 def _products(x: Array, kernels: Kernels, inputs: int) -> tuple[Array, ...]:
-    *summed_over, outputs = kernels[0].shape
-    alone = len(kernels) == 1 and len(summed_over) == inputs
-    if alone and (inputs > 1 or summed_over[0] > outputs):
-        return (gathered((x,), kernels),)
+    *input_axes, outputs = kernels[0].shape
+    alone = len(kernels) == 1 and len(input_axes) == inputs
+    if alone and (inputs > 1 or input_axes[0] > outputs):
+        return (summed_matmul((x,), kernels),)
     if inputs == 1:
-        return spread(x, kernels)
+        return shared_input_matmul(x, kernels)
     return tuple(dense_forward(x, kernel, inputs)[0] for kernel in kernels)
 
 
@@ -68,35 +84,36 @@ def _dots_backward(
     gradients: tuple[Array, ...],
 ) -> tuple[Array, None, Tap]:  # fmt: skip
     x, kernels = saved
-    own, added = gradients[: len(kernels)], dict(zip(again, gradients[len(kernels) :], strict=True))
-    if inputs == 1 and not _turns():
-        found, sums = summed(own, kernels, added, transposed=True)
-        return found, None, Tap(x, tuple(sums.get(i, dy) for i, dy in enumerate(own)))
-    own = tuple(dy + added[i] if i in added else dy for i, dy in enumerate(own))
-    return _input_gradient(kernels, own, inputs), None, Tap(x, own)
+    dys, added = gradients[: len(kernels)], dict(zip(again, gradients[len(kernels) :], strict=True))
+    if inputs == 1 and not _stores_transposes():
+        dx, sums = summed_matmul_after_adding(dys, kernels, added, transposed=True)
+        return dx, None, Tap(x, tuple(sums.get(i, dy) for i, dy in enumerate(dys)))
+    dys = tuple(dy + added[i] if i in added else dy for i, dy in enumerate(dys))
+    return _input_gradient(kernels, dys, inputs), None, Tap(x, dys)
 
 
-def _turns() -> bool:
-    """Returns True if kernels are stored transposed for the backward pass. For few rows, XLA's CPU
-    backend takes twice as long for a product with a transposed kernel; outside the loop the kernel
-    is transposed once.
+def _stores_transposes() -> bool:
+    """Returns True if kernels are stored transposed for the backward pass.
+
+    For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel.
+    Outside the loop, the kernel is transposed once.
     """
     return dispatch.policy().stores_transposes and not partitioned()
 
 
-def _turned(kernel: Array, inputs: int) -> Array:
+def _transpose_kernel(kernel: Array, inputs: int) -> Array:
     """Transposes [*inputs, *outputs] to [*outputs, *inputs]."""
     axes = range(kernel.ndim)
     return transpose_copy(kernel, *axes[inputs:], *axes[:inputs])
 
 
 def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int) -> Array:
-    if _turns():
+    if _stores_transposes():
         pairs = zip(gradients, kernels, strict=True)
         first, *others = (dense_forward(dy, k, k.ndim - inputs)[0] for dy, k in pairs)
         return sum(others, first)
     if len(kernels) == 1 and kernels[0].ndim == inputs + 1:
-        return spread(gradients[0], kernels, transposed=True)[0]
+        return shared_input_matmul(gradients[0], kernels, transposed=True)[0]
     pairs = zip(kernels, gradients, strict=True)
     first, *others = (input_gradient(kernel, dy, inputs) for kernel, dy in pairs)
     return sum(others, first)
@@ -105,14 +122,20 @@ def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int)
 _dots.defvjp(_dots_forward, _dots_backward)
 
 
-def joined(
+def dot_of_parts(
     parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
-    """Computes `dot` of parts that lie one after another along the kernel's first axis.
+    """Returns the product of a kernel with inputs that lie one after another along its first axis.
 
-    The parts are not concatenated if a product for each part is faster.
+    The inputs are not concatenated if a product for each input is faster.
+
+    Args:
+      parts: P inputs, each [*rows, *inputs[1:]].
+      kernel: [P, *inputs[1:], *outputs].
+      tap: the tap of this step, or None for ordinary weight gradients.
+      inputs: the number of axes that the product sums over, including the first.
     """
-    if not apart(len(parts)):
+    if not multiplies_separately(len(parts)):
         return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
     if tap is not None:
         kernel = jax.lax.stop_gradient(kernel)
@@ -124,13 +147,13 @@ def _joined(
     parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
     """Adds up the products of the parts in float32."""
-    return gathered(parts, kernel, as_bits=True)
+    return summed_matmul(parts, kernel, as_bits=True)
 
 
 def _joined_forward(
     parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
 ) -> tuple[Array, tuple]:
-    y = gathered(parts, kernel, as_bits=True)
+    y = summed_matmul(parts, kernel, as_bits=True)
     return y, (parts, kernel, None if tap is None else ())
 
 
@@ -138,12 +161,12 @@ def _joined_backward(
     inputs: int, saved: tuple[tuple[Array, ...], Array, tuple[()] | None], gradient: Array
 ) -> tuple[tuple[Array, ...], Array | None, Tap | None]:
     parts, kernel, tapped = saved
-    found = spread(gradient, kernel, transposed=True)
+    d_parts = shared_input_matmul(gradient, kernel, transposed=True)
     if tapped is not None:
-        return found, None, Tap(parts, (gradient,))
+        return d_parts, None, Tap(parts, (gradient,))
     outputs = kernel.ndim - inputs
     sums = [weight_gradient(part, gradient, inputs - 1, outputs) for part in parts]
-    return found, jnp.stack(sums).astype(kernel.dtype), None
+    return d_parts, jnp.stack(sums).astype(kernel.dtype), None
 
 
 _joined.defvjp(_joined_forward, _joined_backward)
@@ -152,8 +175,9 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """Computes relu(x A) B for kernels A [D, F] and B [F, D]; the weight gradients go into the taps
-    of this step.
+    """Returns relu(x A) B for the kernels A [D, F] and B [F, D].
+
+    The weight gradients go into `taps`, the taps of this step for A and B.
     """
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 
@@ -166,14 +190,16 @@ def _relu_mlp(x: Array, kernels: tuple[Array, Array], taps: tuple[Tap, Tap]) -> 
 def _relu_mlp_forward(
     x: Array, kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> tuple[Array, tuple]:
-    hidden = _constrained(spread(x, kernels[:1], relu=True)[0])
-    return gathered((hidden,), kernels[1:], as_bits=True), (x, hidden, kernels)
+    hidden = _constrained(shared_input_matmul(x, kernels[:1], relu=True)[0])
+    return summed_matmul((hidden,), kernels[1:], as_bits=True), (x, hidden, kernels)
 
 
 def _relu_mlp_backward(saved: tuple, gradient: Array) -> tuple[Array, None, tuple[Tap, Tap]]:
     x, hidden, kernels = saved
-    d_hidden = _constrained(spread(gradient, kernels[1:], transposed=True, where=hidden)[0])
-    d_x = gathered((d_hidden,), kernels[:1], transposed=True)
+    d_hidden = _constrained(
+        shared_input_matmul(gradient, kernels[1:], transposed=True, where=hidden)[0]
+    )
+    d_x = summed_matmul((d_hidden,), kernels[:1], transposed=True)
     return d_x, None, (Tap(x, (d_hidden,)), Tap(hidden, (gradient,)))
 
 

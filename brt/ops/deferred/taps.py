@@ -1,5 +1,9 @@
-"""Taps, from which the pairs of a scan's steps come out, and the weight gradients computed from
-them.
+"""Taps, which collect what a scan's weight gradients are computed from.
+
+The weight gradient of a product y = x W in a scan is the sum of x_t^T dy_t over all steps t. A tap
+has an array for all x_t and an array for all dy_t. The forward pass fills both with zeros, which
+nothing reads. In the backward pass, the "gradients" of these arrays are the pairs (x_t, dy_t), and
+one product over all steps computes the weight gradient from them.
 """
 
 import math
@@ -18,11 +22,11 @@ Kernels = tuple[Float[Array, "..."], ...]
 
 
 class Tap(NamedTuple):
-    """Accumulators for the products of one x with several kernels, one for each step of a scan (the
-    scan's `xs`).
+    """Inputs and output gradients of one x with several kernels, for N steps of a scan (the scan's
+    `xs`).
 
     Attributes:
-      inputs: [N, *rows, *inputs]; for `joined` products, one array for each part.
+      inputs: [N, *rows, *inputs]; for `dot_of_parts`, one array for each part.
       outputs: [N, *rows, *outputs] for each kernel.
     """
 
@@ -33,27 +37,40 @@ class Tap(NamedTuple):
 class LayerTaps(NamedTuple):
     """The taps of several layers, one for each layer. Stacking them by layer and then by step would
     copy everything twice.
+
+    Attributes:
+      layers: the tap of each layer, for all steps.
     """
 
     layers: tuple[Tap, ...]
 
 
 class _Like(NamedTuple):
-    """The form of the products: the number of axes that they sum over, and the number of parts that
-    are `joined`.
+    """The form of the products.
+
+    Attributes:
+      inputs: the number of axes that the products sum over.
+      layers: True if the first axis of the kernels is the layer.
+      parts: the number of inputs of `dot_of_parts`; 0 for a single input.
+      as_bits: True if rematerialized layers save x as bits.
     """
 
     inputs: int
-    layers: bool = False  # True if the first axis of the kernels is the layers.
+    layers: bool = False
     parts: int = 0
-    as_bits: bool = False  # True stores x as bits, which rematerialised layers need not recompute.
+    as_bits: bool = False
 
 
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
-    """Returns a tap for `dots` with kernels [*inputs, *outputs].
+    """Returns a tap for all steps of a scan in which `dots` uses kernels [*inputs, *outputs].
+
+    The weight gradients that the tap collects become the gradients of `kernels`.
 
     Args:
-      rows: scan steps, lanes, and rows of a lane.
+      kernels: the kernels.
+      rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
+      dtype: the dtype of x and of the products.
+      inputs: the number of axes that the products sum over.
     """
     return _taps(kernels, jnp.zeros((*rows, 0), dtype), _Like(inputs)).layers[0]
 
@@ -62,34 +79,40 @@ def layer_taps(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
     joins: bool = False, as_bits: bool = False,
 ) -> LayerTaps | None:  # fmt: skip
-    """Returns the taps of layers whose kernels have the layers on axis 0.
+    """Returns the taps of layers whose kernels have the layers on axis 0, or None.
 
-    Returns None if this would move more memory than adding gradients up: a step writes and reads
-    its pairs, or otherwise its float32 gradient and the sum.
+    The result is None if taps would move more memory than adding gradients up: a step writes and
+    reads its pairs, or otherwise its float32 gradient and the sum.
 
     Args:
-      rows: scan steps, lanes, and rows of a lane.
-      joins: number of parts of a `joined` product.
+      kernels: the kernels [layers, *inputs, *outputs].
+      rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
+      dtype: the dtype of x and of the products.
+      inputs: the number of axes that the products sum over.
+      joins: True if the taps are for `dot_of_parts`.
       as_bits: True if x is a `dispatch.output_residual` in the form of bits.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
     size = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
-    here = lanes // shard_count("lanes", lanes) * math.prod(others)
-    if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
+    device_rows = lanes // shard_count("lanes", lanes) * math.prod(others)
+    if 2 * device_rows * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
     parts = kernels[0].shape[1] if joins else 0
-    like = _Like(inputs, True, parts if apart(parts) else 0, as_bits)
+    like = _Like(inputs, True, parts if multiplies_separately(parts) else 0, as_bits)
     return _taps(kernels, jnp.zeros((*rows, 0), dtype), like)
 
 
-def of_step(taps: PyTree[Array]) -> PyTree[Array]:
-    """Returns the taps of one step, with the layers on axis 0 as a scan over layers takes them."""
+def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
+    """Returns the taps of one step, with each `LayerTaps` stacked on axis 0 as a scan over layers
+    takes them.
+    """
 
-    def stacked(x: Any) -> Any:
+    def stack(x: Any) -> Any:
+        """Returns a `LayerTaps` as one tap with the layers on axis 0, and any other x unchanged."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *x.layers) if _is_layers(x) else x
 
-    return jax.tree.map(stacked, taps, is_leaf=_is_layers)
+    return jax.tree.map(stack, taps, is_leaf=_is_layers)
 
 
 def _is_layers(x: Any) -> bool:
@@ -104,6 +127,7 @@ def _taps(kernels: Kernels, none: Float[Array, "..."], like: _Like) -> LayerTaps
     inputs = shapes[0][: like.inputs]
 
     def zeros(*shape: int) -> Array:
+        """Returns zeros for all rows."""
         return jnp.zeros((*rows, *shape), none.dtype)
 
     one = Tap(
@@ -125,24 +149,30 @@ def _taps_backward(
 ) -> tuple[Kernels, Array]:
     none, kinds = saved
 
-    def of_layer(pair: Tap, i: int, outputs: int) -> Array:
-        summed = partial(weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.as_bits)
+    def layer_gradient(pair: Tap, i: int, outputs: int) -> Array:
+        """Returns the gradient of the i-th kernel of one layer."""
+        product = partial(
+            weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.as_bits
+        )
         if not like.parts:
-            return summed(pair.inputs, inputs=like.inputs)
-        found = (summed(x, inputs=like.inputs - 1) for x in pair.inputs)
-        return jnp.stack(list(found))
+            return product(pair.inputs, inputs=like.inputs)
+        gradients = (product(x, inputs=like.inputs - 1) for x in pair.inputs)
+        return jnp.stack(list(gradients))
 
-    def gradient(i: int, kind: Array) -> Array:
+    def kernel_gradient(i: int, kind: Array) -> Array:
+        """Returns the gradient of the i-th kernel, whose dtype and number of axes `kind` has."""
         outputs = kind.ndim - like.layers - like.inputs
-        found = [of_layer(pair, i, outputs).astype(kind.dtype) for pair in pairs.layers]
-        return jnp.stack(found) if like.layers else found[0]
+        gradients = [layer_gradient(pair, i, outputs).astype(kind.dtype) for pair in pairs.layers]
+        return jnp.stack(gradients) if like.layers else gradients[0]
 
-    return tuple(gradient(i, kind) for i, kind in enumerate(kinds)), none
+    return tuple(kernel_gradient(i, kind) for i, kind in enumerate(kinds)), none
 
 
 _taps.defvjp(_taps_forward, _taps_backward)
 
 
-def apart(parts: int) -> bool:
-    """Returns True if the parts are multiplied separately instead of being concatenated."""
+def multiplies_separately(parts: int) -> bool:
+    """Returns True if this many inputs of a product are multiplied one by one instead of
+    concatenated.
+    """
     return parts > 1 and dispatch.policy().multiplies_separately

@@ -1,4 +1,4 @@
-"""Local attention: every token sees those within a radius on both sides (LongT5, section 3.1.1).
+"""Local attention: every token sees the keys within a radius on both sides (LongT5, section 3.1.1).
 
 Blocks are one token longer than the radius, so a token sees parts of three blocks and no others. In
 shapes, W is the number of tokens of a block, the radius plus one, and X = 3 W.
@@ -35,13 +35,16 @@ def local_attention(
     radius: int,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends to all keys at most `radius` away; the logits are q.k + bias, without a scale.
+    """Returns the attention output of every token over all keys at most `radius` away.
+
+    The logits are q.k + bias, without a scale.
 
     Args:
       queries: already multiplied by any scale.
       keys: the keys.
       values: the values.
-      bias: float32, between a block and the 3 W keys from the block before it on; None for no bias.
+      bias: float32, the bias between the queries of a block and the 3 W keys of the previous, the
+        same and the next block; None for no bias.
       mask: False for padding, which no token sees.
       side: keys that all tokens see, in the same softmax.
       dropout: dropout of the weights.

@@ -14,11 +14,12 @@ from brt.ops.relative_bias import relative_buckets
 
 
 class GlobalBlocks(NamedTuple):
-    """The block that each token belongs to.
+    """The block that each token belongs to; each block of a source is a global token.
 
     Attributes:
-      ids: int32 [B, T]; -1 for padding, and for all tokens of a source without global tokens.
-      exist: bool [B, G], False for blocks that no token of the source fills.
+      ids: int32 [B, T], the index of the token's block; -1 for padding, and for all tokens of a
+        source without global tokens.
+      exist: bool [B, G], False for blocks that the source is too short for.
     """
 
     ids: Int[Array, "B T"]
@@ -30,8 +31,8 @@ class SideKeys(NamedTuple):
 
     Attributes:
       keys, values: [B, G, H, K].
-      bias: float32, or None.
-      exist: False where there is no key.
+      bias: float32 [B, H, T, G], added to the logits; or None.
+      exist: bool [B, G], False where there is no key.
     """
 
     keys: Float[Array, "B G H K"]
@@ -41,7 +42,10 @@ class SideKeys(NamedTuple):
 
 
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
-    """Assigns tokens to blocks of `size` tokens; padding must be at the end of a row."""
+    """Returns the blocks of `size` tokens that the tokens belong to.
+
+    `mask` is False for padding, which must be at the end of a row.
+    """
     tokens = mask.shape[1]
     full = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] // size
     place = jnp.asarray(np.arange(tokens, dtype=np.int32) // size)[None]
@@ -50,7 +54,7 @@ def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
 
 
 def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "B G D"]:
-    """Returns the sum (not the mean) of each block's tokens in x's dtype."""
+    """Returns the sum (not the mean) of x over the tokens of each block, in x's dtype."""
     members = blocks.ids[:, :, None] == jnp.arange(blocks.exist.shape[1])[None, None]
     sums = jnp.einsum(
         "btg,btd->bgd", members.astype(x.dtype), x, preferred_element_type=jnp.float32
@@ -61,14 +65,22 @@ def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "
 def side_bias(
     table: Float[Array, "R H"], blocks: GlobalBlocks, *, max_distance: int
 ) -> Float[Array, "B H T G"]:
-    """Returns the bias of each token and global token by the distance of their blocks."""
+    """Returns the bias between each token and each global token, which depends on the distance of
+    blocks.
+
+    Args:
+      table: the bias of each of R buckets of distances.
+      blocks: the block of each token.
+      max_distance: distances from this number of blocks on share the last bucket of their side.
+    """
     count = blocks.exist.shape[1]
-    if not count:  # There are no rows to take.
+    # `jnp.take` cannot take rows from an empty table.
+    if not count:
         return jnp.zeros((blocks.ids.shape[0], table.shape[1], blocks.ids.shape[1], 0))
     offsets = np.arange(count)[None, :] - np.arange(count)[:, None]
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=True
     )
-    by_block = jnp.take(table, rows, axis=0)  # Shape [block of the token, G, H].
-    own = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
-    return own.transpose(0, 3, 1, 2)
+    by_block = jnp.take(table, rows, axis=0)  # [G, G, H], where the first axis is the token's block
+    by_token = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
+    return by_token.transpose(0, 3, 1, 2)

@@ -19,14 +19,17 @@ def local_attention(
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.local_attention`."""
+    """Returns the attention output of every token over all keys at most `radius` away.
+
+    The arguments are those of `api.local_attention`; dropout is not supported.
+    """
     place = np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]
     near = np.abs(offset) <= radius
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
-        # The last row of a block contains the bias of the `radius` keys before it, the first row
-        # that of the `radius` keys after it; together they contain the bias of every offset.
+        # The last row of `bias` has the values for the `radius` keys before a query, and the first
+        # row those for the `radius` keys after it. Together they have the bias of every offset.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

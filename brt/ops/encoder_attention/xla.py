@@ -24,14 +24,17 @@ def local_attention(
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.local_attention`."""
+    """Returns the attention output of every token over all keys at most `radius` away.
+
+    The arguments are those of `api.local_attention`.
+    """
     block, tokens = radius + 1, queries.shape[1]
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)
     if bias is not None:
         logits = add_shared(logits, bias)
-    # True where |key - query| <= radius; keys are counted from the start of the block before the
-    # query's.
+    # The mask is True where |key - query| <= radius. Column 0 is the first key of the block before
+    # the query's block.
     offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
     near = np.abs(offsets) <= radius
     seen = _windows(mask, block)[:, :, None, None, :] & near[None, None, None]

@@ -29,8 +29,9 @@ def attend(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*B Q H K"]:
-    """Attends from every query to the keys that it sees; the logits are q.k + bias, without a
-    scale.
+    """Returns the attention output of every query over the keys that it sees.
+
+    The logits are q.k + bias, without a scale.
 
     Args:
       queries: already multiplied by any scale.
@@ -64,24 +65,31 @@ def attend_to_valid(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends to all valid keys; the logits are scale * q.k.
+    """Returns the attention output of every query over all valid keys, in the dtype of `values`.
+
+    The logits are scale * q.k.
 
     Args:
       queries: unscaled queries.
       keys: the keys.
       values: the values.
-      valid: False for padding, which no query sees.
+      valid: False for padding, which no query sees. A query that sees no key gets zeros.
       dropout: dropout of the weights.
       scale: factor of the logits.
       causal: True hides later tokens; T must equal X.
-      implementation: as for `attend`.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
     """
     mask = valid_mask(valid, queries.shape[1], causal)
     return attend(queries * scale, keys, values, None, mask, dropout, implementation=implementation)
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns True where a token sees a valid key; a causal token sees no later key."""
+    """Returns the mask of visible keys: True for valid keys, and with `causal` only for earlier
+    ones.
+
+    A causal token also sees itself. Without `causal`, all tokens have the same mask [B, 1, X].
+    """
     if not causal:
         return valid[:, None]
     return valid[:, None] & np.tri(tokens, valid.shape[1], dtype=bool)[None]

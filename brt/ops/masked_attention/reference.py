@@ -14,7 +14,10 @@ def attend(
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
 ) -> Float[Array, "*B Q H K"]:
-    """Computes `api.attend`."""
+    """Returns the attention output of every query over the keys that it sees.
+
+    The arguments are those of `api.attend`; dropout is not supported.
+    """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:

@@ -14,7 +14,7 @@ from brt.distributed import rules
 from brt.ops.dropout import Dropout
 from brt.ops.reductions import sum_leading
 
-TILE_LOGITS = 1 << 22  # Number of logits that exist at once.
+TILE_LOGITS = 1 << 22  # The largest number of logits that exist at once, by default.
 
 
 def attend(
@@ -27,9 +27,10 @@ def attend(
     *,
     tile: int = TILE_LOGITS,
 ) -> Float[Array, "*B Q H K"]:
-    """Computes `api.attend`.
+    """Returns the attention output of every query over the keys that it sees.
 
     Args:
+      queries, keys, values, bias, mask, dropout: as for `api.attend`.
       tile: the number of logits that may exist at once on a device. The logits of one query, for
         all of its heads and leading axes, exist in any case.
     """
@@ -39,15 +40,15 @@ def attend(
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
     count = -(-length // each)
-    # Tiles have equal sizes, so that as few rows as possible are padding.
+    # All tiles have the same size, chosen so that as few rows as possible are padding.
     each = -(-length // count)
     tiles = QueryTiles(
         _split_tiles(q, 2, count, each),
         None if bias is None else _split_tiles(bias, 1, count, each),
         _split_tiles(mask, 1, count, each) if mask.shape[1] > 1 else None,
     )
-    replicated = None if tiles.mask is not None else mask
-    y = _attend(tiles, k, v, replicated, dropout)
+    shared_mask = None if tiles.mask is not None else mask
+    y = _attend(tiles, k, v, shared_mask, dropout)
     y = jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1, width)[:, :, :length]
     return y.swapaxes(1, 2).reshape(queries.shape)
 
@@ -55,7 +56,10 @@ def attend(
 class QueryTiles(NamedTuple):
     """N tiles of queries with their biases and masks.
 
-    None stands for no bias, or for a mask that all queries share.
+    Attributes:
+      queries: Q queries for each tile.
+      bias: the bias of each tile; None for no bias.
+      mask: the mask of each tile; None for a mask that all queries share.
     """
 
     queries: Float[Array, "N B H Q K"]
@@ -103,10 +107,11 @@ def _factors(
         return None
     lanes, heads, length, keys = like.shape
 
-    def per_query(place: Int[Array, ""]) -> Float[Array, "B H S"]:
+    def query_factors(place: Int[Array, ""]) -> Float[Array, "B H S"]:
+        """Returns the factors of the query at a position."""
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
-    return jnp.moveaxis(jax.vmap(per_query)(index * length + jnp.arange(length)), 0, 2)
+    return jnp.moveaxis(jax.vmap(query_factors)(index * length + jnp.arange(length)), 0, 2)
 
 
 def _forward(
@@ -114,7 +119,8 @@ def _forward(
 ) -> tuple[Array, tuple]:
     lowest = jnp.finfo(jnp.float32).min
 
-    def process_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
+    def attend_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
+        """Returns the outputs of a tile and the log-sum-exps of its logits."""
         logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
@@ -124,10 +130,10 @@ def _forward(
         y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
-        # Without visible keys any finite number gives weights of zero, as exp(-inf - x) = 0.
+        # If no key is visible, the backward pass gets weights exp(-inf - x) = 0 for any finite x.
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
 
-    y, normalizer = jax.lax.map(process_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
+    y, normalizer = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
     return y, (tiles, k, v, mask, dropout, y, normalizer)
 
 
@@ -135,7 +141,10 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     tiles, k, v, mask, dropout, y, normalizer = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
-    def process_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
+    def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
+        """Adds a tile's gradients to those of keys and values; returns the gradients of queries and
+        bias.
+        """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
         d_kept = _product("bhqk,bhsk->bhqs", g, v)
@@ -152,7 +161,7 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     numbers = jnp.arange(tiles.queries.shape[0])
     (d_k, d_v), (d_q, d_bias) = jax.lax.scan(
-        process_tile, zeros, (tiles, numbers, gradient, along, normalizer)
+        add_tile, zeros, (tiles, numbers, gradient, along, normalizer)
     )
     return QueryTiles(d_q, d_bias, None), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 

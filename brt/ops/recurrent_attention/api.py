@@ -1,9 +1,10 @@
-"""The horizontal direction of the recurrent cell (Block-Recurrent Transformers, sections 3.2-3.6).
+"""The state update of the recurrent cell (Block-Recurrent Transformers, sections 3.2-3.6).
 
-Only the state update is sequential. The update of a block needs the states before it and the keys
-and values of the tokens. The tokens of a block need the states before it. A segment therefore takes
-two phases: `state_scan` runs over the blocks and returns the state keys and values that the tokens
-of each block read; then the layer attends for the tokens of all blocks at once.
+The cell has S state vectors, which are updated after every block of W tokens. Only this update is
+sequential: a block's update needs the states before the block and the keys and values of its
+tokens. The tokens of a block need the states before the block. A segment of N blocks therefore
+takes two phases. First `state_scan` runs over the blocks and returns the state keys and values that
+the tokens of each block read. Then the layer attends for the tokens of all blocks at once.
 """
 
 from collections.abc import Callable
@@ -24,17 +25,18 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     The wrapper normalizes the keys, which saves doing so in both blocks that read them.
     """
 
-    def prepared(
+    def state_scan_of_raw_keys(
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, normalize_qk: bool, **options: Any,
     ) -> Any:  # fmt: skip
+        """Returns the result of `function`; with `normalize_qk`, the keys are normalized first."""
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
         return function(
             weights, initial, vectors, cached, keys, *others, normalize_qk=normalize_qk, **options
         )
 
-    return prepared
+    return state_scan_of_raw_keys
 
 
 OP = Op(
@@ -66,27 +68,28 @@ def state_scan(
     implementation: str | None = None,
     **options: str | bool | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Runs the state update over the blocks of a segment.
+    """Updates the states over the N blocks of a segment.
 
     Args:
       weights: the cell's weights.
       initial: float32, the learned states at the start of a document.
       vectors: float32, the states before the segment.
       cached: keys and values of the tokens of the block before the segment.
-      keys, values: those of the tokens of the segment, as they were projected: `normalize_qk`
-        also normalizes them and the cached keys.
+      keys, values: keys and values of the tokens of the segment, as they were projected:
+        `normalize_qk` also normalizes these keys and the cached ones.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for a segment of one block, one step of the taps that `state_taps` returns. None lets
-        the function make its own.
+      taps: for a segment of one block inside a scan, one step of the taps that `state_taps`
+        returns, which collect the inputs of deferred weight gradients. None lets the function make
+        its own.
       unroll: blocks per iteration of the scan.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
       options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
 
     Returns:
-      The states after the last block, and the state keys and values that the tokens of each block
-        read, [B, N, S, H, K].
+      The states after the last block, float32; and the state keys and values that the tokens of
+        each block read, [B, N, S, H, K].
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

@@ -1,4 +1,8 @@
-"""The weights of the recurrent cell, and the state keys and values that tokens read."""
+"""The weights of the recurrent cell, and the state keys and values that tokens read.
+
+The cell has S state vectors. The tokens of a block attend to them, and they attend to the tokens.
+Section 3.6 of Block-Recurrent Transformers describes three layouts: skip, dual and single.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +20,8 @@ class CellWeights(NamedTuple):
     Attributes:
       norm: [D], scale of the norm before the projections.
       ids: [S, D], learned identities of the states (section 3.3).
-      keys, values, queries, cross_queries: [D, H, K], projections; cross queries attend to tokens.
+      keys, values, queries, cross_queries: [D, H, K], projections of the states; queries attend to
+        states, and cross queries to tokens.
       scale, cross_scale: [H], scales of the queries to states and to tokens.
       output: [2, H, K, D], projection of both attention outputs; None in the single layout.
       output_gate: gate of the attention's residual connection; None in the single layout.
@@ -57,7 +62,7 @@ class TokenKV(NamedTuple):
 
 
 def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> TokenKV:
-    """Moves heads before tokens."""
+    """Returns keys and values with the axis of heads before the axis of tokens."""
     return TokenKV(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
 
 
@@ -68,7 +73,14 @@ def state_kv(
     normalize_qk: bool,
     dtype: Any = jnp.float32,
 ) -> StateKV:
-    """Returns the state keys and values that the tokens of a block read, in `dtype`."""
+    """Returns the keys and values of the states, in `dtype`, which the tokens of a block read.
+
+    Args:
+      weights: the cell's weights.
+      vectors: float32, the states before the block.
+      normalize_qk: True if the keys are normalized.
+      dtype: dtype of the products and of the result.
+    """
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
     keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateKV(l2_normalize(keys) if normalize_qk else keys, values)

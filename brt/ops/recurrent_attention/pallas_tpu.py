@@ -45,7 +45,7 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
         return f"attends by itself, not by {attention!r} of softmax_attention"
@@ -80,9 +80,20 @@ def state_attention(
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Computes `xla.state_attention`; `interpret` runs on any device and with any sizes.
+    """Returns the attention outputs of the states, and the keys and values of the states.
 
-    If `normalize_qk` is set, the keys of the tokens are normalized here, too.
+    The outputs over the states come first, then those over the tokens of two blocks. Unlike
+    `xla.state_attention`, the function also normalizes the keys of the tokens.
+
+    Args:
+      projected: keys, queries, cross queries and values of the states.
+      scales: float32, the scales of queries and of cross queries.
+      before, own: keys and values of the tokens of the previous block and of this block.
+      cache_mask: True if the previous block may be read.
+      normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
+      null_keys: True if masked tokens have logit 0 instead of no weight.
+      attention: must be None or "auto".
+      interpret: True runs the kernels on any device and with any sizes.
     """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     arguments = _Arguments(
@@ -107,8 +118,8 @@ def state_attention(
             axis_names=rules.automatic_axes(),
             check_vma=False,
         )
-    y, memory = attend(arguments)
-    return y.transpose(1, 3, 0, 2, 4), StateKV(*(x.swapaxes(1, 2) for x in memory))
+    y, states = attend(arguments)
+    return y.transpose(1, 3, 0, 2, 4), StateKV(*(x.swapaxes(1, 2) for x in states))
 
 
 state_scan = functools.partial(scan.state_scan, read=state_attention)
@@ -120,13 +131,15 @@ interpreted = functools.partial(
 class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
-    projected: Float[Array, "4 B H S K"]  # In the layout of the projection's output.
+    # The first axis has keys, queries, cross queries and values.
+    projected: Float[Array, "4 B H S K"]
     scales: Float[Array, "H 2"]
     before: TokenKV
     own: TokenKV
     cache_mask: Int[Array, " B"]
 
-    def inputs(self, **others: Any) -> StateKernelInputs:
+    def kernel_inputs(self, **others: Any) -> StateKernelInputs:
+        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)
         return StateKernelInputs(self.projected, scales, keys, values, **others)
@@ -150,10 +163,16 @@ def _forward(
         jax.ShapeDtypeStruct((batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
-    (results,) = _call(forward_kernel, arguments, arguments.inputs(), shapes, settings, products=2)
+    (results,) = _call(
+        forward_kernel, arguments, arguments.kernel_inputs(), shapes, settings, products=2
+    )
     y, lse, keys = (output_residual(x) for x in (results.y, results.lse, results.keys))
-    memory = StateKV(keys, arguments.projected[VALUES])
-    return (y, memory), (arguments._replace(projected=input_residual(arguments.projected)), y, lse)
+    state_kv = StateKV(keys, arguments.projected[VALUES])
+    return (y, state_kv), (
+        arguments._replace(projected=input_residual(arguments.projected)),
+        y,
+        lse,
+    )
 
 
 def _backward(
@@ -162,8 +181,8 @@ def _backward(
     gradients: tuple[Array, StateKV],
 ) -> tuple[_Arguments]:
     arguments, y, lse = residuals
-    gradient, shown = gradients
-    inputs = arguments.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
+    gradient, d_states = gradients
+    inputs = arguments.kernel_inputs(gradient=gradient, d_states=tuple(d_states), y=y, lse=lse)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
         StateKernelGradients(arguments.projected, inputs.scales, inputs.keys, inputs.values),

@@ -30,12 +30,20 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes `api.state_scan`; ignores `taps`, `unroll` and `attention`."""
+    """Updates the states over the blocks of a segment, in float32.
+
+    The arguments are those of `api.state_scan`, of which `taps`, `unroll` and `attention` are
+    ignored.
+
+    Returns:
+      The states after the last block, and the state keys and values that the tokens of each block
+        read, [B, N, S, H, K].
+    """
     blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)
     keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
-    shown = []
+    state_kvs = []
     for n in range(blocks):
         vectors = jnp.where(document_start[:, n, None, None], initial[None], vectors)
         h = rms_norm(vectors, weights.norm) + weights.ids[None]
@@ -58,8 +66,8 @@ def state_scan(
             axis=2,
         )
         vectors = _next_states(weights, vectors, attended, kind, tanh)
-        shown.append(StateKV(k.astype(dtype), v.astype(dtype)))
-    return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *shown)
+        state_kvs.append(StateKV(k.astype(dtype), v.astype(dtype)))
+    return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *state_kvs)
 
 
 def _attend(

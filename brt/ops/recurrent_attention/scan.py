@@ -1,6 +1,7 @@
 """The scan of the state update over blocks.
 
-The weight gradients of large products are computed once, after the scan (`brt.ops.deferred`). The
+The weight gradients of large products are computed once, after the scan, from taps: arrays that
+collect the inputs and output gradients of a product from all steps (`brt.ops.deferred`). The
 kernels of lstm and gru gates are an exception: their gradients are summed block by block.
 """
 
@@ -56,19 +57,24 @@ def state_taps(
 ) -> _Kernels:
     """Returns the taps for `state_scan` if a scan over blocks contains a scan over layers.
 
+    The taps collect, from all blocks, the inputs and output gradients of the products whose weight
+    gradients are computed after the scan. A field is None if a product does not exist or its
+    gradient is not deferred.
+
     Args:
       weights: the weights of all layers, stacked on axis 0.
       blocks: the number of blocks.
-      vectors: the number of lanes and the number of states of each lane.
+      vectors: the number of lanes (rows of the batch) and the number of states of each lane.
       dtype: dtype of the products.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
-    def taps_of(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
+    def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
+        """Returns the taps of a kernel, or None."""
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
-    return _Kernels(*map(taps_of, kernels, _input_axes(one)))
+    return _Kernels(*map(kernel_taps, kernels, _input_axes(one)))
 
 
 def state_update(
@@ -85,18 +91,18 @@ def state_update(
     read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes the states after one block, and the state keys and values before it.
+    """Returns the states after one block, float32, and the state keys and values before the block.
 
     Args:
       weights: the cell's weights.
       vectors: float32, the states before the block.
-      before, own: the tokens of the previous block and of this block.
+      before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       kernels, taps: passed by `state_scan` only.
-      kind: 'fixed', 'lstm' or 'gru'.
+      kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
       tanh: 'original' bounds the update of the single layout; 'paper' bounds the updates of lstm
         gates.
-      read: computes both attentions, as `xla.state_attention` does.
+      read: a function that computes both attentions, such as `xla.state_attention`.
       options: passed to `read`.
     """
     kernels = kernels or _kernels(weights)
@@ -105,8 +111,8 @@ def state_update(
     projected = deferred.dot(materialized(h), kernels.projection, taps.projection)
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
-    attended, memory = read(projected, scales, before, own, cache_mask, **options)
-    return _apply_gates(weights, vectors, attended, kernels, taps, kind, tanh), memory
+    attended, states = read(projected, scales, before, own, cache_mask, **options)
+    return _apply_gates(weights, vectors, attended, kernels, taps, kind, tanh), states
 
 
 def _apply_gates(
@@ -128,20 +134,21 @@ def _apply_gates(
 
     inputs = _input_axes(kernels)
 
-    def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
+    def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
+        """Returns the states after the MLP and its gate."""
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
         z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
     if single:
-        return after_mlp(attended)
+        return states_after_mlp(attended)
     z = bound(deferred.dot(attended, kernels.output, taps.output, inputs.output))
     z = constrain(z, "lanes", None, None)
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
         return vectors
-    return after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
+    return states_after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
 
 
 def state_scan(
@@ -158,7 +165,14 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes `api.state_scan`; `options` are those of `state_update`."""
+    """Updates the states over the blocks of a segment.
+
+    The arguments are those of `api.state_scan`; `options` are those of `state_update`.
+
+    Returns:
+      The states after the last block, and the state keys and values that the tokens of each block
+        read, [B, N, S, H, K].
+    """
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:
@@ -168,39 +182,45 @@ def state_scan(
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
-    # With taps, the kernel's gradient does not come from this product.
+    # With taps, the gradient of the projection's kernels does not come from the product with this
+    # copy, so the copy may be converted and stored once.
     if taps.projection is not None:
         kernels = kernels._replace(
             projection=materialized(_stacked_projection(weights, keys.dtype))
         )
 
-    def body(
-        carried: tuple[Float[Array, "B S D"], TokenKV],
+    def update_block(
+        carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
     ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
-        s, before = carried
+        """Updates the states by one block; returns them with the block's tokens, and the state keys
+        and values.
+        """
+        s, before = carry
         own, may_read, starts, block_taps = block
         s = _reset_states(starts, initial, s)
-        s, memory = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
-        return (s, own), memory
+        s, states = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
+        return (s, own), states
 
     starts = tokens_by_head(*cached)
     flags = cache_mask.T, document_start.T
-    if unroll >= blocks:  # Without a loop, no array is transposed to have blocks as its first axis.
+    # Without a loop, no array needs to be transposed so that blocks are its first axis.
+    if unroll >= blocks:
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]
-        shown, carried = [], (vectors, starts)
+        state_kvs, carry = [], (vectors, starts)
         for own, *others in zip(tokens, *flags, _unstack(taps, blocks), strict=True):
-            carried, memory = body(carried, (own, *others))
-            shown.append(memory)
-        return carried[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *shown)
+            carry, states = update_block(carry, (own, *others))
+            state_kvs.append(states)
+        return carry[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *state_kvs)
 
-    def by_block(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
+    def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
+        """Returns x with the N blocks of the segment as its first axis."""
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
 
-    xs = tokens_by_head(by_block(keys), by_block(values)), *flags, taps
-    (vectors, _), memory = jax.lax.scan(body, (vectors, starts), xs, unroll=unroll)
-    return vectors, StateKV(*(jnp.moveaxis(m, 0, 1) for m in memory))
+    xs = tokens_by_head(split_blocks(keys), split_blocks(values)), *flags, taps
+    (vectors, _), states = jax.lax.scan(update_block, (vectors, starts), xs, unroll=unroll)
+    return vectors, StateKV(*(jnp.moveaxis(x, 0, 1) for x in states))
 
 
 @jax.custom_vjp

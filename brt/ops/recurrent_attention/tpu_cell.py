@@ -24,11 +24,11 @@ from brt.ops.dispatch import output_residual
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
     BlockFlags,
+    BlockStateKV,
     CellKernelGradients,
     CellKernelSums,
     CellKernelWeights,
     CellResiduals,
-    ShownStates,
     TokenBlocks,
 )
 from brt.ops.recurrent_attention.tpu_cell_kernels import backward_kernel, forward_kernel
@@ -72,19 +72,27 @@ def state_scan(
     interpret: bool | pltpu.InterpretParams = False,
     **_: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes `api.state_scan`; `interpret` runs on any device and with any sizes."""
+    """Updates the states over the blocks of a segment, with one kernel for the complete cell.
+
+    The arguments are those of `api.state_scan`, of which the omitted ones are ignored. With
+    `interpret`, the kernel runs on any device and with any sizes.
+
+    Returns:
+      The states after the last block, and the state keys and values that the tokens of each block
+        read, [B, N, S, H, K].
+    """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     flags = BlockFlags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
     key_pair, value_pair = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
     arguments = _Arguments(weights, initial, vectors, key_pair, value_pair, flags)
-    final, shown = _scan(arguments, settings)
-    return final, StateKV(*(x.swapaxes(2, 3) for x in shown))
+    final, state_kvs = _scan(arguments, settings)
+    return final, StateKV(*(x.swapaxes(2, 3) for x in state_kvs))
 
 
 def _kernel_weights(weights: CellWeights, dtype: jnp.dtype) -> CellKernelWeights:
     gate, output = weights.output_gate, weights.output
-    # The skip layout has a gate and an output projection.
+    # `refusal` accepts only the skip layout, which has a gate and an output projection.
     assert gate is not None and output is not None
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     scales = jnp.stack([weights.scale, weights.cross_scale], axis=1).astype(jnp.float32)
@@ -98,47 +106,52 @@ def _kernel_weights(weights: CellWeights, dtype: jnp.dtype) -> CellKernelWeights
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _scan(
     arguments: _Arguments, settings: StateKernelSettings
-) -> tuple[Float[Array, "B S D"], ShownStates]:
+) -> tuple[Float[Array, "B S D"], BlockStateKV]:
     """Returns the states after the segment, and what tokens read, [B, N, H, S, K]."""
     return _forward(arguments, settings)[0]
 
 
 def _forward(
     arguments: _Arguments, settings: StateKernelSettings
-) -> tuple[tuple[Array, ShownStates], tuple]:
+) -> tuple[tuple[Array, BlockStateKV], tuple]:
     lanes, blocks = arguments.flags.cache_mask.shape
     (_, states, dim), (_, heads, _, width) = arguments.vectors.shape, arguments.keys[0].shape
     dtype, walk = arguments.keys[1].dtype, CellGrid(blocks)
     weights = _kernel_weights(arguments.weights, dtype)
     weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
-    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+    def block_array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        """Returns the shape and the dtype of an array with an entry for each lane and block."""
         return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
 
     by_head = heads, states, width
-    keeps = CellResiduals(
-        array(states, dim, dtype=jnp.float32), array(states, dim),
-        array(heads, 4, states, width), array(heads, 2, states, width),
-        array(heads, 2, 1, states, dtype=jnp.float32),
+    residual_shapes = CellResiduals(
+        block_array(states, dim, dtype=jnp.float32), block_array(states, dim),
+        block_array(heads, 4, states, width), block_array(heads, 2, states, width),
+        block_array(heads, 2, 1, states, dtype=jnp.float32),
     )  # fmt: skip
-    shows, vectors = ShownStates(array(*by_head), array(*by_head)), walk.by_lane(arguments.vectors)
-    residuals, shown, final = _call(
+    kv_shapes, vectors = (
+        BlockStateKV(block_array(*by_head), block_array(*by_head)),
+        walk.by_lane(arguments.vectors),
+    )
+    residuals, state_kvs, final = _call(
         forward_kernel, arguments, walk, settings, products=2,
         inputs=[(arguments.vectors, vectors), (weights, walk.weights(weights))],
-        outputs=[(keeps, walk.residuals(keeps)), (shows, ShownStates(*map(walk.by_step, shows))),
+        outputs=[(residual_shapes, walk.residuals(residual_shapes)),
+                 (kv_shapes, BlockStateKV(*map(walk.by_step, kv_shapes))),
                  (_shape_like(arguments.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
-    residuals, shown, final = jax.tree.map(output_residual, (residuals, shown, final))
-    return (final, shown), (arguments, final, residuals)
+    residuals, state_kvs, final = jax.tree.map(output_residual, (residuals, state_kvs, final))
+    return (final, state_kvs), (arguments, final, residuals)
 
 
 def _backward(
-    settings: StateKernelSettings, saved: tuple, gradients: tuple[Array, ShownStates]
+    settings: StateKernelSettings, saved: tuple, gradients: tuple[Array, BlockStateKV]
 ) -> tuple[_Arguments]:
     arguments, final, residuals = saved
-    gradient, shown = gradients
-    results = _gradients(arguments, gradient, final, residuals, shown, settings)
+    gradient, state_kvs = gradients
+    results = _gradients(arguments, gradient, final, residuals, state_kvs, settings)
     by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)  # [B, N, S, 4, H, K]
     attended = residuals.y.transpose(0, 1, 4, 3, 2, 5)
     keys, queries, cross_queries, values = jnp.unstack(
@@ -160,7 +173,7 @@ def _gradients(
     gradient: Array,
     final: Array,
     residuals: CellResiduals,
-    shown: ShownStates,
+    state_kvs: BlockStateKV,
     settings: StateKernelSettings,
 ) -> CellKernelGradients:
     (lanes, states, dim), (_, heads, window, width) = final.shape, arguments.keys[0].shape
@@ -173,7 +186,7 @@ def _gradients(
     update = jax.ShapeDtypeStruct(residuals.vectors.shape, arguments.keys[1].dtype)
     scales = jax.ShapeDtypeStruct((*residuals.lse.shape[:4], LANES), jnp.float32)
     key_pair, value_pair = jax.tree.map(_shape_like, (arguments.keys, arguments.values))
-    finds = CellKernelGradients(
+    gradient_shapes = CellKernelGradients(
         _shape_like(residuals.projected),
         update,
         key_pair,
@@ -193,14 +206,15 @@ def _gradients(
         row_block, row_block, walk.by_step(scales),
     )  # fmt: skip
 
-    def sums(*shape: int, dtype: Any = jnp.float32) -> Any:
+    def scratch_array(*shape: int, dtype: Any = jnp.float32) -> Any:
+        """Returns a scratch array in VMEM."""
         return pltpu.VMEM(shape, dtype)
 
     scratch = CellKernelSums(
-        sums(states, dim), sums(states, dim), sums(states, dim),
-        sums(2, states, width, dtype=residuals.y.dtype),
-        (sums(states + 2 * window, width), sums(states + 2 * window, width)),
-        (sums(heads, window, width), sums(heads, window, width)),
+        scratch_array(states, dim), scratch_array(states, dim), scratch_array(states, dim),
+        scratch_array(2, states, width, dtype=residuals.y.dtype),
+        (scratch_array(states + 2 * window, width), scratch_array(states + 2 * window, width)),
+        (scratch_array(heads, window, width), scratch_array(heads, window, width)),
     )  # fmt: skip
     (results,) = _call(
         backward_kernel,
@@ -213,9 +227,9 @@ def _gradients(
             (final, lane),
             (weights, walk.weights(weights)),
             (residuals, walk.residuals(residuals)),
-            (shown, ShownStates(*map(walk.by_step, shown))),
+            (state_kvs, BlockStateKV(*map(walk.by_step, state_kvs))),
         ],
-        outputs=[(finds, places)],
+        outputs=[(gradient_shapes, places)],
         scratch=[scratch],
     )
     return results

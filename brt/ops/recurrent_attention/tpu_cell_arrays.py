@@ -1,4 +1,8 @@
-"""Inputs and outputs of the kernels of the complete cell, or their block specs; see `tpu_cell`."""
+"""Inputs and outputs of the kernels of the complete cell, or their block specs.
+
+The module `tpu_cell` describes the algorithm. A lane is a row of the batch. In shapes, S is the
+number of states, W the number of tokens of a block, and N the number of blocks.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,10 +11,10 @@ from jaxtyping import Array
 
 
 class BlockFlags(NamedTuple):
-    """Flags [B, N] of all lanes and blocks.
+    """Integer flags [B, N] for all lanes and blocks.
 
     Attributes:
-      cache_mask: not zero where a block may read the tokens of the block before it.
+      cache_mask: not zero where a block may read the tokens of the previous block.
       starts: not zero where a document starts.
     """
 
@@ -19,14 +23,16 @@ class BlockFlags(NamedTuple):
 
 
 class CellKernelWeights(NamedTuple):
-    """Weights of the cell; arrays that differ by head are those of one head.
+    """Weights of the cell for one head.
 
     Attributes:
-      norm, gate: [1, D].
-      projection: four arrays [D, K], for keys, both kinds of queries, and values.
-      output: [2, K, D].
-      scales: [2, 128].
-      ids, initial: [S, D], in the forward pass only.
+      norm: [1, D], scale of the norm before the projections.
+      gate: [1, D], bias of the fixed gate.
+      projection: four arrays [D, K], for keys, queries to states, queries to tokens, and values.
+      output: [2, K, D], projection of both attention outputs.
+      scales: [2, 128], the scales of both kinds of queries, repeated along the lanes of a register.
+      ids: [S, D], learned identities of the states; None in the backward pass.
+      initial: [S, D], the states at the start of a document; None in the backward pass.
     """
 
     norm: Any
@@ -39,12 +45,12 @@ class CellKernelWeights(NamedTuple):
 
 
 class TokenBlocks(NamedTuple):
-    """Keys or values of the tokens for one head, each [W, K].
+    """Keys, or values, of tokens for one head; each field is [W, K].
 
     Attributes:
-      cached: those of the cache.
-      before: those of the block before.
-      own: those of this block.
+      cached: the cached block, which is the one before the segment.
+      before: the previous block, if it is in the segment.
+      own: this block.
     """
 
     cached: Any
@@ -52,7 +58,7 @@ class TokenBlocks(NamedTuple):
     own: Any
 
     def both(self, first: Array) -> tuple[Array, Any]:
-        """Returns those of the previous block and of this block.
+        """Returns the array of the previous block and the reference to this block.
 
         Args:
           first: True for the first block of the segment, whose previous block is in the cache.
@@ -61,12 +67,12 @@ class TokenBlocks(NamedTuple):
 
 
 class CellResiduals(NamedTuple):
-    """Arrays of a block that the backward pass reads.
+    """Arrays of a block that the forward pass saves for the backward pass.
 
     Attributes:
       vectors: [S, D], float32, the states before the block.
       hidden: [S, D], the input of the projection, from which only the weight gradient is computed.
-      projected: [4, S, K], keys, both kinds of queries, and values of the states.
+      projected: [4, S, K], keys, queries to states, queries to tokens, and values of the states.
       y: [2, S, K], outputs of both attentions.
       lse: [2, 1, S], log-sum-exp of both attentions.
     """
@@ -78,7 +84,7 @@ class CellResiduals(NamedTuple):
     lse: Any
 
 
-class ShownStates(NamedTuple):
+class BlockStateKV(NamedTuple):
     """State keys and values [S, K] before a block, which the tokens of the block read."""
 
     keys: Any
@@ -86,7 +92,7 @@ class ShownStates(NamedTuple):
 
 
 class CellKernelSums(NamedTuple):
-    """Sums that stay in VMEM over the blocks of a lane, in the backward pass.
+    """Scratch memory of the backward kernel, which it keeps over the heads and blocks of a lane.
 
     Attributes:
       carry: [S, D], the gradient of the states.
@@ -109,12 +115,14 @@ class CellKernelGradients(NamedTuple):
     """Gradients that the backward kernel writes for a step, block or lane.
 
     Attributes:
-      projected: [4, S, K].
-      update: [S, D], the gradient of the output projection.
+      projected: [4, S, K], the gradient of keys, both kinds of queries, and values of the states.
+      update: [S, D], the gradient of the output projection's result.
       keys, values: two arrays [W, K], of cached tokens and of this block's tokens.
-      vectors, initial, ids: [S, D].
-      norm, gate: [1, D].
-      scales: [2, 128].
+      vectors: [S, D], the gradient of the states before the segment.
+      initial: [S, D], the gradient of the states at the start of a document.
+      ids: [S, D], the gradient of the learned identities of the states.
+      norm, gate: [1, D], the gradients of the norm's scale and of the gate's bias.
+      scales: [2, 128], the gradients of the scales of both kinds of queries.
     """
 
     projected: Any

@@ -1,6 +1,7 @@
 """Bodies of the TPU kernels of the complete recurrent cell, for one head of a block of a lane.
 
-`tpu_cell` describes the algorithm.
+The module `tpu_cell` describes the algorithm. A lane is a row of the batch. In shapes, S is the
+number of states, D the width of a state, and K the size of a head.
 """
 
 import math
@@ -16,27 +17,29 @@ from brt.ops.normalization import EPSILON
 from brt.ops.recurrent_attention import tpu_kernels
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
     BlockFlags,
+    BlockStateKV,
     CellKernelGradients,
     CellKernelSums,
     CellKernelWeights,
     CellResiduals,
-    ShownStates,
     TokenBlocks,
 )
 from brt.ops.recurrent_attention.tpu_kernels import VALUES, StateKernelOutputs, StateKernelSettings
 from brt.ops.tpu import NN, NT, dot_float32, l2_normalize_rows_backward
 
-_ROWS = 64  # Number of states that norm and gate process at once.
+# The norm and the gate process this many states at once.
+_ROWS = 64
 
 
 def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     """Calls `body` for groups of rows, one after the other."""
     rows = math.gcd(_ROWS, x.shape[0])
 
-    def process_rows(i: Array, _: None) -> None:
+    def call_body(i: Array, _: None) -> None:
+        """Calls `body` for the i-th group."""
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
-    jax.lax.fori_loop(0, x.shape[0] // rows, process_rows, None)
+    jax.lax.fori_loop(0, x.shape[0] // rows, call_body, None)
 
 
 def _concatenate_parts(parts: Any) -> Float[Array, "R PK"]:
@@ -55,14 +58,14 @@ def forward_kernel(
     vectors: Any,
     weights: CellKernelWeights,
     residuals: CellResiduals,
-    shown: ShownStates,
+    state_kv: BlockStateKV,
     final: Any,
     state: Any,
     update: Any,
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes one step.
+    """Computes one step of the forward pass: one head of a block.
 
     Args:
       flags: flags of lanes and blocks.
@@ -70,53 +73,55 @@ def forward_kernel(
       vectors: [S, D], float32, the states before the segment.
       weights: the cell's weights.
       residuals: outputs for the backward pass.
-      shown: outputs that tokens read.
-      final: [S, D], float32, the states after the segment.
-      state: [S, D], float32 in VMEM, the states before a block.
-      update: [S, D], float32 in VMEM, the sum of what the heads add to the states.
+      state_kv: outputs, the keys and values of the states that tokens read.
+      final: output, [S, D], float32, the states after the segment.
+      state: [S, D], float32 scratch memory, the states before a block.
+      update: [S, D], float32 scratch memory, the sum of the heads' contributions to the new states.
       settings: static settings.
     """
     lane, n, head = (pl.program_id(axis) for axis in range(3))
 
     @pl.when((n == 0) & (head == 0))
-    def _() -> None:
+    def _start_segment() -> None:
         state[...] = vectors[...]
 
     @pl.when(head == 0)
-    def _() -> None:
+    def _start_block() -> None:
         restarts = flags.starts[lane, n] > 0
 
-        def begin(rows: Any) -> None:
+        def normalize_rows(rows: Any) -> None:
+            """Writes the states and the projection's input, and clears the update."""
             s = jnp.where(restarts, weights.initial[rows], state[rows])
             h = s * _inverse_rms(s) * weights.norm[...] + weights.ids[rows]
             state[rows] = residuals.vectors[rows] = s
             residuals.hidden[rows] = h.astype(residuals.hidden.dtype)
             update[rows] = jnp.zeros_like(s)
 
-        _for_rows(state, begin)
+        _for_rows(state, normalize_rows)
 
     projected = dot_float32(residuals.hidden[...], _concatenate_parts(weights.projection), NN)
     for part, columns in enumerate(
         jnp.split(projected.astype(residuals.projected.dtype), 4, axis=1)
     ):
         residuals.projected[part] = columns
-    shown.values[...] = residuals.projected[VALUES]
+    state_kv.values[...] = residuals.projected[VALUES]
     keys, values = (part.both(n == 0) for part in tokens)
     inputs = tpu_kernels.StateKernelInputs(residuals.projected, weights.scales, keys, values)
-    outputs = StateKernelOutputs(residuals.y, shown.keys, residuals.lse)
+    outputs = StateKernelOutputs(residuals.y, state_kv.keys, residuals.lse)
     tpu_kernels.attend_states(flags.cache_mask[lane, n] > 0, inputs, outputs, settings)
     update[...] += dot_float32(
         _concatenate_parts(residuals.y), weights.output[...].reshape(-1, update.shape[1]), NN
     )
 
     @pl.when(head == pl.num_programs(2) - 1)
-    def _() -> None:
-        keeps = jax.nn.sigmoid(weights.gate[...])
+    def _end_block() -> None:
+        keep = jax.nn.sigmoid(weights.gate[...])
 
-        def end(rows: Any) -> None:
-            state[rows] = final[rows] = keeps * state[rows] + (1 - keeps) * update[rows]
+        def apply_gate(rows: Any) -> None:
+            """Writes the states after the block."""
+            state[rows] = final[rows] = keep * state[rows] + (1 - keep) * update[rows]
 
-        _for_rows(state, end)
+        _for_rows(state, apply_gate)
 
 
 def backward_kernel(
@@ -126,40 +131,42 @@ def backward_kernel(
     final: Any,
     weights: CellKernelWeights,
     residuals: CellResiduals,
-    shown: ShownStates,
+    state_kv: BlockStateKV,
     results: CellKernelGradients,
     sums: CellKernelSums,
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of one step; blocks are processed in reverse order.
+    """Computes the gradients of one step, which is one head of a block; blocks are in reverse
+    order.
 
     Args:
       flags: flags of lanes and blocks.
       tokens: keys and values of the tokens.
-      gradient: the gradient of `final`.
-      final: the states after the segment.
+      gradient: [S, D], the gradient of `final`.
+      final: [S, D], the states after the segment.
       weights: the cell's weights.
       residuals: arrays that the forward pass saved.
-      shown: gradients of the state keys and values that tokens read.
-      results: the gradients to write.
-      sums: sums in VMEM.
+      state_kv: gradients of the state keys and values that tokens read.
+      results: outputs, the gradients.
+      sums: scratch memory.
       settings: static settings.
     """
     lane, step, head = (pl.program_id(axis) for axis in range(3))
     n = pl.num_programs(1) - 1 - step
 
     @pl.when((step == 0) & (head == 0))
-    def _() -> None:
-        def begin(rows: Any) -> None:
+    def _start_segment() -> None:
+        def initialize_rows(rows: Any) -> None:
+            """Copies the gradient and the final states, and clears the sums over blocks."""
             sums.carry[rows], sums.after[rows] = gradient[rows], final[rows]
             results.initial[rows] = results.ids[rows] = jnp.zeros_like(gradient[rows])
 
         results.norm[...] = results.gate[...] = jnp.zeros_like(results.norm)
-        _for_rows(gradient, begin)
+        _for_rows(gradient, initialize_rows)
 
     @pl.when(head == 0)
-    def _() -> None:
+    def _start_block() -> None:
         _gate_backward(weights, residuals, results, sums)
 
     for part in range(2):
@@ -172,7 +179,7 @@ def backward_kernel(
         keys,
         values,
         sums.read,
-        tuple(shown),
+        tuple(state_kv),
         residuals.y,
         residuals.lse,
     )
@@ -187,7 +194,7 @@ def backward_kernel(
     sums.hidden[...] += dot_float32(*joined, NT)
 
     @pl.when(head == pl.num_programs(2) - 1)
-    def _() -> None:
+    def _end_block() -> None:
         _norm_backward(flags.starts[lane, n] > 0, weights, residuals, results, sums)
 
 
@@ -201,17 +208,18 @@ def _gate_backward(
 
     The gate's gradient follows from the states before and after the block.
     """
-    keeps = jax.nn.sigmoid(weights.gate[...])
+    keep = jax.nn.sigmoid(weights.gate[...])
 
-    def process_rows(rows: Any) -> None:
+    def gate_backward_of_rows(rows: Any) -> None:
+        """Writes the update's gradient of some states, and adds to the gate's gradient."""
         gradient, s = sums.carry[rows], residuals.vectors[rows]
-        results.update[rows] = ((1 - keeps) * gradient).astype(results.update.dtype)
+        results.update[rows] = ((1 - keep) * gradient).astype(results.update.dtype)
         along = gradient * (s - sums.after[rows])
-        results.gate[...] += keeps * jnp.sum(along, axis=0, keepdims=True)
+        results.gate[...] += keep * jnp.sum(along, axis=0, keepdims=True)
         sums.after[rows] = s
         sums.hidden[rows] = jnp.zeros_like(gradient)
 
-    _for_rows(sums.carry, process_rows)
+    _for_rows(sums.carry, gate_backward_of_rows)
 
 
 def _norm_backward(
@@ -225,9 +233,10 @@ def _norm_backward(
 
     At the start of a document, these are the learned initial states.
     """
-    keeps = jax.nn.sigmoid(weights.gate[...])
+    keep = jax.nn.sigmoid(weights.gate[...])
 
-    def process_rows(rows: Any) -> None:
+    def norm_backward_of_rows(rows: Any) -> None:
+        """Writes the gradients of some states, and adds to those of the norm and the identities."""
         gradient, s = sums.hidden[rows], residuals.vectors[rows]
         inverse = _inverse_rms(s)
         direction = s * inverse
@@ -235,11 +244,11 @@ def _norm_backward(
         results.norm[...] += jnp.sum(gradient * direction, axis=0, keepdims=True)
         gradient = gradient * weights.norm[...]
         along = jnp.mean(gradient * direction, axis=-1, keepdims=True)
-        total = keeps * sums.carry[rows] + (gradient - along * direction) * inverse
+        total = keep * sums.carry[rows] + (gradient - along * direction) * inverse
         results.initial[rows] += jnp.where(restarts, total, 0)
         sums.carry[rows] = results.vectors[rows] = jnp.where(restarts, 0, total)
 
-    _for_rows(sums.carry, process_rows)
+    _for_rows(sums.carry, norm_backward_of_rows)
 
 
 def _write_token_gradients(
@@ -265,7 +274,9 @@ def _write_token_gradients(
         own[...] = d_own.astype(own.dtype)
 
         @pl.when(first)
-        def _(d_before: Array = d_before, known: Any = known, cached: Any = cached) -> None:
+        def _write_cached(
+            d_before: Array = d_before, known: Any = known, cached: Any = cached
+        ) -> None:
             if known is not None:
                 d_before = l2_normalize_rows_backward(known[0], d_before)[0]
             cached[...] = d_before.astype(cached.dtype)

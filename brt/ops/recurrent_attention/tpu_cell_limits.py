@@ -24,7 +24,9 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernel of the complete cell does not support these inputs, or None
+    if it does.
+    """
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):
         return f"attends by itself, not by {attention!r} of softmax_attention"
@@ -41,9 +43,9 @@ def refusal(
         return f"has heads of 128 or 256 in float32 or bfloat16, not of {width} in {keys.dtype}"
     if (sharing := rules.shard_count("heads", heads)) > 1:
         return f"has all heads on one device, not on {sharing} that share them (Mesh.tensor)"
-    here = lanes // rules.shard_count("lanes", lanes)
-    if here % cores_per_chip():
-        return f"has sequences for each of {cores_per_chip()} cores of a chip, not {here} of them"
+    local_lanes = lanes // rules.shard_count("lanes", lanes)
+    if local_lanes % (cores := cores_per_chip()):
+        return f"has sequences for each of {cores} cores of a chip, not {local_lanes} of them"
     return vmem_refusal(
         _backward_vmem_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states"
     )

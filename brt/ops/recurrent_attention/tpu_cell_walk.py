@@ -1,4 +1,7 @@
-"""The grid of the kernels of the complete cell: lanes, blocks and heads."""
+"""The grid of the kernels of the complete cell: lanes (rows of the batch), blocks and heads.
+
+In shapes, B is the number of lanes, N the number of blocks and H the number of heads.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 
 
 class CellGrid(NamedTuple):
-    """The grid, and the block specs of arrays [B, N, H, ...].
+    """The grid, and the block specs of arrays [B, N, H, ...] for its steps.
 
     Attributes:
       blocks: the number of blocks, N.
@@ -25,40 +28,44 @@ class CellGrid(NamedTuple):
     blocks: int
     backward: bool = False
 
-    def at(self, n: Any) -> Any:
-        """Returns the block that step n of the grid's second axis processes."""
+    def block_of_step(self, n: Any) -> Any:
+        """Returns the index of the block that step n of the grid's second axis processes."""
         return self.blocks - 1 - n if self.backward else n
 
     def whole_array(self, x: Any) -> pl.BlockSpec:
-        """Returns the spec of a complete array, for all steps."""
+        """Returns the block spec with which every step reads all of x."""
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     def by_lane(self, x: Any) -> pl.BlockSpec:
-        """Returns the spec of one lane of an array [B, ...]."""
+        """Returns the block spec with which a step reads its lane of x [B, ...]."""
         rest = x.shape[1:]
         return pl.BlockSpec((None, *rest), lambda b, *_: (b, *(0 for _ in rest)))
 
     def by_block(self, x: Any) -> pl.BlockSpec:
-        """Returns the spec of one block of an array [B, N, ...]."""
+        """Returns the block spec with which a step reads its lane and block of x [B, N, ...]."""
         rest = x.shape[2:]
         return pl.BlockSpec(
-            (None, None, *rest), lambda b, n, *_: (b, self.at(n), *(0 for _ in rest))
+            (None, None, *rest), lambda b, n, *_: (b, self.block_of_step(n), *(0 for _ in rest))
         )
 
     def by_head(self, x: Any) -> pl.BlockSpec:
-        """Returns the spec of one head of an array [H, ...]."""
+        """Returns the block spec with which a step reads its head of x [H, ...]."""
         rest = x.shape[1:]
         return pl.BlockSpec((None, *rest), lambda b, n, h, *_: (h, *(0 for _ in rest)))
 
     def by_step(self, x: Any) -> pl.BlockSpec:
-        """Returns the spec of one head of an array [B, N, H, ...]."""
+        """Returns the block spec with which a step reads its lane, block and head of x [B, N, H,
+        ...].
+        """
         rest = x.shape[3:]
         return pl.BlockSpec(
-            (None, None, None, *rest), lambda b, n, h, *_: (b, self.at(n), h, *(0 for _ in rest))
+            (None, None, None, *rest),
+            lambda b, n, h, *_: (b, self.block_of_step(n), h, *(0 for _ in rest)),
         )
 
     def tokens(self, cached: Any, own: Any) -> TokenBlocks:
-        """Returns the specs of cached tokens [B, H, W, K] and of a segment's tokens [B, H, T, K].
+        """Returns the block specs of cached tokens [B, H, W, K] and of a segment's tokens [B, H, T,
+        K].
 
         The index of the cache changes with the head only in the first block, so the cache is copied
         for that block alone.
@@ -67,16 +74,18 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            return b, jax.lax.select(self.at(n) == 0, h, jnp.int32(resting)), 0, 0
+            """Returns the index of the cached block of a step."""
+            return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 
-        def block(place: Callable[[Any], Any]) -> pl.BlockSpec:
-            return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.at(n)), 0))
+        def segment_spec(place: Callable[[Any], Any]) -> pl.BlockSpec:
+            """Returns the block spec of block place(n) of the segment's tokens for block n."""
+            return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.block_of_step(n)), 0))
 
-        before = block(lambda n: jnp.maximum(n - 1, 0))
-        return TokenBlocks(pl.BlockSpec(shape, cache_index), before, block(lambda n: n))
+        before = segment_spec(lambda n: jnp.maximum(n - 1, 0))
+        return TokenBlocks(pl.BlockSpec(shape, cache_index), before, segment_spec(lambda n: n))
 
     def weights(self, weights: CellKernelWeights) -> CellKernelWeights:
-        """Returns the specs of the cell's weights."""
+        """Returns the block specs of the cell's weights."""
         shape = weights.output.shape
         places = jax.tree.map(self.whole_array, weights)
         return places._replace(
@@ -86,6 +95,8 @@ class CellGrid(NamedTuple):
         )
 
     def residuals(self, x: CellResiduals) -> CellResiduals:
-        """Returns the specs of the arrays that the backward pass reads."""
+        """Returns the block specs of the arrays that the forward pass saves for
+        the backward pass.
+        """
         hidden = None if x.hidden is None else self.by_block(x.hidden)
         return CellResiduals(self.by_block(x.vectors), hidden, *map(self.by_step, x[2:]))

@@ -1,6 +1,8 @@
 """Bodies of the TPU kernels of the states' attention, for one head of the states of one lane.
 
-`pallas_tpu` describes the algorithm.
+The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. In shapes, S is the
+number of states, W the number of tokens of a block, R the number of states of a tile, and X the
+number of keys.
 """
 
 import math
@@ -24,9 +26,11 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 
-# Indices of the projected states; the queries are those to states and those to tokens.
+# The positions of the parts of `StateKernelInputs.projected`. The first queries attend to states,
+# the second to tokens.
 KEYS, QUERIES, VALUES = 0, (1, 2), 3
-ROWS = 256  # Largest number of rows of a tile, chosen by the length of the compiler's schedules.
+# The largest number of rows of a tile. The compiler's schedules are shortest with this number.
+ROWS = 256
 
 
 class StateKernelSettings(NamedTuple):
@@ -35,7 +39,7 @@ class StateKernelSettings(NamedTuple):
     Attributes:
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
       null_keys: True makes unreadable keys count as zero keys with zero values.
-      interpret: runs on any device, slowly.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     normalize_qk: bool
@@ -44,15 +48,16 @@ class StateKernelSettings(NamedTuple):
 
 
 class StateKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, or their block specs.
+    """Inputs of a step of the grid (one head of a lane), or their block specs.
+
+    The fields from `gradient` on are None in the forward pass.
 
     Attributes:
-      projected: [4, S, K], projections of the states, not normalized.
+      projected: [4, S, K], keys, both kinds of queries, and values of the states, not normalized.
       scales: [2, 128], the length of normalized queries, or the factor of others.
-      keys, values: two arrays [W, K], tokens of the block before and of this block.
-      gradient: [2, S, K], gradient of `StateKernelOutputs.y`, in the backward pass only, as all
-        that follow.
-      shown: two arrays [S, K], gradients of the state keys and values that tokens read.
+      keys, values: two arrays [W, K], for the tokens of the previous block and of this block.
+      gradient: [2, S, K], gradient of `StateKernelOutputs.y`.
+      d_states: two arrays [S, K], gradients of the state keys and values that tokens read.
       y, lse: outputs of the forward pass.
     """
 
@@ -61,7 +66,7 @@ class StateKernelInputs(NamedTuple):
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
     gradient: Any = None
-    shown: tuple[Any, Any] | None = None
+    d_states: tuple[Any, Any] | None = None
     y: Any = None
     lse: Any = None
 
@@ -81,7 +86,7 @@ class StateKernelOutputs(NamedTuple):
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients that a step writes, shaped as in `StateKernelInputs`.
+    """Gradients that a step writes, with the shapes of `StateKernelInputs`.
 
     The gradient of the scales is summed over the lanes of a head.
     """
@@ -155,7 +160,10 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes both attentions of the states of one head and lane."""
+    """Writes the results of both attentions of the states of one head and lane to `outputs`.
+
+    `cache_mask` [B] is not zero if the lane's previous block is readable.
+    """
     attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
 
@@ -165,7 +173,11 @@ def attend_states(
     outputs: StateKernelOutputs,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes both attentions of the states; `seen` is True if the block before is readable."""
+    """Writes the results of both attentions of the states of one head and lane to `outputs`.
+
+    The states attend to themselves, and to the tokens of two blocks. `seen` is True if the previous
+    block is readable.
+    """
     both = _key_parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
@@ -192,13 +204,19 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of one head and lane; `keys_sum` and `values_sum` are
-    scratch memory.
+    """Writes the gradients of one head and lane to `results`.
+
+    Args:
+      cache_mask: [B], not zero if the lane's previous block is readable.
+      inputs: the inputs of the step, including the gradients of its outputs.
+      results: references to the gradients.
+      keys_sum, values_sum: [S + 2 W, K], float32 scratch memory.
+      settings: static settings.
     """
     lane = pl.program_id(1)
 
     @pl.when(lane == 0)
-    def _() -> None:
+    def _clear_scales() -> None:
         results.scales[...] = jnp.zeros_like(results.scales)
 
     seen = cache_mask[lane] > 0
@@ -216,11 +234,11 @@ def add_gradients(
     """Writes the gradients of the states, and adds to those of the scales.
 
     Args:
-      seen: True if the block before is readable.
+      seen: True if the previous block is readable.
       inputs: the kernel's inputs.
-      results: the gradients to write.
-      sums: float32, the gradients of keys and of values; each contains those of the states, then
-        those of the tokens of both blocks.
+      results: references to the gradients.
+      sums: float32 [S + 2 W, K], the gradients of keys and of values; each has the states first,
+        then the tokens of both blocks.
       settings: static settings.
     """
     both = _key_parts(seen, inputs, settings)
@@ -231,11 +249,12 @@ def add_gradients(
             theirs = _add_gradients(which, rows, parts, inputs, results, settings)
             for total, gradient_part in zip(sums, theirs, strict=True):
                 total[place] = gradient_part + total[place] if rows.start else gradient_part
-    pairs = zip(sums, inputs.shown or (), strict=True)
-    own = [total[:states] + shown[...] for total, shown in pairs]
+    pairs = zip(sums, inputs.d_states or (), strict=True)
+    state_gradients = [total[:states] + d_states[...] for total, d_states in pairs]
     if settings.normalize_qk:
-        own[0] = l2_normalize_rows_backward(inputs.projected[KEYS], own[0])[0]
-    for part, gradient in zip((KEYS, VALUES), own, strict=True):
+        d_keys = state_gradients[0]
+        state_gradients[0] = l2_normalize_rows_backward(inputs.projected[KEYS], d_keys)[0]
+    for part, gradient in zip((KEYS, VALUES), state_gradients, strict=True):
         results.projected[part] = gradient.astype(results.projected.dtype)
 
 

@@ -1,4 +1,7 @@
-"""Attention of the states in plain XLA."""
+"""Attention of the recurrent cell's states in plain XLA.
+
+In shapes, S is the number of states.
+"""
 
 from functools import partial
 
@@ -22,20 +25,23 @@ def state_attention(
     null_keys: bool,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Attends from the states to the states and to the tokens of two blocks.
+    """Returns the attention outputs of the states over the states and over the tokens of two
+    blocks.
 
     Args:
-      projected: keys, queries, queries to tokens, and values of the states, from one product.
+      projected: keys, queries to states, queries to tokens, and values of the states, from one
+        product.
       scales: the scales of the two kinds of queries.
-      before, own: the tokens of the previous block and of this block; their keys are normalized
-        already if `normalize_qk` is set.
+      before, own: keys and values of the tokens of the previous block and of this block; the keys
+        are normalized already if `normalize_qk` is set.
       cache_mask: False if the tokens of the previous block are unreadable.
       normalize_qk: True normalizes keys and queries of the states.
       null_keys: True makes unreadable keys count as zero keys.
       attention: the implementation of both attentions.
 
     Returns:
-      The outputs of attention to states and to tokens, and the keys and values of the states.
+      The outputs [B, S, 2, H, K], first over states and then over tokens, in the dtype of
+        `projected`; and the keys and values of the states.
     """
     scaled, v = projected[:, :, :-1], projected[:, :, -1]
     scales = jnp.concatenate([jnp.ones_like(scales[:1]), scales])

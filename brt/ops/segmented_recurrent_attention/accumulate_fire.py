@@ -1,9 +1,15 @@
 """The recurrent accumulate-and-fire neuron (section 3.3, appendix A.2).
 
-    U_j = leak U_{j-1} + X_j;  Y_j = U_j / threshold - 1;  R_j = relu(Y_j)
-    U_j <- U_j - threshold [Y_j > 0]
+A neuron has a membrane potential U, which adds up the inputs X_j of segments j. Its output R is the
+amount by which the potential exceeds the threshold, relative to the threshold:
 
-The comparison has no gradient. The backward pass is hand-written and saves only U.
+    U_j = leak U_{j-1} + X_j;  Y_j = U_j / threshold - 1;  R_j = relu(Y_j) U_j <- U_j - threshold
+      [Y_j > 0]
+
+The second line is the reset of neurons that fired. Its comparison has no gradient. The backward
+pass is hand-written and saves only U.
+
+In shapes, M is the number of segments.
 """
 
 import jax
@@ -16,26 +22,34 @@ Scalar = Float[Array, ""]
 def accumulate(
     membrane: Float[Array, "*B K K"], x: Float[Array, "*B K K"], leak: Scalar, threshold: Scalar
 ) -> Float[Array, "*B K K"]:
-    """Returns U of the next segment from U of the previous one, before its reset; U begins as
-    zeros.
+    """Returns the membrane potential U of the next segment, before its reset.
+
+    `membrane` is U of the previous segment before its reset, or zeros for the first segment; x is
+    the input.
     """
     return leak * _reset(membrane, threshold) + x
 
 
 def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*B K K"]:
-    """Returns R of U; R consists of real numbers, not spikes."""
+    """Returns the output R for the membrane potential U; R consists of real numbers, not spikes."""
     return jax.nn.relu(membrane / threshold - 1)
 
 
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns R of every segment in the dtype of the inputs (float32), and the firing rate.
+    """Returns the output R of every segment, in the dtype of the inputs (float32), and the firing
+    rate.
 
     The rate is the share of R above 0 in the existing segments, averaged over sources.
+
+    Args:
+      inputs: the inputs X of all segments.
+      counts: the number of existing segments of each source.
+      leak, threshold: parameters of the neurons.
     """
     outputs = _accumulate_fire(inputs, leak, threshold)
-    counted = jnp.arange(inputs.shape[0])[:, None] < counts[None]  # [M, B]
+    counted = jnp.arange(inputs.shape[0])[:, None] < counts[None]
     rates = jnp.mean(outputs > 0, axis=(2, 3, 4), dtype=jnp.float32)
     return outputs, jnp.mean(jnp.sum(rates * counted, axis=0) / counts)
 
@@ -49,11 +63,12 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
-    def body(membrane: Array, x: Array) -> tuple[Array, Array]:
+    def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
+        """Returns the potential of the next segment, as the carry and as the result."""
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane
 
-    return jax.lax.scan(body, jnp.zeros_like(inputs[0]), inputs)[1]
+    return jax.lax.scan(add_segment, jnp.zeros_like(inputs[0]), inputs)[1]
 
 
 @jax.custom_vjp
@@ -78,12 +93,14 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
     fired = _fires(membranes, threshold)
     direct = jnp.where(fired, gradient / threshold, 0)
 
-    def body(later: Array, direct: Array) -> tuple[Array, Array]:
+    def add_segment(later: Array, direct: Array) -> tuple[Array, Array]:
+        """Returns the gradient of U of a segment, as the carry and as the result."""
         d_membrane = direct + leak * later
         return d_membrane, d_membrane
 
-    # dU_{j+1} / dU_j is the leak. U_{j+1} also depends on what the reset subtracted from U_j.
-    _, d_inputs = jax.lax.scan(body, jnp.zeros_like(direct[0]), direct, reverse=True)
+    # The derivative of U_{j+1} by U_j is the leak. U_{j+1} also depends on the threshold, which the
+    # reset subtracts from U_j.
+    _, d_inputs = jax.lax.scan(add_segment, jnp.zeros_like(direct[0]), direct, reverse=True)
     later, before = d_inputs[1:], _reset(membranes, threshold)[:-1]
     d_leak = _dot(later, before)
     d_threshold = -_dot(direct, membranes) / threshold

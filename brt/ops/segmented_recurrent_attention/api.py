@@ -4,6 +4,8 @@ A target position attends to one segment of the source by softmax, and to all ot
 linear attention, whose states pass through accumulate-and-fire neurons:
 
     O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K), where i is the segment of t
+
+In shapes, T is the number of target positions and N the number of beams of a source.
 """
 
 from functools import partial
@@ -65,14 +67,15 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Attends from target positions t0 to t0 + T of every source.
+    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
 
     Args:
       queries: already multiplied by any scale.
       windows: the keys and values of each segment.
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
-      t0: an array selects the dense form, because slots cannot be planned for it.
+      t0: the first target position. An array selects the dense form, in which all queries read all
+        segments, because the form with slots needs positions that are known at trace time.
       target_length: the target length of the batch, for `index_mode = "batch"`; None as in
         decoding.
       dropout: dropout of the softmax weights.
@@ -80,7 +83,7 @@ def attend(
         inputs.
 
     Returns:
-      The output in the dtype of the keys, and numbers to log.
+      The output in the dtype of the keys, and numbers to log about the neurons.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -96,17 +99,17 @@ def prefill(
 ) -> DecodingCache:
     """Returns the cache that `step` reads, computed once for each source.
 
-    `config.cache` names its form. "auto" selects the table of all states if it is not larger than
-    keys and values (S >= K / 2), and otherwise carried neurons.
+    `config.cache` selects its form. "auto" selects the table of all states if it is not larger than
+    keys and values (S >= K / 2), and otherwise the neurons at the current segment.
     """
     return cache.prefill(windows, parameters, config)
 
 
 def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Advances carried neurons to target position t, which must never decrease.
+    """Returns the cache with its neurons advanced to target position t, which must never decrease.
 
     `step` also advances them but does not return the result, so without `advance` every step starts
-    at the cache's position. A cache with a table is returned unchanged.
+    at the cache's position. A cache with a table of all states is returned unchanged.
     """
     return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
 
@@ -117,9 +120,9 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Attends from target positions t to t + T of N beams, which share the cache of their source.
+    """Returns the attention output of target positions t to t + T of N beams.
 
-    The result equals that of `attend` with t0 = t (and no target length for `index_mode =
-    "batch"`).
+    The beams share the cache of their source. The result equals that of `attend` with t0 = t (and
+    without target length for `index_mode = "batch"`).
     """
     return cache.step(queries, cache_, jnp.asarray(t, jnp.int32), config)

@@ -1,11 +1,12 @@
 """Segmented recurrent attention of a few target positions, from a cache that depends on the source.
 
-A cache has one of two forms:
+A cache has one of two forms. In shapes, M is the number of segments, S the number of source
+positions of a segment, T the number of target positions, and N the number of beams of a source.
 
-table  all states R: M H K^2 numbers per source, half as many as its keys and values at S = K, four
-times as many at S = K / 8
-carry  the neurons at the current segment: 3 H K^2 numbers, and one pass over each segment that
-decoding reaches
+  table: all states R. These are M H K^2 numbers per source, half as many as its keys and values at
+    S = K, four times as many at S = K / 8.
+  carry: the neurons at the current segment. These are 3 H K^2 numbers, and decoding passes once
+    over each segment that it reaches.
 
 A cache belongs to a source and not to its beams, so a reordering of beams does not change it.
 """
@@ -38,14 +39,14 @@ from brt.ops.segmented_recurrent_attention.windows import (
 
 
 class NeuronCarry(NamedTuple):
-    """The neurons of each source after a segment; segment -1 is before the first.
+    """The neurons of each source at a segment.
 
     Attributes:
-      segment: the segment.
-      membrane: U, float32.
-      states: R of the segment.
-      total: the sum of all A_j, float32.
-      parameters: those of the layer.
+      segment: the index of the segment; -1 before the first segment.
+      membrane: float32, the membrane potential U.
+      states: the states R of the segment.
+      total: float32, the sum of the products A_j = K_j^T V_j of all segments.
+      parameters: the parameters of the layer.
     """
 
     segment: Int[Array, " B"]
@@ -56,7 +57,18 @@ class NeuronCarry(NamedTuple):
 
 
 class DecodingCache(NamedTuple):
-    """The windows with sources as the first axis, and the table or the neurons."""
+    """Everything that decoding steps read of a source.
+
+    Attributes:
+      keys, values: the windows of the segments.
+      mask: False for padding.
+      counts: the number of segments of each source.
+      shared: keys that all segments see, or None.
+      table: the states R of all segments; None for the other form.
+      carry: the neurons at the current segment; None for the other form.
+      scale: the factor of the recurrence for each output feature, or None.
+      sigma: the share of the segment's softmax attention, or None.
+    """
 
     keys: Float[Array, "B M H S K"]
     values: Float[Array, "B M H S K"]
@@ -72,7 +84,10 @@ class DecodingCache(NamedTuple):
 def prefill(
     windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
-    """Returns the cache of each source in the form that `config.cache` names."""
+    """Returns the cache of each source, in the form that `config.cache` selects.
+
+    The arguments are those of `api.prefill`.
+    """
     keys, values, mask = (
         jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)
     )
@@ -97,12 +112,12 @@ def prefill(
 def _cache_form(config: CrossConfig, width: int) -> str:
     if config.cache != "auto":
         return config.cache
-    # With this condition the table is not larger than the keys and values.
+    # If the condition holds, the table is not larger than the keys and values.
     return "table" if 2 * config.segment_size >= width else "carry"
 
 
 def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Advances carried neurons to target position t; returns other caches unchanged.
+    """Returns the cache with its neurons advanced to target position t; other caches are unchanged.
 
     `step` also advances them but does not return the result, so without `advance` every step starts
     at the cache's position. Positions must not decrease.
@@ -129,20 +144,21 @@ def _advance_one(
     """Advances the neurons of sources where `moves` is True by one segment."""
     segment = carry.segment + moves
     keys, values = (_take_segments(x, segment[:, None])[:, 0] for x in (cache.keys, cache.values))
-    own = key_value_sums(keys, values, carry.parameters, config)
-    membrane = states = neuron_inputs(own[None], carry.total, carry.parameters, config)[0]
+    sums = key_value_sums(keys, values, carry.parameters, config)
+    membrane = states = neuron_inputs(sums[None], carry.total, carry.parameters, config)[0]
     if config.use_raf:
         leak, threshold = leak_and_threshold(carry.parameters, config)
         membrane = accumulate(carry.membrane, membrane, leak, threshold)
         states = fire(membrane, threshold)
 
-    def chosen(new: Array, old: Array) -> Array:
+    def select(new: Array, old: Array) -> Array:
+        """Returns the new values of sources that advance and the old values of the others."""
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
     return carry._replace(
         segment=segment,
-        membrane=chosen(membrane, carry.membrane),
-        states=chosen(states, carry.states),
+        membrane=select(membrane, carry.membrane),
+        states=select(states, carry.states),
     )
 
 
@@ -158,9 +174,13 @@ def step(
     t: Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Computes `api.step`."""
+    """Returns the attention output of target positions t to t + T for N beams of every source.
+
+    The arguments are those of `api.step`.
+    """
     batch, beams, length, heads, width = queries.shape
-    if cache.keys.shape[1] == 1:  # All queries of a source read one window.
+    # With a single segment, all queries of a source read one window.
+    if cache.keys.shape[1] == 1:
         positions = t[None]
         rows = queries.reshape(batch, 1, beams * length, heads, width).swapaxes(2, 3)
     else:
@@ -199,8 +219,11 @@ def _states_at(
     if cache.table is not None:
         return _take_segments(cache.table, index)
 
-    def body(carry: NeuronCarry, t: Int[Array, ""]) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
+    def advance_to(
+        carry: NeuronCarry, t: Int[Array, ""]
+    ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
+        """Returns the neurons at target position t, as the carry, and their states R."""
         carry = _advance(cache, carry, t, config)
         return carry, carry.states
 
-    return jnp.moveaxis(jax.lax.scan(body, cache.carry, positions)[1], 0, 1)
+    return jnp.moveaxis(jax.lax.scan(advance_to, cache.carry, positions)[1], 0, 1)

@@ -9,28 +9,38 @@ class CrossConfig:
     """How the target reads the source (segmented recurrent transformer, section 3).
 
     Attributes:
-      kind: "full", "segmented", "srformer", "xl_memory" or "local_global".
-      segment_size: source tokens in a segment.
+      kind: the kind of cross-attention. "full" attends to the complete source, and all others to
+        one segment. "srformer" adds a recurrence over the other segments, "xl_memory" the previous
+        segment, and "local_global" the means of all segments.
+      segment_size: the number of source tokens in a segment.
       q_ref: the target length over which the segments are spread.
-      index_mode: how a target position selects its segment.
-      stride: target tokens per segment if index_mode is "stride".
-      segment_count: if "static", the number of segments is that of the padded batch.
-      use_segment: if False, only the recurrence is read.
-      use_raf: if True, the recurrence accumulates and fires.
-      kv_source: the segments that the recurrence sums up: all others, or the segment itself.
-      norm: if "feature", the sums of keys are normalised.
-      norm_epsilon: added to the square of the norm's denominator.
-      clamp: the bound of the recurrence's inputs; 0 stands for none.
-      mix: how the segment's attention and the recurrence are added up.
+      index_mode: how a target position selects its segment. "fixed" spreads the segments over
+        `q_ref` positions, "batch" over the targets of the batch, and "stride" takes `stride`
+        positions for each segment.
+      stride: the number of target tokens per segment if `index_mode` is "stride".
+      segment_count: "static" gives all sources of a batch the number of segments of the padded
+        batch.
+      use_segment: False reads only the recurrence.
+      use_raf: True passes the recurrence's sums through recurrent accumulate-and-fire neurons.
+      kv_source: the segments that the recurrence of a segment sums up: "remaining" stands for all
+        others, "segment" for the segment itself.
+      norm: "feature" divides the recurrence by the norm of the keys, for each output feature.
+      norm_epsilon: its square is added to the squared norm.
+      clamp: the bound of the recurrence's sums; 0 stands for none.
+      mix: how the segment's attention and the recurrence are added up. "sum" adds both, "sigma"
+        takes learned shares, and "gated" multiplies the recurrence by a learned factor.
       leak_init, threshold_init: the initial values of the neurons' parameters.
-      raf_parameters: if "bounded", the leak is in (0, 1) and the threshold above its minimum.
+      raf_parameters: "bounded" keeps the leak in (0, 1) and the threshold above its minimum.
       smallest_threshold: the minimum of a bounded threshold.
       kernel_init: the initializer of the neurons' kernel.
-      raf_bias: if True, the neurons have a bias.
-      mask_kv: if True, padding adds nothing to the sums.
-      memory: the memory of "xl_memory".
-      training_form: how training computes the attention; the results are equal.
-      cache: what a decoding step reads the states from.
+      raf_bias: True gives the neurons a bias.
+      mask_kv: True means that padding adds nothing to the sums.
+      memory: the memory of "xl_memory": "rnn" passes the previous segment through an RNN,
+        "identity" takes it unchanged.
+      training_form: how training computes the attention: "dense", "slots" or the cheaper one
+        ("auto"). The results are equal.
+      cache: the array that a decoding step reads the states from: "table" has the states of all
+        segments, "carry" those of the current segment; "auto" selects the smaller one.
     """
 
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"]

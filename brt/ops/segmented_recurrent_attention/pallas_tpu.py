@@ -1,10 +1,12 @@
-"""The recurrence over segments on TPUs: sums, neurons and membranes stay in VMEM.
+"""The recurrence over segments on TPUs: sums, neurons and membrane potentials stay in VMEM.
 
 The grid is (group of heads, source); a group has as many heads as fill the 128 lanes of a register,
 two of 64. A step reads keys and values once, multiplies values by W, computes K_j^T V_j of every
 segment in VMEM, and runs the neurons over the segments. The backward step repeats this, storing the
-membranes in place of the sums, and then goes back over the segments. As in `xla`, the comparison
-has no gradient.
+membrane potentials in place of the sums, and then goes back over the segments. As in `xla`, the
+comparison of a potential with the threshold has no gradient.
+
+In shapes, M is the number of segments and S the number of source positions of a segment.
 """
 
 import functools
@@ -41,7 +43,9 @@ _HEAD_DIMS = (64, 128)
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns why the kernel does not support the settings, for any sizes, or None if it does."""
+    """Returns the reason why the kernel does not support these settings for sources of any size, or
+    None if it does.
+    """
     if config.kind != "srformer" or not config.use_raf:
         return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
     if config.clamp:
@@ -52,7 +56,16 @@ def feature_refusal(config: CrossConfig) -> str | None:
 def refusal(
     config: CrossConfig, heads: int, width: int, segments: int, dtype: jnp.dtype
 ) -> str | None:
-    """Returns why the kernel does not support such a source, or None if it does."""
+    """Returns the reason why the kernel does not support a source of these sizes, or None if it
+    does.
+
+    Args:
+      config: settings of cross-attention.
+      heads: the number of heads.
+      width: the size of a head.
+      segments: the number of segments.
+      dtype: dtype of keys and values.
+    """
     if reason := feature_refusal(config):
         return reason
     if width not in _HEAD_DIMS:
@@ -64,7 +77,7 @@ def refusal(
         return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
-    # Two buffers for each block.
+    # The kernel has two buffers for the block of each input and each output.
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
     return vmem_refusal(taken, "a source")
@@ -79,7 +92,11 @@ def recurrence(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:
-    """Computes `recurrence.recurrence`; `interpret` runs on any device, with heads of any size."""
+    """Returns the states R of every segment, the factor of their output, and the firing rate.
+
+    The arguments are those of `recurrence.recurrence`. With `interpret`, the kernel runs on any
+    device and with heads of any size.
+    """
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]
     settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
@@ -175,12 +192,16 @@ def _backward(
     inputs = _inputs(arguments, settings, states=gradients.states, squares=gradients.squares)
     specs = _specs(arguments, settings)
 
-    def sums(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the spec and shape of a sum over all sources."""
+    def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
+        """Returns the block spec and the shape of a sum over all sources with this many rows."""
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 
-    added = sums(width), sums(1) if arguments.bias is not None else (None, None), sums(2)
+    added = (
+        sum_over_sources(width),
+        sum_over_sources(1) if arguments.bias is not None else (None, None),
+        sum_over_sources(2),
+    )
     like = jax.ShapeDtypeStruct(arguments.keys.shape, arguments.keys.dtype)
     (results,) = pl.pallas_call(
         functools.partial(backward_kernel, settings=settings),

@@ -1,8 +1,11 @@
 """The states R of every segment, which summarize the rest of the source (section 3.2).
 
-States depend on the source alone, so a source has one set of states for all targets. Gradients are
-hand-written where autodiff would be slow on CPUs or would mix dtypes. No axes are merged, because
-sources and heads may be sharded.
+A state is the sum of the products A_j = K_j^T V_j of keys and values of all other segments, passed
+through accumulate-and-fire neurons. States depend on the source alone, so a source has one set of
+states for all targets. Gradients are hand-written where autodiff would be slow on CPUs or would mix
+dtypes. No axes are merged, because sources and heads may be sharded.
+
+In shapes, M is the number of segments and S the number of source positions of a segment.
 """
 
 from typing import NamedTuple
@@ -16,14 +19,14 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Float32 parameters of one layer, shared by its heads; None for those that are not used.
+    """Float32 parameters of one layer, shared by its heads; None for parameters that are not used.
 
     Attributes:
       kernel: W [K, K], maps value features to the inputs of the neurons.
-      leak, threshold: [], as they are stored; `leak_and_threshold` bounds them if configured.
+      leak, threshold: scalars, as they are stored; `leak_and_threshold` bounds them if configured.
       bias: [K], added after W.
-      sigma: [], the share of the segment's softmax attention.
-      gate: [], factor of the recurrence.
+      sigma: a scalar, the share of the segment's softmax attention.
+      gate: a scalar, the factor of the recurrence.
     """
 
     kernel: Float[Array, "K K"] | None = None
@@ -35,7 +38,8 @@ class RecurrenceParameters(NamedTuple):
 
 
 class RecurrentStates(NamedTuple):
-    """The part of the attention that is not the segment's softmax.
+    """The states of a source's segments, from which queries compute the recurrent part of
+    attention.
 
     Attributes:
       states: R, in the dtype of the keys.
@@ -49,7 +53,12 @@ class RecurrentStates(NamedTuple):
 
 
 class NeuronMetrics(NamedTuple):
-    """Float32 numbers to log; None without neurons."""
+    """Float32 numbers about the neurons for the log; None without neurons.
+
+    Attributes:
+      firing_rate: the share of states R above 0.
+      leak, threshold: the parameters of the neurons.
+    """
 
     firing_rate: Float[Array, ""] | None = None
     leak: Float[Array, ""] | None = None
@@ -59,7 +68,7 @@ class NeuronMetrics(NamedTuple):
 def leak_and_threshold(
     parameters: RecurrenceParameters, config: CrossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns leak and threshold as the neurons use them."""
+    """Returns leak and threshold as the neurons use them: bounded if `config` says so."""
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":
         return leak, threshold
@@ -73,10 +82,13 @@ def recurrence(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> RecurrentStates:
-    """Computes equations 13 and 16 for all segments at once; sums and neurons are float32.
+    """Returns the states R of all segments (equations 13 and 16), the factor of their output and
+    the firing rate.
+
+    Sums and neurons are float32.
 
     Args:
-      keys, values: zeros where a source is padded.
+      keys, values: keys and values of each segment; zeros where a source is padded.
       counts: the number of segments of each source.
       parameters: the layer's parameters.
       config: settings of cross-attention.
@@ -95,9 +107,9 @@ def key_value_sums(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "*B K K"]:
-    """Returns A_j = K_j^T V_j in float32.
+    """Returns the product A_j = K_j^T V_j of each segment's keys and values, in float32.
 
-    W is already applied to the values, unless the sums are clamped before W.
+    The kernel W is already applied to the values, unless the sums are clamped before W.
     """
     if config.use_raf and not config.clamp:
         values = _matmul(values, parameters.kernel)
@@ -110,7 +122,16 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns X_j = P_j W from the sums A_j and their total, or P_j itself without neurons."""
+    """Returns the inputs X_j of the neurons, or the sums P_j themselves without neurons.
+
+    P_j is the sum of A_i over all other segments i, and X_j = P_j W + bias.
+
+    Args:
+      own: the products A_j of each segment, from `key_value_sums`.
+      total: their sum over all segments.
+      parameters: the layer's parameters.
+      config: settings of cross-attention.
+    """
     if config.clamp:
         own, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (own, total))
     x = own if config.kv_source == "segment" else _other_segments(own, total)
@@ -127,7 +148,9 @@ def output_scale(
     config: CrossConfig,
     squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
-    """Returns the factor of O_R: the gate times the inverse norm of the keys, or None for neither.
+    """Returns the factor of the recurrence's output, or None for 1.
+
+    The factor of each feature is the gate times the inverse norm of the keys.
 
     Args:
       keys: the keys.
@@ -147,23 +170,27 @@ def output_scale(
 
 
 def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
-    """Returns the sum of k^2 over positions for each feature, in float32."""
+    """Returns the sum over all positions of each squared key feature, in float32."""
     squares = jnp.square(keys.astype(jnp.float32))
-    # A product with ones, as in `sum_segments`.
+    # XLA's CPU backend computes a product with ones faster than a sum over positions.
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)
     return jnp.sum(jnp.matmul(ones, squares, precision="highest"), axis=0)
 
 
 def inverse_norm(squares: Float[Array, "B H 1 K"], epsilon: float) -> Float[Array, "B H 1 K"]:
-    """Returns 1 / sqrt(sum over positions of k^2 + epsilon^2) of each feature, or 1 instead of 1 /
-    0.
+    """Returns 1 / sqrt(squares + epsilon^2) for each feature, or 1 where this would be 1 / 0.
+
+    `squares` is the sum over positions of each squared key feature.
     """
     sums = squares + epsilon**2
     return jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1.0)), 1.0)
 
 
 def sum_segments(x: Float[Array, "M *B"]) -> Float[Array, "*B"]:
-    """Returns the sum over the first axis as a product with ones, as in `brt.ops.reductions`."""
+    """Returns the sum of x over the segments, its first axis.
+
+    The sum is computed as a product with ones, which is faster on CPUs (see `brt.ops.reductions`).
+    """
     return jnp.tensordot(jnp.ones(x.shape[:1], x.dtype), x, axes=1, precision="highest")
 
 
@@ -217,7 +244,8 @@ def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     keys, values = residuals
-    gradient = gradient.astype(keys.dtype)  # The products would otherwise mix dtypes.
+    # Without the conversion, the products below would mix dtypes.
+    gradient = gradient.astype(keys.dtype)
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),
         jnp.einsum("...sc,...ce->...se", keys, gradient),

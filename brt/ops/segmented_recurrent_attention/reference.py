@@ -1,6 +1,7 @@
-"""Reference implementation of segmented recurrent attention: every query reads every segment.
+"""Reference implementation of segmented recurrent attention.
 
-The result of the query's own segment is selected. Computes in float64 if JAX has enabled it.
+Every query reads every segment, and the result of the query's own segment is selected. The
+computation is in float64 if JAX has enabled it.
 """
 
 import jax
@@ -26,7 +27,10 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Computes `api.attend`."""
+    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
+
+    The arguments are those of `api.attend`; dropout is not supported.
+    """
     states, aux = _states(windows, parameters, config)
     counts, t = windows.counts[:, None], t0 + jnp.arange(queries.shape[1])[None]
     if config.index_mode == "stride":
@@ -51,13 +55,14 @@ def _states(
     wide = jnp.promote_types(windows.keys.dtype, jnp.float32)
     keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
 
-    def clipped(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
+    def clip(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
+        """Returns the sums bounded by `config.clamp`."""
         return jnp.clip(sums, -config.clamp, config.clamp) if config.clamp else sums
 
     sums = jnp.einsum("mbhsc,mbhse->mbhce", keys, values)
-    states = clipped(sums)
+    states = clip(sums)
     if config.kv_source != "segment":
-        states = clipped(jnp.sum(sums, axis=0))[None] - states
+        states = clip(jnp.sum(sums, axis=0))[None] - states
     aux = NeuronMetrics()
     if config.use_raf:
         states, aux = _run_neurons(states, windows.counts, p, config)
@@ -74,7 +79,8 @@ def _run_neurons(
     c: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
     """Computes section 3.3 segment by segment."""
-    assert p.kernel is not None  # This kind of cross-attention always has the kernel.
+    # Cross-attention with neurons always has the kernel.
+    assert p.kernel is not None
     leak, threshold = leak_and_threshold(p, c)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):

@@ -1,8 +1,10 @@
 """The segment of the source that a target position reads, computed with integers (section 3.4).
 
-    B  sources        T  target positions     N  beams of a source
-    H  heads          K  size of a head       X  source positions, padded
-    M  segments       S  source positions of one segment (M * S >= X)
+In shapes:
+
+    B  sources        T  target positions     N  beams of a source H  heads          K  size of a
+      head       X  source positions, padded M  segments       S  source positions of one segment (M
+      * S >= X)
 
 In float32, t * (m / q) gives another segment than t * m / q in every fortieth case.
 """
@@ -16,7 +18,7 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Pace(NamedTuple):
-    """How target positions advance through the segments; known at trace time.
+    """The speed at which target positions advance through the segments; known at trace time.
 
     Attributes:
       positions: the number of target positions for all segments, or for each segment.
@@ -26,24 +28,28 @@ class Pace(NamedTuple):
     positions: int
     over_all: bool
 
-    def start(self, segment: Array | int, count: Array | int) -> Array | int:
-        """Returns the first target position that reads a segment of a source with `count`
+    def first_position(self, segment: Array | int, count: Array | int) -> Array | int:
+        """Returns the first target position that reads the given segment of a source with `count`
         segments.
         """
         if self.over_all:
             return -(-segment * self.positions // count)
         return segment * self.positions
 
-    def longest_stay(self, count: int, end: int) -> int:
-        """Returns an upper bound of the target positions before `end` that read one of `count`
-        segments.
+    def most_positions(self, count: int, end: int) -> int:
+        """Returns an upper bound of the number of target positions that read the same one of
+        `count` segments.
+
+        Only positions before `end` count.
         """
         usual = -(-self.positions // count) if self.over_all else self.positions
-        return min(max(usual, end - int(self.start(count - 1, count))), end)
+        return min(max(usual, end - int(self.first_position(count - 1, count))), end)
 
 
 def pace(config: CrossConfig, target_length: int | None) -> Pace:
-    """Returns the pace of a batch of targets, or the pace of decoding without a target length."""
+    """Returns the pace of a batch of targets, or the pace of decoding if
+    `target_length` is None.
+    """
     if config.index_mode == "stride":
         return Pace(config.stride, over_all=False)
     if config.index_mode == "batch" and target_length is not None:
@@ -52,9 +58,10 @@ def pace(config: CrossConfig, target_length: int | None) -> Pace:
 
 
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
-    """Returns the number of segments of each source, at least 1.
+    """Returns the number of segments of each source, int32, at least 1.
 
-    They extend to the last valid position, or to the padded end with `segment_count = "static"`.
+    The segments have `size` positions and extend to the last valid position, or to the padded end
+    with `segment_count = "static"`.
     """
     batch, length = valid.shape
     if config.segment_count == "static":
@@ -66,19 +73,22 @@ def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) ->
 def segment_index(
     positions: Int[Array, " T"], counts: Int[Array, " B"], pace: Pace
 ) -> Int[Array, "B T"]:
-    """Returns i_b(t) = min(floor(t m_b / q), m_b - 1) as int32.
+    """Returns the index of the segment that each target position reads, int32.
 
-    Positions count from the start of the target.
+    For a target of q positions and a source of m segments, position t reads segment min(floor(t m /
+    q), m - 1). Positions count from the start of the target; `counts` has m for each source.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     if pace.over_all:
-        # The product would overflow without the limit.
+        # Without the limit, the product could overflow for large positions.
         positions = jnp.minimum(positions, pace.positions) * counts
     return jnp.minimum(positions // pace.positions, counts - 1)
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Splits a padded source into segments; the last one is padded with zeros."""
+    """Returns the segments of a padded source, each of `size` positions; the last is padded with
+    zeros.
+    """
     batch, length, *rest = x.shape
     count = -(-length // size)
     x = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0) for _ in rest)))

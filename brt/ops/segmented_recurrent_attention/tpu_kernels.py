@@ -1,7 +1,9 @@
 """Bodies of the TPU kernels of the recurrence, for one source and a group of heads.
 
-`pallas_tpu` describes the algorithm. P is the total width of the heads of a group, 128. Their
-matrices K x K lie side by side as K x P.
+The module `pallas_tpu` describes the algorithm. M is the number of segments and S the number of
+source positions of a segment. P is the total width of the heads of a group, 128. Their matrices K x
+K lie side by side as K x P. A_j is the product K_j^T V_j of a segment's keys and values, and U_j
+the membrane potential of the neurons at the segment.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ class NeuronKernelSettings(NamedTuple):
       width: the size of a head.
       wide: the total size of the heads of a step, P.
       remaining: True if neurons read all other segments, False if they read their own.
-      interpret: runs on any device, slowly.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     width: int
@@ -38,8 +40,8 @@ class NeuronKernelInputs(NamedTuple):
       keys, values: [M, S, P].
       kernel: [P, P], W of each head on the diagonal.
       bias: [1, P], or None.
-      states: [M, K, P], the gradient of the states, in the backward pass only.
-      squares: [1, P], the gradient of the sums of squared keys, in the backward pass only.
+      states: [M, K, P], the gradient of the states; None in the forward pass.
+      squares: [1, P], the gradient of the sums of squared keys; None in the forward pass.
     """
 
     keys: Any
@@ -51,10 +53,10 @@ class NeuronKernelInputs(NamedTuple):
 
 
 class NeuronKernelOutputs(NamedTuple):
-    """Outputs of a step.
+    """Outputs of a step of the grid, for one source and a group of heads.
 
     Attributes:
-      states: [M, K, P].
+      states: [M, K, P], the states R of all segments.
       squares: [1, P], float32, sums of squared keys.
       fired: [1, P], float32, the number of states above 0 in existing segments.
     """
@@ -65,9 +67,14 @@ class NeuronKernelOutputs(NamedTuple):
 
 
 class NeuronKernelGradients(NamedTuple):
-    """Gradients of a step; all but those of keys and values are float32 sums over all sources.
+    """Gradients of a step of the grid.
+
+    All but those of keys and values are float32 sums over all sources.
 
     Attributes:
+      keys, values: [M, S, P].
+      kernel: [K, P].
+      bias: [1, P], or None.
       neuron: [2, P], gradients of leak and threshold.
     """
 
@@ -87,17 +94,23 @@ def forward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the states of all segments.
+    """Computes the states of all segments of a source for a group of heads.
 
     Args:
       counts: the number of segments of each source.
       neuron: leak, threshold and the inverse of the threshold.
+      inputs: the inputs of the step.
+      outputs: references to the outputs.
       own: [M, K, P], scratch memory for the A_j.
+      settings: static settings.
     """
     count = counts[pl.program_id(1)]
     total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
-    def fire(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Writes the states of segment j; returns the potentials after it and the counts of states
+        above 0.
+        """
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
         above = membrane * neuron[2] - 1
@@ -107,7 +120,7 @@ def forward_kernel(
         return _reset(membrane, neuron), fired
 
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
-    _, fired = unrolled_loop(own.shape[0], fire, (zeros, zeros))
+    _, fired = unrolled_loop(own.shape[0], fire_segment, (zeros, zeros))
     outputs.fired[...] = jnp.sum(fired, axis=0, keepdims=True)
 
 
@@ -122,23 +135,32 @@ def backward_kernel(
     """Computes the gradients of a step.
 
     Args:
-      own: scratch memory for A_j, then for U_j before its reset, then for the gradient of U_j.
+      neuron: leak, threshold and the inverse of the threshold.
+      inputs: the inputs of the step, including the gradients of its outputs.
+      results: references to the gradients.
+      own: [M, K, P], scratch memory for A_j, then for U_j before its reset, then for the gradient
+        of U_j.
+      settings: static settings.
     """
     count, leak, inverse = own.shape[0], neuron[0], neuron[2]
 
     @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
+    def _clear_sums() -> None:
         for sums in (results.kernel, results.bias, results.neuron):
             if sums is not None:
                 sums[...] = jnp.zeros_like(sums)
 
     total = _segment_sums(inputs, own, settings)[0]
 
-    def charge(j: Any, membrane: Array) -> Array:
+    def potential_of_segment(j: Any, membrane: Array) -> Array:
+        """Writes U_j before its reset to `own[j]`, and returns it after the reset."""
         own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
-    def go_back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Writes the gradient of U_j, going back from the last segment; returns the sums of
+        gradients.
+        """
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
         above = own[j] * inverse - 1 > 0
@@ -149,14 +171,19 @@ def backward_kernel(
         return later, d_total + later, d_leak, d_threshold
 
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
-    unrolled_loop(count, charge, zeros)
-    _, d_total, d_leak, d_threshold = unrolled_loop(count, go_back, (zeros, zeros, zeros, zeros))
+    unrolled_loop(count, potential_of_segment, zeros)
+    _, d_total, d_leak, d_threshold = unrolled_loop(
+        count, potential_backward, (zeros, zeros, zeros, zeros)
+    )
     if results.bias is not None:
         results.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
     for row, row_gradient in enumerate((d_leak, d_threshold)):
         results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
     def products_backward(j: Any, d_kernel: Array) -> Array:
+        """Writes the gradients of the keys and values of segment j, and adds to the gradient of the
+        kernel.
+        """
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
         d_own = _block_diagonal(d_own, settings).astype(keys.dtype)
@@ -176,14 +203,15 @@ def _segment_sums(
 ) -> tuple[Array, Array]:
     """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
-    def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Writes A_j and adds segment j to the sums."""
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)
         squares = jnp.square(keys.astype(jnp.float32))
         return carry[0] + own[j], carry[1] + jnp.sum(squares, axis=0, keepdims=True)
 
     zeros = (jnp.zeros(shape, jnp.float32) for shape in (own.shape[1:], (1, own.shape[2])))
-    return unrolled_loop(own.shape[0], add, tuple(zeros))
+    return unrolled_loop(own.shape[0], add_segment, tuple(zeros))
 
 
 def _projected_values(inputs: NeuronKernelInputs, j: Any) -> Float[Array, "S P"]:

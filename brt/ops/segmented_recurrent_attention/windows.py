@@ -1,4 +1,9 @@
-"""The keys and values that the queries of each segment read, and attention to them."""
+"""The keys and values that the queries of each segment read, and attention to them.
+
+In shapes, M is the number of segments, S the number of keys of a window, and Y a number of keys
+that includes shared keys. O_S is the softmax attention to a segment, and O_R the output of the
+recurrence over the other segments.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +15,12 @@ from brt.ops.softmax_attention import attend_by_head
 
 
 class SharedKeys(NamedTuple):
-    """Keys and values that the queries of all segments read in addition to their window."""
+    """Keys and values that the queries of all segments read in addition to their window.
+
+    Attributes:
+      keys, values: Y keys and values of each source.
+      mask: False for padding.
+    """
 
     keys: Float[Array, "B H Y K"]
     values: Float[Array, "B H Y K"]
@@ -24,7 +34,7 @@ class SegmentWindows(NamedTuple):
       keys, values: segments are the first axis, as the recurrence needs.
       mask: False for padding; a query without a usable key gets zeros.
       counts: the number of segments of each source, 1 to M.
-      shared: further keys, or None.
+      shared: further keys that the queries of all segments read, or None.
     """
 
     keys: Float[Array, "M B H S K"]
@@ -41,21 +51,26 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """Appends the shared keys to those of every window; `axis` is the axis of the windows."""
+    """Returns keys, values and mask of every window, followed by those of the shared keys.
+
+    `axis` is the axis of the windows in keys, values and mask. Without shared keys, the arguments
+    are returned unchanged.
+    """
     if shared is None:
         return keys, values, mask
 
-    def joined(own: Array, shared_part: Array, behind: int) -> Array:
+    def append_shared(window_part: Array, shared_part: Array, keys_axis: int) -> Array:
+        """Returns an array of the windows with the shared array appended to each window."""
         shared_part = jnp.expand_dims(shared_part, axis)
         shared_part = jnp.broadcast_to(
             shared_part, (*mask.shape[:-1], *shared_part.shape[mask.ndim - 1 :])
         )
-        return jnp.concatenate([own, shared_part], axis=behind)
+        return jnp.concatenate([window_part, shared_part], axis=keys_axis)
 
     return (
-        joined(keys, shared.keys, -2),
-        joined(values, shared.values, -2),
-        joined(mask, shared.mask, -1),
+        append_shared(keys, shared.keys, -2),
+        append_shared(values, shared.values, -2),
+        append_shared(mask, shared.mask, -1),
     )
 
 
@@ -68,11 +83,13 @@ def attend_to_window(
     *,
     lanes: int = 0,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns O_S, the softmax attention; queries without a True in the mask get zeros.
+    """Returns O_S, the softmax attention of queries to their window, in the dtype of `values`.
+
+    Queries without a usable key get zeros.
 
     Args:
-      queries: the queries.
-      keys, values: those of the windows.
+      queries: already multiplied by any scale.
+      keys, values: keys and values of the windows.
       mask: True for usable keys.
       dropout: dropout of the softmax weights.
       lanes: the axis of the batch's rows in the queries; dropout draws each row separately.
@@ -91,9 +108,9 @@ def attend_to_window(
 def combine_outputs(
     attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
 ) -> Float[Array, "*B"]:
-    """Combines O_S and O_R, one of which may be missing.
+    """Returns the sum of O_S and O_R, or the only one of them that is not None.
 
-    They are added, or weighted by sigma and 1 - sigma.
+    With `sigma`, the two are weighted by sigma and 1 - sigma.
     """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)

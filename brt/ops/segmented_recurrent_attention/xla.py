@@ -2,11 +2,14 @@
 
 There are two forms:
 
-dense  every query is multiplied with every window, and other windows are masked: as much work as
-full attention
-slots  every query is multiplied with its own window only. A source of m <= M segments repeats each
-of them M // m times, so that all sources of a batch fill M rows. The queries of a segment are
-gathered into the G slots of its rows. Keys and values are never gathered for a query.
+  dense: every query is multiplied with every window, and other windows are masked. This is as much
+    work as full attention.
+  slots: every query is multiplied with its own window only. A source of m <= M segments repeats
+    each of them M // m times, so that all sources of a batch fill M rows. The queries of a segment
+    are gathered into the G slots of its rows. Keys and values are never gathered for a query.
+
+In shapes, T is the number of target positions, M the number of segments, and S the number of keys
+of a window.
 """
 
 from collections.abc import Callable
@@ -46,10 +49,11 @@ def attend(
     dropout: Dropout | None = None,
     recur: Callable[..., RecurrentStates] = recurrence,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Computes `api.attend`.
+    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
 
     Args:
-      recur: the function that computes the recurrence.
+      queries, windows, parameters, config, t0, target_length, dropout: as for `api.attend`.
+      recur: the function that computes the states of the recurrence.
     """
     aux, recurrent = NeuronMetrics(), None
     if config.kind == "srformer":
@@ -80,7 +84,8 @@ def _attend_by_form(
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
-        form = "dense"  # The number of queries that share a segment is unknown.
+        # The slots would depend on t0, which is not known at trace time.
+        form = "dense"
     elif count == 1:
         form = "slots"
     elif form == "auto":
@@ -91,21 +96,30 @@ def _attend_by_form(
 
 
 def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
-    """Returns G, the slots of a row that suffice for every source of at most `count` segments."""
+    """Returns G, the number of slots of a row that suffices for every source of 1 to `count`
+    segments.
 
-    def needed(segments: int) -> int:
-        stay = min(pace.longest_stay(segments, t0 + length), length)
+    Args:
+      count: M, the number of rows.
+      length: the number of target positions.
+      t0: the first target position.
+      pace: the speed at which target positions advance through the segments.
+    """
+
+    def needed_slots(segments: int) -> int:
+        """Returns the number of slots that a row needs if the source has this many segments."""
+        stay = min(pace.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
 
-    return max(needed(segments) for segments in range(1, count + 1))
+    return max(needed_slots(segments) for segments in range(1, count + 1))
 
 
 class SlotPlan(NamedTuple):
-    """The assignment of queries to slots.
+    """The assignment of queries to the slots of M rows, for each source.
 
     Attributes:
       segment: the segment of each row.
-      held: the query in each of Y = M * G slots; any query for an idle slot.
+      held: the query in each of Y = M * G slots; any query for a slot that is not used.
       slot: the slot of each query.
     """
 
@@ -115,17 +129,24 @@ class SlotPlan(NamedTuple):
 
 
 def plan_slots(counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace) -> SlotPlan:
-    """Gives each segment of a source rows // count rows, and its queries slots in these rows."""
+    """Returns the assignment of queries to slots.
+
+    A source with m segments has `rows` // m rows for each of them. The queries of a segment have
+    the slots of the segment's rows. The other arguments are those of `row_size`; `counts` has m for
+    each source.
+    """
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
-    # Positions count from t0; segments that were read before t0 need no slots.
-    first = jnp.maximum(pace.start(segment, each) - t0, 0) + (row - segment * repeats) * size
+    # Slots are for positions from t0 on; positions before t0 that read a segment need none.
+    first = (
+        jnp.maximum(pace.first_position(segment, each) - t0, 0) + (row - segment * repeats) * size
+    )
     held = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     held = jnp.minimum(held, length - 1).reshape(first.shape[0], -1)
     position = jnp.arange(length, dtype=jnp.int32)
     own = segment_index(position + t0, counts, pace)
-    since = position[None] - jnp.maximum(pace.start(own, each) - t0, 0)
+    since = position[None] - jnp.maximum(pace.first_position(own, each) - t0, 0)
     return SlotPlan(segment, held, own * repeats * size + since)
 
 
@@ -144,7 +165,8 @@ def _attend_by_slots(
     if count > 1:
         segment, held, slot = plan_slots(windows.counts, count, length, t0, pace)
         queries = _gather_once(queries, held, slot)
-        if config.segment_count == "per_example":  # Otherwise row r already holds segment r.
+        # With `segment_count = "static"`, row r already has segment r.
+        if config.segment_count == "per_example":
             keys, values, mask = (
                 _repeat_segments(x, segment) for x in (windows.keys, windows.values, windows.mask)
             )
@@ -248,14 +270,14 @@ def _attend_densely(
     count, size = windows.keys.shape[0], windows.keys.shape[3]
     by_head = queries.swapaxes(1, 2)
     own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, pace)
-    mine = own[:, :, None] == jnp.arange(count)[None, None]  # [B, T, M]
+    is_own = own[:, :, None] == jnp.arange(count)[None, None]  # [B, T, M]
     attended = recurrent = None
     if config.use_segment:
         keys, values = (
             jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
             for x in (windows.keys, windows.values)
         )
-        mask = mine[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
+        mask = is_own[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
         mask = mask.reshape(batch, length, count * size)
         if windows.shared is not None:
             keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
@@ -266,9 +288,8 @@ def _attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        masked_queries = jnp.where(
-            mine[:, None, :, :, None], by_head[:, :, :, None], 0
-        )  # [B, H, T, M, K]
+        # [B, H, T, M, K]
+        masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
         recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
         if scale is not None:

@@ -1,5 +1,6 @@
-"""The implementations of softmax attention over all keys; each device attends for its own lanes,
-blocks and heads.
+"""Selection of the implementation of softmax attention to all keys.
+
+Each device attends for its own rows of the batch, blocks and heads.
 """
 
 from collections.abc import Callable
@@ -25,16 +26,17 @@ def _by_head_and_block(
     The wrapper also normalizes queries if a scale is passed.
     """
 
-    def prepared(
+    def attend_by_token(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
     ) -> Array:
+        """Returns the output [B, T, H, K] for queries [B, T, H, K]."""
         if scale is not None:
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
         q = swapaxes_copy(queries.reshape(blocked), -3, -2)
         return swapaxes_copy(function(q, k, *others, **options), -3, -2).reshape(queries.shape)
 
-    return prepared
+    return attend_by_token
 
 
 OP = Op(
@@ -59,8 +61,10 @@ def attend(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends to every key; with N blocks, the queries of each block read the keys of their own
-    block.
+    """Returns the attention output of every query over all keys, in the dtype of `values`.
+
+    If the keys have N blocks, the queries are split into N blocks as well, and each block of
+    queries attends to its own block of keys.
 
     Args:
       queries: already multiplied by any scale.
@@ -86,14 +90,15 @@ def attend_to_blocks(
     null_keys: bool,
     implementation: str | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Attends to the X = 2W tokens of two blocks, the first of which may be unreadable.
+    """Returns the attention output of every query over the X = 2W tokens of two blocks.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: those of both blocks.
+      keys, values: keys and values of both blocks.
       cache_mask: False if the first block is unreadable.
       null_keys: True makes unreadable keys count as zero keys with zero values.
-      implementation: as for `attend`.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
     """
     return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
 
@@ -104,20 +109,21 @@ def _attend(
 ) -> Array:  # fmt: skip
     """Dispatches attention to keys and values by head, on each device for its own part."""
 
-    def local(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
+    def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
+        """Returns the output for the arrays of one device."""
         return dispatch.run(
             OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
         )
 
     if not rules.partitioned():
-        return local(queries, k, v, cache_mask, scale)
+        return attend_on_device(queries, k, v, cache_mask, scale)
     by_block = k.ndim > queries.ndim
     tokens, lanes = ("tokens", ("lanes", "blocks")) if by_block else (None, ("lanes",))
     q_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
     k_partition = rules.partition_spec(*lanes, "heads", None, None, shape=k.shape)
     lane_partition = rules.partition_spec("lanes", shape=queries.shape[:1])
     return jax.shard_map(
-        local,
+        attend_on_device,
         in_specs=(q_partition, k_partition, k_partition, lane_partition, P(q_partition[2])),
         out_specs=q_partition,
         axis_names=rules.automatic_axes(),

@@ -32,17 +32,20 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-_MAX_SLOTS = 2048  # Largest number of keys; the logits of a tile of rows and all keys are in VMEM.
-_ROWS = 256  # Largest number of rows of a tile, chosen by the length of the compiler's schedules.
-# Largest number of logits of a tile; five float32 arrays of this size exist at once.
+# The largest number of keys. The logits of a tile of rows and all keys must fit into VMEM.
+_MAX_SLOTS = 2048
+# The largest number of rows of a tile. The compiler's schedules are shortest with this number.
+_ROWS = 256
+# The largest number of logits of a tile; five float32 arrays of this size exist at once.
 _TILE = 1024 * _ROWS
 
 
 def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    key_multiple = 128 if cache_mask is None else 256  # The keys are those of two blocks.
+    # With `cache_mask`, the keys are those of two blocks.
+    key_multiple = 128 if cache_mask is None else 256
     if queries % 128 or keys % key_multiple or max(queries, keys) > _MAX_SLOTS:
         return (
             f"takes a multiple of 128 queries and of {key_multiple} keys, at most {_MAX_SLOTS}, "
@@ -77,7 +80,11 @@ def attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """Computes the attention of `api`; `interpret` runs on any device and with any sizes."""
+    """Returns the attention output of every query over the keys of its block, in the dtype of v.
+
+    The arguments are those of `api.attend` and `api.attend_to_blocks`, with heads before keys. With
+    `interpret`, the kernels run on any device and with any sizes.
+    """
     settings = _Settings(cache_mask is not None, null_keys, interpret)
     if cache_mask is None:
         cache_mask = jnp.ones(queries.shape[:1], bool)
@@ -107,23 +114,27 @@ class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "X H S K"]  # The first axis is the blocks of all lanes.
+    # In keys and values, the first axis is the blocks of all lanes.
+    k: Float[Array, "X H S K"]
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
-    scale: Float[Array, " H"] | None  # The length of the queries, if the kernel normalizes them.
+    # This is the length of the queries if the kernel normalizes them.
+    scale: Float[Array, " H"] | None
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of a lane."""
+        """The number of blocks of a lane."""
         return len(self.k) // len(self.q)
 
     @property
     def queries(self) -> int:
-        """Number of queries of a block."""
+        """The number of queries of a block."""
         return self.q.shape[2] // self.blocks
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Returns the shape of arrays with one number per query, as row vectors of blocks."""
+        """Returns the shape of arrays with one number per query, which are row
+        vectors of blocks.
+        """
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
@@ -151,7 +162,8 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
         products=2,
     )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    if arguments.scale is not None:  # Save the queries as the projection produced them.
+    # If the kernel normalizes the queries, the backward pass needs them as they were before.
+    if arguments.scale is not None:
         arguments = arguments._replace(q=input_residual(q))
     return tokens_first(y), (arguments, y, lse)
 
@@ -238,11 +250,12 @@ def _load_keys_values(
         return keys[...], values[...]
     half = keys.shape[0] // 2
 
-    def known(x: Any) -> Array:
+    def zero_unreadable(x: Any) -> Array:
+        """Returns x with zeros in its first half if that half is unreadable."""
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 
-    return known(keys), known(values)
+    return zero_unreadable(keys), zero_unreadable(values)
 
 
 def _logits(seen: Array, keys: Array, own: Array, settings: _Settings) -> Float[Array, "S R"]:

@@ -13,7 +13,11 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
+    """Returns the attention output of every query, in the dtype of v.
+
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
+    `cache_mask`, every key is readable.
+    """
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
     if cache_mask is None:
         return jax.nn.softmax(logits).astype(v.dtype) @ v

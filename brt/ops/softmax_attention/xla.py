@@ -1,8 +1,8 @@
 """Softmax attention over all keys in plain XLA, with a hand-written backward pass.
 
 Autodiff would save three arrays of Q x S, and a scan would stack each of them. The hand-written
-pass saves one. It computes the sum that the softmax's gradient subtracts from the output, which is
-K wide instead of S.
+pass saves one. The softmax's gradient subtracts a sum over S keys, which equals a sum over the K
+numbers of the output and its gradient; the pass computes the latter.
 """
 
 from functools import partial
@@ -22,7 +22,11 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
+    """Returns the attention output of every query, in the dtype of v.
+
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
+    `cache_mask`, every key is readable.
+    """
     mask = None
     if cache_mask is not None:
         size = k.shape[-2]
@@ -39,7 +43,9 @@ def attend_by_head(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Attends to the keys where the mask is True.
+    """Returns the attention output of every query over the keys where the mask is True.
+
+    The result is in the dtype of `values`.
 
     Args:
       queries: already multiplied by any scale.
@@ -67,7 +73,8 @@ def _forward(
     q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None, null_keys: bool
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
-    if mask is not None:  # [*B, 1, 1 or Q, S]
+    if mask is not None:
+        # The shape becomes [*B, 1, 1, S] or [*B, 1, Q, S].
         mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
         logits = jnp.where(mask, logits, 0.0 if null_keys else MASKED)
     weights = jax.nn.softmax(logits, axis=-1)

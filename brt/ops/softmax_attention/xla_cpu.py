@@ -24,7 +24,11 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
+    """Returns the attention output of every query, in the dtype of v.
+
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
+    `cache_mask`, every key is readable.
+    """
     if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]

@@ -1,5 +1,3 @@
-"""Weight gradients from the pairs of inputs and output gradients that the steps of a loop
-return.
-"""
+"""Weight gradients from the inputs and output gradients of the steps of a loop."""
 
 from brt.ops.weight_gradient.api import weight_gradient as weight_gradient

@@ -1,4 +1,4 @@
-"""Choice of the implementation of weight gradients."""
+"""Selection of the implementation of weight gradients."""
 
 from jaxtyping import Array, Float
 
@@ -10,7 +10,7 @@ OP = Op(
     "weight_gradient",
     (
         Implementation(
-            "pallas_tpu", pallas_tpu.weight_gradient, ("tpu",), ("tpu",), pallas_tpu.refuses
+            "pallas_tpu", pallas_tpu.weight_gradient, ("tpu",), ("tpu",), pallas_tpu.refusal
         ),
         Implementation("xla", xla.weight_gradient),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
@@ -28,19 +28,18 @@ def weight_gradient(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
-    """Returns the sum of x^T dy over steps and rows, in float32.
+    """Returns the gradient of a kernel [*inputs, *outputs] that N steps of a loop use, in float32.
+
+    The gradient is the sum of x^T dy over all steps and rows.
 
     Args:
-      x: [N, *rows, *inputs] for N steps of a loop.
-      dy: [N, *rows, *outputs].
-      inputs, outputs: number of axes.
+      x: [N, *rows, *inputs], the kernel's inputs in each step.
+      dy: [N, *rows, *outputs], the gradients of the kernel's outputs in each step.
+      inputs, outputs: the number of axes in `inputs` and in `outputs`.
       as_bits: True if x is the bits of a `dispatch.output_residual`, which are then read without
         conversion.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
-
-    Returns:
-      [*inputs, *outputs].
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.

@@ -1,9 +1,9 @@
-"""Weight gradients on TPUs: products of several steps are added up on the chip, and each pair is
-read in place.
+"""Weight gradients on TPUs, without a copy of the arrays that the steps of a loop produce.
 
-The pairs of an unrolled loop are separate arrays. A single product over all of them would begin
-with copies of everything that the loop has written. Here, the arrays of each step are operands of
-their own, and a step of the grid computes one tile of the sum.
+The pairs of an unrolled loop, a step's inputs and output gradients, are separate arrays. A single
+product over all of them would begin with copies of everything that the loop has written. Here, the
+arrays of each step are operands of their own. A step of the grid computes one tile of the sum over
+all steps of the loop.
 """
 
 import functools
@@ -21,11 +21,13 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-_LEFT, _RIGHT = (512, 256, 128), 256  # Columns of a tile, which has one head or several.
-# Bytes of VMEM that XLA gives to a kernel that it fuses with an in-place update, whatever the
-# kernel requests.
+# The largest numbers of columns of a tile, on the left and on the right side of the product.
+_LEFT, _RIGHT = (512, 256, 128), 256
+# XLA joins this kernel with an update in place, and then gives the kernel only this much VMEM,
+# regardless of the limit that the kernel asks for.
 _ROOM = 14 * 2**20
-_STEPS = 8  # Largest number of steps of an unrolled loop.
+# The largest number of steps of the loop; the kernel's code contains each of them.
+_STEPS = 8
 
 
 class _Side(NamedTuple):
@@ -47,9 +49,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, axes: int, most: int) -> "_Side":
-        """Returns the layout for [N, *rows, *axes] with tiles of at most the given number of
-        columns.
-        """
+        """Returns the layout for x [N, *rows, *axes] with tiles of at most `most` columns."""
         *others, width = x.shape[x.ndim - axes :]
         first, heads = (1,) * (2 - len(others)) + tuple(others)
         *lanes, rows = x.shape[1 : x.ndim - axes]
@@ -59,10 +59,12 @@ class _Side(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """The number of tiles."""
         return math.prod(self.groups) // self.heads * (self.width // self.columns)
 
     @property
     def tile(self) -> int:
+        """The number of columns of a tile."""
         return self.heads * self.columns
 
     @property
@@ -75,10 +77,8 @@ class _Side(NamedTuple):
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
-    def by_step(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
-        """Returns the arrays of each step in the layout in which most of their producers write
-        them.
-        """
+    def arrays_of_steps(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
+        """Returns the array of each step in the layout in which most producers write it."""
         shape = self.lanes, self.rows, *self.groups, self.width
         return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
 
@@ -87,10 +87,10 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
     return jax.lax.div(i, jnp.int32(count)), jax.lax.rem(i, jnp.int32(count))
 
 
-def refuses(
+def refusal(
     x: Array, dy: Array, inputs: int = 1, outputs: int = 1, *, as_bits: bool = False
 ) -> str | None:
-    """Returns why the kernel does not support these inputs, or None."""
+    """Returns the reason why the kernel does not support these inputs, or None if it does."""
     if rules.partitioned():
         return "adds up what one device has"
     if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
@@ -133,33 +133,40 @@ def weight_gradient(
     as_bits: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "..."]:
-    """Implements `api.weight_gradient`; with `interpret`, it runs on any device and
-    with any sizes.
+    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+
+    The arguments are those of `api.weight_gradient`. With `interpret`, the kernel runs on any
+    device and with any sizes.
     """
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
-    own = [dispatch.to_bits(part) if as_bits else part for part in jnp.unstack(x)]
+    xs = [dispatch.to_bits(part) if as_bits else part for part in jnp.unstack(x)]
 
-    def block(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
-        def there(*tile: Any) -> tuple:
+    def side_spec(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
+        """Returns the block spec of a side whose tiles are along this axis of the grid."""
+
+        def side_index(*tile: Any) -> tuple:
+            """Returns the index of the side's block for a step of the grid."""
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column
 
         shape = None, side.lanes, side.heads, side.rows, side.columns
-        return pl.BlockSpec(shape, there, **options)
+        return pl.BlockSpec(shape, side_index, **options)
 
-    def sums(i: Any, j: Any) -> tuple:
+    def output_index(i: Any, j: Any) -> tuple:
+        """Returns the index of the output's block for a step of the grid."""
         (a, h, k), (b, g, m) = left.place(i), right.place(j)
         return a, h, b, g, k, m
 
     tile = (None, left.heads, None, right.heads, left.columns, right.columns)
-    found = pl.pallas_call(
+    gradient = pl.pallas_call(
         _kernel,
         grid=(left.tiles, right.tiles),
         in_specs=[
-            [block(left, 0, pipeline_mode=pl.Buffered(1))] * steps, [block(right, 1)] * steps
+            [side_spec(left, 0, pipeline_mode=pl.Buffered(1))] * steps,
+            [side_spec(right, 1)] * steps,
         ],
-        out_specs=pl.BlockSpec(tile, sums),
+        out_specs=pl.BlockSpec(tile, output_index),
         out_shape=jax.ShapeDtypeStruct(
             (*left.groups, *right.groups, left.width, right.width), jnp.float32
         ),
@@ -173,26 +180,27 @@ def weight_gradient(
             flops=2 * rows * math.prod((*left.groups, *right.groups, left.width, right.width)),
             transcendentals=0, bytes_accessed=x.nbytes + dy.nbytes,
         ),
-    )(left.by_step(own), right.by_step(jnp.unstack(dy)))  # fmt: skip
-    ordered = found.transpose(0, 1, 4, 2, 3, 5)
+    )(left.arrays_of_steps(xs), right.arrays_of_steps(jnp.unstack(dy)))  # fmt: skip
+    ordered = gradient.transpose(0, 1, 4, 2, 3, 5)
     return ordered.reshape(*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
 
 
 interpreted = functools.partial(weight_gradient, interpret=True)
 
 
-def _kernel(x: list[Any], dy: list[Any], found: Any) -> None:
-    lanes, left, right = x[0].shape[0], found.shape[0], found.shape[1]
+def _kernel(x: list[Any], dy: list[Any], output: Any) -> None:
+    lanes, left, right = x[0].shape[0], output.shape[0], output.shape[1]
 
-    def numbers(own: Array) -> Array:
+    def as_numbers(x: Array) -> Array:
+        """Returns x, or the numbers whose bits x has."""
         dtype = dy[0].dtype
-        return own if own.dtype == dtype else dispatch.from_bits(own, dtype)
+        return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 
     for head in range(left):
         for other in range(right):
             pairs = zip(x, dy, strict=True)
-            found[head, other] = sum(
-                dot_float32(numbers(own[lane, head]), theirs[lane, other], TN)
-                for own, theirs in pairs
+            output[head, other] = sum(
+                dot_float32(as_numbers(left_x[lane, head]), right_dy[lane, other], TN)
+                for left_x, right_dy in pairs
                 for lane in range(lanes)
             )

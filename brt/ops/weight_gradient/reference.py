@@ -12,7 +12,10 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """Implements `api.weight_gradient`."""
+    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+
+    The arguments are those of `api.weight_gradient`; `as_bits` is ignored.
+    """
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)
     products = [jnp.tensordot(*pair, axes=(rows, rows)) for pair in pairs]

@@ -1,5 +1,5 @@
-"""Weight gradients in plain XLA: one product over all steps, whose pairs are copied into
-one array.
+"""Weight gradients in plain XLA: one product over the arrays of all steps, copied into one
+array.
 """
 
 from jaxtyping import Array, Float
@@ -15,5 +15,9 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """Implements `api.weight_gradient`; products read numbers and bits without conversion."""
+    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+
+    The arguments are those of `api.weight_gradient`. XLA's products read an x that is stored as
+    bits (`as_bits`) like any other, without a conversion here.
+    """
     return dense.weight_gradient(x, dy, inputs, outputs)

@@ -33,10 +33,11 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     The wrapper also normalizes queries and keys if a scale is passed.
     """
 
-    def prepared(
+    def attend_to_joined_keys(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: bool,
     ) -> Any:  # fmt: skip
+        """Returns the result of `function` for the concatenated keys and values."""
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
         )
@@ -44,18 +45,19 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
             queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
         return function(queries, keys, values, *others, **options)
 
-    return prepared
+    return attend_to_joined_keys
 
 
 def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an implementation as `_with_joined_keys` does; dropout masks become factors."""
 
-    def multiplied(*inputs: Any, **options: bool) -> Any:
+    def attend_with_factors(*inputs: Any, **options: bool) -> Any:
+        """Returns the result of `function` with dropout's factors as the last input."""
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
 
-    return _with_joined_keys(multiplied)
+    return _with_joined_keys(attend_with_factors)
 
 
 OP = Op(
@@ -101,7 +103,10 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Attends from every token to its window; the logits are q.k + bias, without a scale.
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The logits are q.k + bias, without a scale.
 
     Args:
       queries: already multiplied by any scale.
@@ -147,15 +152,15 @@ def window_part_step(
     null_keys: bool = False,
     normalize_keys: bool = False,
 ) -> AttentionPart:
-    """Computes `window_part` for one token, row `position` of a block.
+    """Returns the attention output of one token, row `position` of a block, and its log-sum-exp.
 
-    `keys` and `values` are a ring buffer. Slots up to `position` hold the current block, including
-    the token's own key. The other slots still hold the previous block, which `cache_mask` makes
-    readable or not. If tokens do not see themselves, the token's own slot still holds the previous
+    `keys` and `values` are a ring buffer. Slots up to `position` have the current block, including
+    the token's own key. The other slots still have the previous block, which `cache_mask` makes
+    readable or not. If tokens do not see themselves, the token's own slot still has the previous
     block. `normalize_keys` is True if the logits are those of normalized keys.
 
     Returns:
-      The output [B, H, K] and the log-sum-exp [B, H].
+      The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
     """
     window = keys.shape[1]
     slots = jnp.arange(window)

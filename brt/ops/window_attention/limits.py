@@ -1,4 +1,4 @@
-"""The inputs that a kernel supports, and the reason that it gives for refusing others."""
+"""Limits of a kernel's inputs, and the reason that it gives if inputs are beyond them."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,20 @@ from jaxtyping import Array, Float
 
 
 class Limits(NamedTuple):
-    """Inputs that a kernel supports.
+    """Sizes and dtypes of inputs that a kernel supports.
 
     Attributes:
-      windows: numbers of tokens of a window.
-      head_dims: sizes of a head.
-      dtypes: names of dtypes.
+      windows: the numbers of tokens of a window.
+      head_dims: the sizes of a head.
+      dtypes: the names of dtypes.
     """
 
     windows: tuple[int, ...]
     head_dims: tuple[int, ...]
     dtypes: tuple[str, ...]
 
-    def refuse(self, queries: Float[Array, "B T H K"], cached: tuple[Array, Array]) -> str | None:
-        """Returns why these inputs are not supported, or None if they are."""
+    def refusal(self, queries: Float[Array, "B T H K"], cached: tuple[Array, Array]) -> str | None:
+        """Returns the reason why the kernel does not support these inputs, or None if it does."""
         window, width = cached[0].shape[1], queries.shape[-1]
         if window not in self.windows:
             return f"has windows of {_alternatives(self.windows)} tokens, not of {window}"

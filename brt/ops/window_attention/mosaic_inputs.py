@@ -1,4 +1,8 @@
-"""Inputs of the kernels in `mosaic_kernels`, in tiles. This module does not need Mosaic GPU."""
+"""Inputs of the kernels in `mosaic_kernels`, in tiles. This module does not need Mosaic GPU.
+
+In shapes, T is the number of tokens of a segment, W that of a window, Z = W + T, and N the number
+of blocks. A lane is a row of the batch.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,18 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-TILE = 64  # Rows of a tile, as many as one matrix product of a warpgroup has.
-_MAX_PART = 128  # Most elements of a vector that one matrix product takes without spilling.
-_ABOVE_ANY_TILE = 1 << 20  # A number greater than the number of tiles of any array.
+TILE = 64  # A tile has as many rows as one matrix product of a warpgroup.
+_MAX_PART = 128  # Longer vectors make a matrix product spill registers.
+_ABOVE_ANY_TILE = 1 << 20  # This is greater than the number of tiles of any array.
 
 
 def vector_parts(x: Array) -> int:
-    """Returns the number of parts that vectors are split into to fit into registers."""
+    """Returns the number of parts that the vectors of x are split into, so that they fit into
+    registers.
+    """
     return -(-x.shape[-1] // _MAX_PART)
 
 
 def opaque_zero(n: Array) -> Array:
-    """Returns zero, computed from a number of tiles so that the compiler cannot know the value.
+    """Returns zero, computed from a number of tiles n so that the compiler cannot know the value.
 
     The compiler would keep the descriptors of operands that do not change in a loop, and of all
     iterations that it unrolls, in registers that the products need. An index that the compiler does
@@ -29,18 +35,21 @@ def opaque_zero(n: Array) -> Array:
 class WindowMosaicInputs(NamedTuple):
     """References to the inputs in global memory; an input that a kernel does not use is None.
 
+    The fields from `transposed_strip` to `sums` are for the backward pass only.
+
     Attributes:
-      q: [B, T, H, K].
+      q: [B, T, H, K], queries.
       keys, values: [B, Z, H, K], with the window before the segment.
       strip: float32 [H, TILE, W + TILE], bias and mask for a tile of queries. Column s * TILE + c
         is key c of the s-th key tile in the window, counted from the farthest.
       cache_mask: int32 [B, N], not zero where a block may read the block before it.
       transposed_strip: float32 [H, TILE, W + TILE], bias and mask for a tile of keys, whose columns
-        are queries; in the backward pass only, as all that follow.
+        are queries.
       gradient: [B, T, H, K], gradient of the output.
       sums: [B, H, 2, T], each row's log-sum-exp and its sum of weights times their gradients, which
         the gradient of the softmax subtracts.
-      dropout: [H, W, W], factors of the weights; transposed for the kernel that owns keys.
+      dropout: [H, W, W], factors of the weights; transposed for the kernel that computes the
+        gradients of keys.
     """
 
     q: Any
@@ -54,24 +63,27 @@ class WindowMosaicInputs(NamedTuple):
     dropout: Any = None
 
     @property
-    def per_window(self) -> int:
-        """Number of tiles of a window."""
+    def tiles_per_window(self) -> int:
+        """The number of tiles of a window."""
         return (self.keys.shape[1] - self.q.shape[1]) // TILE
 
-    def seen(self, lane: Array, i: Array) -> tuple[Array, Array]:
-        """Returns the first key tile that query tile i may read, and the last one (exclusive).
+    def window_of(self, lane: Array, i: Array) -> tuple[Array, Array]:
+        """Returns the indices of the first and the last (exclusive) key tile that query tile i may
+        read.
 
         The window of query tile i begins at key tile i.
         """
-        block = jax.lax.div(i, self.per_window)
+        block = jax.lax.div(i, self.tiles_per_window)
         flag = self.cache_mask[lane, block]
-        first = jnp.where(flag > 0, i, (block + 1) * self.per_window)
-        return first, i + self.per_window + 1 + opaque_zero(flag)
+        first = jnp.where(flag > 0, i, (block + 1) * self.tiles_per_window)
+        return first, i + self.tiles_per_window + 1 + opaque_zero(flag)
 
     def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
-        """Returns the first and the last (exclusive) query tile that may read key tile j."""
-        block = jax.lax.div(j, self.per_window)
+        """Returns the indices of the first and the last (exclusive) query tile that may read key
+        tile j.
+        """
+        block = jax.lax.div(j, self.tiles_per_window)
         following = jnp.minimum(block, self.cache_mask.shape[1] - 1)
-        end = jnp.where(self.cache_mask[lane, following] > 0, j + 1, block * self.per_window)
-        begin = jnp.maximum(j - self.per_window, 0)
+        end = jnp.where(self.cache_mask[lane, following] > 0, j + 1, block * self.tiles_per_window)
+        begin = jnp.maximum(j - self.tiles_per_window, 0)
         return begin, jnp.minimum(end, self.q.shape[1] // TILE)

@@ -38,21 +38,38 @@ def window_attention_forward(
     inputs: WindowMosaicInputs, y: Any, lse: Any, *, null_keys: bool,
     own: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Computes the output and log-sum-exp of a tile of queries with a running softmax."""
+    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
+
+    The arguments from `own` on are shared memory. `own` has the tile's queries; `keys`, `values`,
+    `strip` and `factors` have slots for tiles that are copied in turns. `ready` and `arrived` are
+    the barriers of their copies.
+
+    Args:
+      inputs: references to the inputs.
+      y: output, [B, T, H, K].
+      lse: output, float32 [B, H, tiles, TILE].
+      null_keys: True if unreadable keys count as zero keys with zero values.
+    """
     lane, head, i = program_place()
-    width, (first, end) = own.shape[3], inputs.seen(lane, i)
+    width, (first, end) = own.shape[3], inputs.window_of(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
     barrier_wait(ready)
 
-    def copy(n: Any, slot: Any, barrier: Any) -> None:
+    def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
+        """Starts the copies of the n-th key tile of the window to a slot."""
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
-    def walk(*read: Any) -> tuple[Array, Array]:
-        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+    def attend_to_window(*read: Any) -> tuple[Array, Array]:
+        """Adds the weighted values to `read`; returns the maximum logit and the sum of weights of
+        each row.
+        """
+
+        def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
+            """Adds the n-th key tile and returns the new maxima and sums."""
             top, total = carry
             may_read = begin + n >= first if null_keys else True
             logits = (
@@ -71,12 +88,12 @@ def window_attention_forward(
                 wgmma(sums, weights, values.at[slot, part])
             return higher, total
 
-        # Start with the virtual logit `softmax.FLOOR`, which takes all the mass of rows without
-        # keys.
+        # The running softmax starts with the virtual logit `softmax.FLOOR`, which takes all the
+        # weight of rows without visible keys.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
-        return CopyRing(arrived, copy).walk(end - begin, add, start)
+        return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 
-    read, (top, total) = accumulate(own.shape[1], width, walk)
+    read, (top, total) = accumulate(own.shape[1], width, attend_to_window)
     lse[lane, head, i] = top / LOG2E + jnp.log(total)
     share = broadcast_rows(1.0 / total, width)
     write_vectors([x * share for x in read], own.at[0], y, (lane, i, head))
@@ -87,23 +104,32 @@ def window_attention_queries(
     own: Any, theirs: Any, row: Any, ready: Any,
     keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Computes the gradient of a tile of queries."""
+    """Writes the gradient `d_q` [B, T, H, K] of a tile of queries.
+
+    The arguments from `own` on are shared memory: the tile's queries (`own`), the gradient of its
+    output (`theirs`) and its rows of `inputs.sums` (`row`); tiles of keys, values, strip and
+    dropout factors that are copied in turns; and the barriers `ready` and `arrived` of the copies.
+    """
     lane, head, i = program_place()
-    first, end = inputs.seen(lane, i)
+    first, end = inputs.window_of(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
     copy_vectors(inputs.gradient, (lane, i, head), theirs.at[0], ready)
     copy_numbers(inputs.sums, (lane, i, head), row.at[0], ready)
     barrier_wait(ready)
 
-    def copy(n: Any, slot: Any, barrier: Any) -> None:
+    def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
+        """Starts the copies of the n-th key tile of the window to a slot."""
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
-    def walk(*totals: Any) -> None:
-        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+    def sum_gradients(*totals: Any) -> None:
+        """Adds the gradients of the queries to `totals`."""
+
+        def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
+            """Adds the contribution of the n-th key tile."""
             may_read = begin + n >= first if null_keys else True
             logits = (
                 zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
@@ -119,9 +145,9 @@ def window_attention_queries(
                 wgmma(total, d_logits.astype(own.dtype), keys.at[slot, part])
             return carry
 
-        CopyRing(arrived, copy).walk(end - begin, add, ())
+        CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, ())
 
-    results, _ = accumulate(own.shape[1], own.shape[3], walk)
+    results, _ = accumulate(own.shape[1], own.shape[3], sum_gradients)
     write_vectors(results, own.at[0], d_q, (lane, i, head))
 
 
@@ -130,8 +156,13 @@ def window_attention_keys(
     own: Any, theirs: Any, ready: Any,
     q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Computes gradients of one part of a tile of keys and values, from all queries that may read
-    it.
+    """Writes one part of the gradients `d_keys` and `d_values` [B, Z, H, K] of a tile of keys and
+    values.
+
+    All queries that may read the tile contribute. The arguments from `own` on are shared memory:
+    the tile's keys (`own`) and values (`theirs`); tiles of queries, output gradients, strip,
+    `inputs.sums` (`row`) and dropout factors that are copied in turns; and the barriers `ready` and
+    `arrived` of the copies.
     """
     lane, head, program = program_place()
     j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
@@ -140,16 +171,20 @@ def window_attention_keys(
     copy_vectors(inputs.values, (lane, j, head), theirs.at[0], ready)
     barrier_wait(ready)
 
-    def copy(n: Any, slot: Any, barrier: Any) -> None:
+    def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
+        """Starts the copies of the n-th query tile that reads the keys to a slot."""
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
-        column = inputs.per_window + begin + n - j
+        column = inputs.tiles_per_window + begin + n - j
         copy_square(inputs.transposed_strip, head, 0, column, strip.at[slot], barrier)
         copy_factors(inputs, head, j, begin + n, factors, slot, barrier)
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
-    def walk(keys_total: Any, values_total: Any) -> None:
-        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+    def sum_gradients(keys_total: Any, values_total: Any) -> None:
+        """Adds the gradients of keys and values to the totals."""
+
+        def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
+            """Adds the contribution of the n-th query tile."""
             logits = tile_product(own.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)
@@ -161,9 +196,9 @@ def window_attention_keys(
             wgmma(keys_total, d_logits.astype(own.dtype), q.at[slot, part])
             return carry
 
-        CopyRing(arrived, copy).walk(end - begin, add, ())
+        CopyRing(arrived, copy_query_tile).run_steps(end - begin, add_query_tile, ())
 
-    (keys_total, values_total), _ = accumulate(2, own.shape[3], walk)
+    (keys_total, values_total), _ = accumulate(2, own.shape[3], sum_gradients)
     write_vectors([keys_total], own.at[0], d_keys, (lane, j, head), part)
     write_vectors([values_total], theirs.at[0], d_values, (lane, j, head), part)
 
@@ -173,14 +208,21 @@ def window_attention_band(
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Sums the gradient of a tile of the strip over `walk` tiles of queries."""
+    """Writes the gradient of one tile of the strip, summed over `walk` tiles of queries.
+
+    `d_strip` is the output. The gradient of the bias follows from these sums. The arguments from
+    `strip` on are shared memory: the tile of the strip; tiles of queries, output gradients, keys,
+    values, `inputs.sums` (`row`) and dropout factors that are copied in turns; and the barriers
+    `ready` and `arrived` of the copies.
+    """
     group, head, distance = program_place()
     groups = inputs.q.shape[1] // TILE // walk
     lane, begin = jax.lax.div(group, groups), jax.lax.rem(group, groups) * walk
     copy_square(inputs.strip, head, 0, distance, strip.at[0], ready)
     barrier_wait(ready)
 
-    def copy(n: Any, slot: Any, barrier: Any) -> None:
+    def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
+        """Starts the copies of the n-th query tile and of its key tile to a slot."""
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, i, head), gradient.at[slot], barrier)
@@ -189,8 +231,9 @@ def window_attention_band(
         copy_factors(inputs, head, i, j, factors, slot, barrier)
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
-    def add(n: Array, slot: Array, total: Array) -> Array:
-        first, _ = inputs.seen(lane, begin + n)
+    def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
+        """Returns the sum after the n-th query tile."""
+        first, _ = inputs.window_of(lane, begin + n)
         may_read = begin + n + distance >= first
         pair = (
             tile_product(q.at[slot], keys.at[slot]),
@@ -203,10 +246,12 @@ def window_attention_band(
         )
         return total + (d_logits if null_keys else zero_unless(may_read, d_logits))
 
-    total = CopyRing(arrived, copy).walk(walk, add, constant(0.0, TILE, TILE))
+    total = CopyRing(arrived, copy_tile_pair).run_steps(
+        walk, add_tile_pair, constant(0.0, TILE, TILE)
+    )
     write_square(total, strip.at[0], d_strip, (group, head, distance))
 
 
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
-    """Multiplies x by dropout's factors in a slot of shared memory, if there is dropout."""
+    """Returns x times dropout's factors in a slot of shared memory, or x if there is no dropout."""
     return x if factors is None else x * factors[slot]

@@ -1,8 +1,9 @@
 """Building blocks of `mosaic_kernels`: tiles in the memories of a Hopper GPU, copies and products.
 
-The tensor memory accelerator (TMA) copies tiles to shared memory while the warpgroup computes with
-other tiles. Only copies arrive at a barrier, and the warpgroup that starts a copy also waits for
-it, so no deadlock is possible.
+A tile has 64 rows (`TILE`), and a warpgroup of 128 threads computes with it. The tensor memory
+accelerator (TMA) copies tiles to shared memory while the warpgroup computes with other tiles. A
+copy signals its end by arriving at a barrier. Only copies arrive at a barrier, and the warpgroup
+that starts a copy also waits for it, so no deadlock is possible.
 
 This module imports all names of Mosaic GPU. If a version of jax lacks one of them, the ImportError
 says that the kernels are not available; no other error does.
@@ -42,47 +43,54 @@ from brt.ops.window_attention.mosaic_inputs import (
     vector_parts,
 )
 
-# The last axis varies fastest, so neighbouring programs read the same keys.
+# The last axis of the grid varies fastest, so neighbouring programs read the same keys.
 _AXES = ("lane", "head", "tile")
-_SWIZZLE = 128  # bytes
+_SWIZZLE = 128  # The products read shared memory in this swizzling pattern, given in bytes.
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
 if _unknown := [name for name in _OPTIONS if not hasattr(CompilerParams, name)]:
     raise ImportError(f"CompilerParams has no {', '.join(_unknown)}")
-_PARAMS = CompilerParams(  # Layouts are explicit here; jax 0.11 would infer them by default.
-    **_OPTIONS, lowering_semantics=LoweringSemantics.Lane
-)
+# This module sets layouts explicitly, which needs `Lane`; jax 0.11 would infer layouts by default.
+_PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
 def program_place() -> tuple[Array, Array, Array]:
-    """Returns the lane, the head and the tile of the program."""
+    """Returns the indices of the program's lane (row of the batch), head and tile."""
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
 
-# Tiles in shared memory, in the layout in which products read them.
+# The following functions are about tiles in shared memory, in the layout in which products read
+# them.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
     """Returns the transforms of a tile whose elements have this many bytes."""
-    # mypy considers both classes abstract.
-    made: tuple[Any, Any] = TilingTransform, SwizzleTransform
-    return made[0]((8, _SWIZZLE // itemsize)), made[1](_SWIZZLE)
+    # mypy considers both classes abstract and would refuse direct calls.
+    tiling: Any = TilingTransform
+    swizzle: Any = SwizzleTransform
+    return tiling((8, _SWIZZLE // itemsize)), swizzle(_SWIZZLE)
 
 
 def vector_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for tiles of vectors [..., K], each vector split into parts."""
+    """Returns shared memory for `slots` tiles of the vectors in x [..., K], each split
+    into parts.
+    """
     parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
     return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
 def square_tiles(slots: int) -> Any:
-    """Returns shared memory for tiles with a number for each pair of rows of two tiles."""
+    """Returns shared memory for `slots` tiles with a float32 number for each pair of rows of two
+    tiles.
+    """
     return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory for the two `sums` of every row of a tile."""
+    """Returns shared memory for the two numbers in `WindowMosaicInputs.sums` of every row of a
+    tile.
+    """
     return SMEM((slots, 2, TILE), jnp.float32)
 
 
@@ -92,18 +100,29 @@ def barrier(copies: int, slots: int = 1) -> Any:
 
 
 def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of [B, T, H, K]; `place` is the lane, the tile and the head."""
+    """Starts the copy of a tile of an array [B, T, H, K] to shared memory.
+
+    Args:
+      array: the array in global memory.
+      place: the lane, the tile and the head.
+      to: shared memory for one tile of vectors.
+      arrived: the barrier at which the copies arrive.
+    """
     lane, tile, head = place
     parts, _, width = to.shape
     for part in range(parts):
-        there = array.at[lane, pl.ds(tile * TILE, TILE), head, pl.ds(part * width, width)]
-        copy_gmem_to_smem(there, to.at[part], arrived)
+        source = array.at[lane, pl.ds(tile * TILE, TILE), head, pl.ds(part * width, width)]
+        copy_gmem_to_smem(source, to.at[part], arrived)
 
 
 def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of [H, R, C]."""
-    there = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
-    copy_gmem_to_smem(there, to, arrived)
+    """Starts the copy of a tile of an array [H, R, C] to shared memory.
+
+    `row` and `column` are the indices of the tile along R and C; the copy arrives at the barrier
+    `arrived`.
+    """
+    source = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
+    copy_gmem_to_smem(source, to, arrived)
 
 
 def copy_factors(
@@ -115,14 +134,21 @@ def copy_factors(
     slot: Any,
     arrived: Any,
 ) -> None:
-    """Starts the copy of dropout's factors for a query tile and a key tile, if there is dropout."""
+    """Starts the copy of dropout's factors for a query tile and a key tile to a slot, if there is
+    dropout.
+
+    Without dropout, `to` is None. The copy arrives at the barrier `arrived`.
+    """
     if to is not None:
-        row, column = (jax.lax.rem(tile, inputs.per_window) for tile in (row, column))
+        row, column = (jax.lax.rem(tile, inputs.tiles_per_window) for tile in (row, column))
         copy_square(inputs.dropout, head, row, column, to.at[slot], arrived)
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of [B, H, 2, T]; `place` is the lane, the tile and the head."""
+    """Starts the copy of a tile of an array [B, H, 2, T] to shared memory.
+
+    `place` is the lane, the tile and the head; the copy arrives at the barrier `arrived`.
+    """
     lane, tile, head = place
     copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
 
@@ -130,7 +156,15 @@ def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> 
 def write_vectors(
     parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
 ) -> None:
-    """Writes the parts of a tile's vectors from part `first` on to an array [B, T, H, K]."""
+    """Writes the vectors of a tile to an array [B, T, H, K] in global memory.
+
+    Args:
+      parts: the parts of the vectors, from part `first` on.
+      through: shared memory that the vectors pass through.
+      to: the array.
+      place: the lane, the tile and the head.
+      first: the index of the first part.
+    """
     lane, tile, head = place
     width = through.shape[2]
     for n, part in enumerate(parts):
@@ -138,13 +172,20 @@ def write_vectors(
     commit_smem()
     for n in range(len(parts)):
         columns = pl.ds((first + n) * width, width)
-        there = to.at[lane, pl.ds(tile * TILE, TILE), head, columns]
-        copy_smem_to_gmem(through.at[n], there)
+        destination = to.at[lane, pl.ds(tile * TILE, TILE), head, columns]
+        copy_smem_to_gmem(through.at[n], destination)
     wait_smem_to_gmem(0)
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a tile of [G, H, TILE, X]; `place` is the group, the head and the tile."""
+    """Writes a tile to an array [G, H, TILE, X] in global memory.
+
+    Args:
+      square: the numbers of the tile.
+      through: shared memory that the numbers pass through.
+      to: the array.
+      place: the group, the head and the tile.
+    """
     group, head, column = place
     through[...] = square
     commit_smem()
@@ -153,8 +194,8 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
 
 
 class CopyRing(NamedTuple):
-    """Slots in shared memory that are filled in turns: the n-th copies go to slot n modulo their
-    count.
+    """Slots in shared memory that are filled in turns: with S slots, the n-th copies go to slot n
+    modulo S.
 
     Attributes:
       arrived: a barrier for each slot.
@@ -164,35 +205,42 @@ class CopyRing(NamedTuple):
     arrived: Any
     copy: Callable[[Any, Any, Any], None]
 
-    def walk(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
-        """Runs `carry = step(n, slot, carry)` for all n below `count`, when the n-th copies have
-        arrived.
+    def run_steps(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
+        """Returns the final carry of `carry = step(n, slot, carry)` for n = 0 ... count - 1.
+
+        A step begins after its copies have arrived, while the copies of later steps are under way.
         """
         slots = self.arrived.shape[0]
 
-        def order(n: Any, slot: Any) -> None:
+        def start_copies(n: Any, slot: Any) -> None:
+            """Starts the n-th copies; does nothing for n >= count."""
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
-        def once(n: Array, carry: Any) -> Any:
+        def run_step(n: Array, carry: Any) -> Any:
+            """Returns the carry after step n, and starts the copies that use the slot next."""
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
             carry = step(n, slot, carry)
-            wgmma_wait(0)  # The products that read the slot must be done before it is overwritten.
-            order(n + slots, slot)
+            # The products that read the slot must be done before it is overwritten.
+            wgmma_wait(0)
+            start_copies(n + slots, slot)
             return carry
 
         for n in range(slots):
-            order(n, n)
-        return jax.lax.fori_loop(0, count, once, carry)
+            start_copies(n, n)
+        return jax.lax.fori_loop(0, count, run_step, carry)
 
 
-# Values in registers, in the layout of a product's result.
+# The following functions are about values in registers, in the layout of a product's result.
 
 
 def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
-    """Returns the products of all vectors of two tiles."""
+    """Returns the products of all vectors of a with all vectors of b, which are tiles in shared
+    memory.
+    """
 
     def multiply(total: Any) -> Array:
+        """Adds the products of all parts of the vectors to `total` and returns it."""
         for part in range(a.shape[0]):
             wgmma(total, a.at[part], b.at[part].T)
         return total[...]
@@ -203,35 +251,45 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, walk: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Allocates `count` accumulators and passes them to `walk`; returns their values and its
-    result.
+    """Allocates `count` accumulators of `width` columns and passes them to `walk`.
+
+    Returns:
+      The values of the accumulators after `walk`, and the result of `walk`.
     """
 
-    def gathered(*totals: Any) -> tuple[list[Array], Any]:
-        arguments = walk(*totals)
-        return [total[...] for total in totals], arguments
+    def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
+        """Returns the values of the accumulators and the result of `walk`."""
+        result = walk(*totals)
+        return [total[...] for total in totals], result
 
-    return pl.run_scoped(gathered, *[ACC((TILE, width), jnp.float32)] * count)
+    return pl.run_scoped(run_and_read, *[ACC((TILE, width), jnp.float32)] * count)
 
 
 def constant(value: float, *shape: int) -> Array:
-    """Returns a constant array; with one axis, it has one number for each row."""
+    """Returns a float32 array of the given shape with equal numbers.
+
+    An array with one axis has one number for each row of a tile.
+    """
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
-    """Broadcasts one number per row along the row."""
+    """Returns an array whose row r has the number x[r] in all columns."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """Reads one number per row from shared memory and broadcasts it along the row."""
+    """Returns an array whose row r has the r-th number of `ref`, in shared memory, in
+    all columns.
+    """
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    """Reads one number per column from shared memory and broadcasts it along the column."""
+    """Returns an array whose column c has the c-th number of `ref`, in shared memory,
+    in all rows.
+    """
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
 
@@ -245,17 +303,29 @@ def call(
     scratch: dict[str, Any],
     **options: Any,
 ) -> list[Array]:
-    """Runs a kernel on a grid of (lane or part of a lane, head, tile)."""
+    """Runs a kernel on a grid of (lane or part of a lane, head, tile), and returns its outputs.
+
+    Args:
+      function: the body of the kernel; its arguments are the inputs, the outputs, and by name the
+        shared memory and `options`.
+      inputs: the inputs of the kernel.
+      outputs: the shapes of the outputs.
+      grid: the numbers of programs.
+      interpret: as for `pl.pallas_call`.
+      scratch: the shared memory and the barriers, by name.
+      options: static arguments of the body.
+    """
     arguments = [x for x in inputs if x is not None]
 
-    def body(*refs: Any) -> None:
+    def call_with_names(*refs: Any) -> None:
+        """Calls `function` with the references by field or by name."""
         remaining = iter(refs)
-        places = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
+        references = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
         results = [next(remaining) for _ in outputs]
-        function(places, *results, **dict(zip(scratch, remaining, strict=True)), **options)
+        function(references, *results, **dict(zip(scratch, remaining, strict=True)), **options)
 
     return kernel(
-        body, out_type=outputs, grid=grid, grid_names=_AXES,
+        call_with_names, out_type=outputs, grid=grid, grid_names=_AXES,
         scratch_types=list(scratch.values()), kernel_name=function.__name__, interpret=interpret,
         compiler_params=_PARAMS,
     )(*arguments)  # fmt: skip

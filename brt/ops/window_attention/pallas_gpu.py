@@ -34,12 +34,16 @@ from brt.ops.window_attention.limits import Limits
 
 try:
     from jax.experimental.pallas import triton
-except ImportError:  # jax 0.11 deprecates the module, and a later version may remove it.
+# jax 0.11 deprecates the module, and a later version may remove it.
+except ImportError:
     triton = None  # type: ignore[assignment]
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
-_CAPABILITY = "9.0"  # Other GPUs have less shared memory or other matrix units.
-MAX_WALK = 32  # Largest number of query tiles over which a program sums the bias's gradient.
+# The kernels are tuned for this compute capability (H100, H200). Other GPUs have less shared memory
+# or other matrix units.
+_CAPABILITY = "9.0"
+# A program sums the bias's gradient over at most this many query tiles.
+MAX_WALK = 32
 
 
 class _LaunchShape(NamedTuple):
@@ -67,8 +71,8 @@ class _KernelLaunches(NamedTuple):
     band: _LaunchShape
 
 
-# Launch parameters by head size: the compiler for sm_90a spills no registers, and eight warps stay
-# busy.
+# The keys are head sizes. With these parameters, the compiler for sm_90a spills no registers, and
+# eight warps stay busy.
 _LAUNCHES = {
     64: _KernelLaunches(
         _LaunchShape(128, 64, 8, 3), _LaunchShape(128, 64, 8, 3), _LaunchShape(64, 128, 8, 3),
@@ -91,7 +95,7 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
     return hopper_refusal(queries, cached)
@@ -101,8 +105,10 @@ def hopper_refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
 ) -> str | None:
-    """Returns why kernels for Hopper GPUs do not support these inputs, or None if they do."""
-    if reason := _LIMITS.refuse(queries, cached):
+    """Returns the reason why kernels for Hopper GPUs do not support these inputs, or None if they
+    do.
+    """
+    if reason := _LIMITS.refusal(queries, cached):
         return reason
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
     if capability != _CAPABILITY:
@@ -139,15 +145,19 @@ def window_attention(
     null_keys: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Computes `api.window_part`; `interpret` runs on any device and with windows of any size."""
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
+    `api.window_part`, with the cached block before the keys and values of the segment. With
+    `interpret`, the kernels run on any device and with windows of any size.
+    """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
-    stays = None
+    keep_mask = None
     if dropout is not None:
-        settings, stays = (
-            settings._replace(scale=dropout.scale),
-            dropout.keep_mask().astype(jnp.int8),
-        )
-    arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), stays)
+        settings = settings._replace(scale=dropout.scale)
+        keep_mask = dropout.keep_mask().astype(jnp.int8)
+    arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), keep_mask)
     y, lse = _attend(arguments, settings)
     return y, lse.swapaxes(1, 2)
 
@@ -167,6 +177,7 @@ class _Arguments(NamedTuple):
 
     @property
     def window(self) -> int:
+        """The number of tokens of a window."""
         return self.k.shape[1] - self.q.shape[1]
 
     def launch(self, kernel: str) -> _LaunchShape:
@@ -174,14 +185,15 @@ class _Arguments(NamedTuple):
 
         If the window is not a multiple of the tile, the window is the tile.
         """
-        results = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
-        if self.window % max(results.rows, results.columns):
-            return results._replace(rows=self.window, columns=self.window)
-        return results
+        launch = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
+        if self.window % max(launch.rows, launch.columns):
+            return launch._replace(rows=self.window, columns=self.window)
+        return launch
 
-    def inputs(
+    def kernel_inputs(
         self, settings: WindowGpuSettings, launch: _LaunchShape, **others: Array
     ) -> WindowTileInputs:
+        """Returns the inputs of a kernel; `others` are the inputs of the backward pass."""
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
@@ -272,7 +284,8 @@ def _sum_diagonals(
     Row r and column c of tile s belong to the place s R + R - 1 - r + c of the band of distances.
     """
     heads, count, rows, _ = tiles.shape
-    # Rows of 2R numbers that are read as rows of 2R - 1 numbers shift by one from row to row.
+    # The tiles are padded to rows of 2R numbers. If these are read as rows of 2R - 1 numbers, each
+    # row is shifted by one place from the row before, so that diagonals become columns.
     skewed = jnp.pad(jnp.flip(tiles, axis=2), ((0, 0), (0, 0), (0, 0), (0, rows)))
     cut = skewed.reshape(heads, count, 2 * rows * rows)[..., : rows * (2 * rows - 1)]
     sums = jnp.sum(cut.reshape(heads, count, rows, 2 * rows - 1), axis=2)
@@ -307,7 +320,10 @@ def _head_spec(x: Any) -> pl.BlockSpec:
 
 
 def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
-    def where(place: Callable[..., pl.BlockSpec], x: Any, *options: int) -> pl.BlockSpec | None:
+    def optional_spec(
+        place: Callable[..., pl.BlockSpec], x: Any, *options: int
+    ) -> pl.BlockSpec | None:
+        """Returns the block spec of an array, or None if there is no array."""
         return None if x is None else place(x, *options)
 
     lane_block = (None, inputs.cache_mask.shape[1])
@@ -317,10 +333,10 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
         _token_spec(inputs.values, parts),
         _head_spec(inputs.band),
         pl.BlockSpec(lane_block, lambda _, h, g: (jax.lax.div(g, parts), 0)),
-        where(_head_spec, inputs.dropout),
-        where(_token_spec, inputs.gradient, parts),
-        where(_row_spec, inputs.lse, parts),
-        where(_row_spec, inputs.along, parts),
+        optional_spec(_head_spec, inputs.dropout),
+        optional_spec(_token_spec, inputs.gradient, parts),
+        optional_spec(_row_spec, inputs.lse, parts),
+        optional_spec(_row_spec, inputs.along, parts),
     )
 
 
@@ -335,7 +351,7 @@ def _call(
     **others: Array,
 ) -> tuple[Array, ...]:
     """Calls a kernel on a grid of (tile or band of distances, head, lane or part of a lane)."""
-    inputs = arguments.inputs(settings, launch, **others)
+    inputs = arguments.kernel_inputs(settings, launch, **others)
     shapes, places = zip(*outputs, strict=True)
     return pl.pallas_call(
         functools.partial(

@@ -29,8 +29,9 @@ from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
 from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# Number of tiles that are being copied or computed with, by head size and kernel. A second program
-# per multiprocessor still fits into shared memory, or one program uses all of it.
+# This is the number of tiles that are copied or computed with at the same time, by head size and
+# kernel. With these numbers, shared memory is enough for two programs per multiprocessor, or one
+# program uses all of it.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
@@ -52,11 +53,11 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
     try:
         _modules()
     except ImportError as error:
-        # A missing module of brt is a bug of ours and no missing feature of jax.
+        # If a module of brt is missing, this is a bug of brt and no missing feature of jax.
         if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
@@ -75,9 +76,12 @@ def window_attention(
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
 
-    `keys` and `values` begin with the cached block: Z = W + T.
+    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
+    `api.window_part`, with the cached block before the keys and values of the segment, and with
+    dropout's factors instead of a mask.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
@@ -96,15 +100,21 @@ class _Arguments(NamedTuple):
 
     @property
     def window(self) -> int:
+        """The number of tokens of a window."""
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
+        """Returns the number of slots for tiles that a kernel copies in turns."""
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
+        """Returns a function of the bias that computes the strips for tiles of
+        queries and of keys.
+        """
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
-    def inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
+    def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
+        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, transposed_strip = self.strips(settings)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
@@ -121,14 +131,16 @@ def _strips(
     window = bias.shape[1]
     length = window + 2 * TILE
 
-    def strip(bias: Array, before: int) -> Array:
+    def skew(bias: Array, before: int) -> Array:
+        """Returns a strip whose row r has the bias shifted by r columns."""
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
-        # Rows of L numbers that are read as rows of L - 1 numbers shift by one from row to row.
+        # The band of L numbers is repeated for every row. If the result is read as rows of L - 1
+        # numbers, each row is shifted by one place from the row before.
         skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
         return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
-    return strip(jnp.flip(bias, axis=1), 1 - nearest), strip(bias, nearest)
+    return skew(jnp.flip(bias, axis=1), 1 - nearest), skew(bias, nearest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -146,7 +158,7 @@ def _forward(
     grid = lanes, heads, tokens // TILE
     y, lse = _call(
         "forward", arguments, settings,
-        arguments.inputs(settings)._replace(transposed_strip=None), grid,
+        arguments.kernel_inputs(settings)._replace(transposed_strip=None), grid,
         [shape_like(arguments.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=settings.null_keys,
@@ -162,7 +174,7 @@ def _backward(
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     sums = jnp.stack([lse, along.swapaxes(1, 2) - d_lse], axis=2)
-    inputs = arguments.inputs(settings, gradient=gradient, sums=sums)
+    inputs = arguments.kernel_inputs(settings, gradient=gradient, sums=sums)
     d_q = _queries_gradient(arguments, settings, inputs)
     d_k, d_v = _keys_gradients(arguments, settings, inputs)
     d_bias = None if arguments.bias is None else _bias_gradient(arguments, settings, inputs)
@@ -251,17 +263,17 @@ def _call(
     slots, parts = arguments.slots(kernel), vector_parts(arguments.q)
     if arguments.dropout is not None:
         ring = ring | {"factors": "square"}
-    made = {
+    allocate = {
         "vectors": functools.partial(tiles.vector_tiles, arguments.q),
         "square": tiles.square_tiles,
         "numbers": tiles.row_numbers,
     }
-    of = [(name, kind, 1) for name, kind in resident.items()]
-    of += [(name, kind, slots) for name, kind in ring.items()]
+    buffers = [(name, kind, 1) for name, kind in resident.items()]
+    buffers += [(name, kind, slots) for name, kind in ring.items()]
     # The smallest buffers come last, because each begins at a multiple of 1 KiB.
-    of.sort(key=lambda one: list(made).index(one[1]))
+    buffers.sort(key=lambda buffer: list(allocate).index(buffer[1]))
     copies = {"vectors": parts, "square": 1, "numbers": 1}
-    scratch = {name: made[kind](count) for name, kind, count in of}
+    scratch = {name: allocate[kind](count) for name, kind, count in buffers}
     scratch["ready"] = tiles.barrier(sum(copies[kind] for kind in resident.values()))
     scratch["arrived"] = tiles.barrier(sum(copies[kind] for kind in ring.values()), slots)
     function = getattr(kernels, f"window_attention_{kernel}")

@@ -1,13 +1,13 @@
 """Window attention on TPUs: logits, softmax and the bias's gradient stay in on-chip memory.
 
 The grid is (head, lane, block); a lane is a row of the batch. A step computes one block of W
-queries with the W keys of its own block and of the block before. As in `xla`, the window folds:
-slot c of a row is key c of the row's own block if the row sees it, and otherwise key c of the block
-before. A row therefore has one softmax over W slots. All matrices are transposed, slots x rows.
-Maxima and sums then go along the sublanes of vector registers, and numbers per row (log-sum-exp and
-the sum that the softmax's gradient subtracts) are row vectors. A block is processed in tiles of R
-rows, which need only the keys that they see. The bias of all tiles is one circulant matrix [W, R],
-rolled by a multiple of R, so that its gradient is one sum [W, R], too.
+queries with the W keys of its own block and of the previous block. As in `xla`, the window folds:
+slot c of a row is key c of the row's own block if the row sees it, and otherwise key c of the
+previous block. A row therefore has one softmax over W slots. All matrices are transposed, slots x
+rows. Maxima and sums then go along the sublanes of vector registers, and numbers per row
+(log-sum-exp and the sum that the softmax's gradient subtracts) are row vectors. A block is
+processed in tiles of R rows, which need only the keys that they see. The bias of all tiles is one
+circulant matrix [W, R], rolled by a multiple of R, so that its gradient is one sum [W, R], too.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
 segment in order and accumulate the gradients of keys and values in VMEM, as the queries of the next
@@ -40,7 +40,7 @@ from brt.ops.window_attention.tpu_kernels import (
 )
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
-# Rows of a tile, chosen by the length of the compiler's schedules.
+# Tiles have these numbers of rows, with which the compiler's schedules are shortest.
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128
 
 
@@ -54,8 +54,8 @@ def refusal(
     dropout: DropoutMask | None = None,
     **_: Any,
 ) -> str | None:
-    """Returns why these inputs are not supported, or None if they are."""
-    if reason := _LIMITS.refuse(queries, cached):
+    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    if reason := _LIMITS.refusal(queries, cached):
         return reason
     window, width = cached[0].shape[1], queries.shape[-1]
     taken = _backward_vmem_bytes(
@@ -90,7 +90,12 @@ def window_attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Computes `api.window_part`; `interpret` runs on any device and with windows of any size."""
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
+    `api.window_part`. With `interpret`, the kernels run on any device and with windows of any size.
+    """
     window = cached[0].shape[1]
     forward, backward = (
         rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
@@ -127,27 +132,30 @@ class _Arguments(NamedTuple):
 
     @property
     def window(self) -> int:
+        """The number of tokens of a window."""
         return self.cached_k.shape[2]
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Heads, lanes and blocks.
+        """The numbers of heads, lanes and blocks.
 
-        Heads come first, so the cores of a chip divide them and each core sums the bias's gradient
+        Heads come first, so the cores of a chip share them and each core sums the bias's gradient
         of its own heads.
         """
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
+        """Returns x with a row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
-    def tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
+    def bias_tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
         """Returns the bias of the first rows of a block."""
         if self.bias is None:
             return None
         return tpu_bias.bias_tile(self.bias, rows, settings.attend_to_self, settings.interpret)
 
-    def inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
+    def kernel_inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
+        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
         scale = None
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
@@ -169,32 +177,36 @@ def _attend(
 def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
-    def clamp(n: Array) -> Array:
+    def existing(n: Array) -> Array:
+        """Returns n, or the last block for the step after it."""
         return jnp.minimum(n, blocks - 1)
 
-    def block(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
+    def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
+        """Returns the spec with which step n reads block place(n) of an array of tokens."""
         window = inputs.q.shape[2] // blocks
         shape = (None, None, window, x.shape[3])
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
+        """Returns the spec with which a step reads the row vector of its block."""
         if x is None:
             return None
         return pl.BlockSpec(
-            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, clamp(n), 0, 0)
+            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, existing(n), 0, 0)
         )
 
-    def pair(x: WindowBlocks) -> WindowBlocks:
+    def window_specs(x: WindowBlocks) -> WindowBlocks:
+        """Returns the specs of keys or values of the cache, the previous and the own block."""
         return WindowBlocks(
-            block(x.cached, jnp.zeros_like),
-            block(x.before, lambda n: jnp.maximum(clamp(n) - 1, 0)),
-            block(x.own, clamp),
+            block_spec(x.cached, jnp.zeros_like),
+            block_spec(x.before, lambda n: jnp.maximum(existing(n) - 1, 0)),
+            block_spec(x.own, existing),
         )
 
     return WindowKernelInputs(
-        block(inputs.q, clamp), pair(inputs.keys), pair(inputs.values), _head_spec(inputs.scale),
-        _head_spec(inputs.tile), _head_spec(inputs.dropout),
-        None if inputs.gradient is None else block(inputs.gradient, clamp),
+        block_spec(inputs.q, existing), window_specs(inputs.keys), window_specs(inputs.values),
+        _head_spec(inputs.scale), _head_spec(inputs.tile), _head_spec(inputs.dropout),
+        None if inputs.gradient is None else block_spec(inputs.gradient, existing),
         row_spec(inputs.lse), row_spec(inputs.along),
     )  # fmt: skip
 
@@ -210,7 +222,7 @@ def _forward(
     arguments: _Arguments, settings: WindowKernelSettings
 ) -> tuple[tuple[Array, Array], tuple]:
     (heads, batch, blocks), q = arguments.grid, arguments.q
-    inputs = arguments.inputs(arguments.tile(settings.forward_rows, settings))
+    inputs = arguments.kernel_inputs(arguments.bias_tile(settings.forward_rows, settings))
     specs = _specs(inputs, blocks)
     each = jax.ShapeDtypeStruct((batch, heads, blocks, 1, arguments.window), jnp.uint32)
     rows = pl.BlockSpec((None, None, None, 1, arguments.window), lambda h, b, n, _: (b, h, n, 0, 0))
@@ -226,13 +238,13 @@ def _forward(
     )(arguments.cache_mask, inputs)  # fmt: skip
     y, lse = output_residual(y, arguments.v.dtype), output_residual(lse, lse.dtype)
     sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
-    # Save queries, keys and values as the projections produced them.
+    # If the kernel normalizes queries and keys, the backward pass needs them as they were before.
     if arguments.scale is not None:
         q, k, v = map(input_residual, arguments[:3])
         arguments = arguments._replace(q=q, k=k, v=v)
-    # Save the bias tile only for segments of one block; for several blocks, its memory is not worth
-    # it.
-    tile = arguments.tile(settings.backward_rows, settings) if blocks == 1 else None
+    # The bias tile is saved only for segments of one block. For several blocks, a second
+    # computation is cheaper than the memory.
+    tile = arguments.bias_tile(settings.backward_rows, settings) if blocks == 1 else None
     return (tokens_first(y), sums), (
         arguments,
         y,
@@ -250,11 +262,12 @@ def _backward(
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     along = arguments.rows_by_block(along)
     if tile is None:
-        tile = arguments.tile(settings.backward_rows, settings)
-    inputs = arguments.inputs(tile, gradient=gradient, lse=lse, along=along)
+        tile = arguments.bias_tile(settings.backward_rows, settings)
+    inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
     specs, window, width = _specs(inputs, blocks), arguments.window, arguments.q.shape[3]
-    # Gradients of keys and values belong to the block before. The first step, which has none,
-    # writes the cache's gradients there; the next step overwrites them.
+    # A step writes the gradients of the keys and values of the previous block. The first step,
+    # which has no previous block in the segment, writes the cache's gradients to the first block,
+    # and the next step overwrites them.
     previous_spec = pl.BlockSpec(
         (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
     )

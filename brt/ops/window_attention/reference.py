@@ -18,9 +18,11 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
 
-    `keys` and `values` begin with the cached block: Z = W + T.
+    The arguments are those of `api.window_part`, with the cached block before the keys and values
+    of the segment, and with dropout's factors instead of a mask.
     """
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1

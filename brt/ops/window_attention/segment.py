@@ -32,10 +32,16 @@ def segment_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Computes `window_part` for a segment that may be sharded over devices."""
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The segment may be sharded over devices. The arguments and the result are those of
+    `window_part`.
+    """
     by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
 
-    def local(q, cached, k, v, bias, cache_mask, dropout, scale):
+    def attend_on_device(q, cached, k, v, bias, cache_mask, dropout, scale):
+        """Returns the result for the tokens of one device."""
         if by_block:
             cached = _window_from_left(cached[0], k), _window_from_left(cached[1], v)
         return window_part(
@@ -45,13 +51,13 @@ def segment_part(
 
     inputs = queries, cached, keys, values, bias, cache_mask, dropout, scale
     if not rules.partitioned():
-        return local(*inputs)
+        return attend_on_device(*inputs)
     tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
     token_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
     before = rules.partition_spec("lanes", None, "heads", None, shape=cached[0].shape)
     head_partition = P(token_partition[2])
     return jax.shard_map(
-        local,
+        attend_on_device,
         in_specs=(
             token_partition,
             (before, before),
@@ -76,16 +82,17 @@ def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H 
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the last `window` tokens of a segment on every device."""
+    """Returns the last `window` tokens of a segment, on every device."""
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
-    def local(own: Array) -> Array:
+    def share_last_block(own: Array) -> Array:
+        """Returns the last tokens of the last device."""
         is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
         return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
 
     shared = jax.shard_map(
-        local,
+        share_last_block,
         in_specs=P(None, _SEQUENCE_AXIS),
         out_specs=P(),
         axis_names={_SEQUENCE_AXIS},

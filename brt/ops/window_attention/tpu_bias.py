@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from brt.ops.tpu import LANES, parallel_heads
 
-_SUBLANES = 8  # Sublanes of a register of 32-bit numbers.
+_SUBLANES = 8  # A register of 32-bit numbers has this many sublanes.
 
 
 def bias_tile(
@@ -32,7 +32,7 @@ def bias_tile(
       bias: by distance, the nearest key first.
       rows: the number of rows of the tile.
       attend_to_self: True if the nearest key is the token itself and not the one before it.
-      interpret: True runs on any device, slowly.
+      interpret: True runs the kernel on any device, slowly.
     """
     heads, window = bias.shape
     name = f"bias_tile_{window}x{rows}"
@@ -43,7 +43,10 @@ def bias_tile(
 def bias_gradient(
     d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
-    """Returns the gradient of the bias from the gradient of its tile."""
+    """Returns the gradient of the bias from the gradient of its tile, float32.
+
+    The other arguments are those of `bias_tile`.
+    """
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
     kernel = functools.partial(_gradient_kernel, first=int(attend_to_self))
@@ -59,6 +62,7 @@ def _call(
     """
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Returns the block spec with which a step reads its head."""
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
     return pl.pallas_call(

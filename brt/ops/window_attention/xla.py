@@ -34,13 +34,13 @@ class _Settings(NamedTuple):
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Returns [h, r, c] = bias[h, (r - c) mod W] for the first `rows` rows.
+    """Returns an array with [h, r, c] = bias[h, (r - c) mod W] for the first `rows` rows.
 
     The function needs no gather, and its gradient no scatter.
     """
     heads, window = bias.shape
-    # A vector that is repeated with period W and cut every W + 1 entries shifts by one from row to
-    # row.
+    # The vector is repeated with period W. If the result is cut every W + 1 entries, each row is
+    # shifted by one place from the row before.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
     return jnp.flip(repeated.reshape(heads, rows, window + 1)[:, :, :window], axis=2)
 
@@ -56,13 +56,16 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
 
-    `keys` and `values` begin with the cached block: Z = W + T.
+    The arguments are those of `api.window_part`, with the cached block before the keys and values
+    of the segment, and with dropout's factors instead of a mask.
     """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
-    def blocked(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
+    def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
+        """Returns x as blocks of a window's size."""
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
 
@@ -70,7 +73,7 @@ def window_attention(
     if bias is not None:
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), window)
     y, lse = _attend(
-        blocked(queries), blocked(keys), blocked(values), tile, cache_mask, dropout,
+        split_blocks(queries), split_blocks(keys), split_blocks(values), tile, cache_mask, dropout,
         _Settings(attend_to_self, null_keys, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
@@ -98,7 +101,8 @@ def _unfold(
     """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
     own = _own_block_mask(x.shape[-1], settings)
     before = jnp.where(own, 0, x)
-    if settings.null_keys:  # Without null keys, the softmax is zero there already.
+    # Without null keys, the softmax is already zero for unreadable keys.
+    if settings.null_keys:
         before = _mask_blocks(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]
 

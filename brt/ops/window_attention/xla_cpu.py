@@ -28,12 +28,13 @@ from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
-# Smaller tiles are slower and larger tiles waste more: a tile is half a window within these limits.
+# A tile has half as many rows as a window, within these limits. Smaller tiles are slower, and
+# larger tiles compute more logits that are masked.
 _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
 def tile_rows(window: int) -> int:
-    """Returns the rows of a tile, a divisor of the window."""
+    """Returns the number of rows of a tile, which divides the window."""
     rows = window
     while rows % 2 == 0 and rows // 2 >= _MIN_ROWS and (rows == window or rows > _MAX_ROWS):
         rows //= 2
@@ -51,20 +52,27 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the output and the log-sum-exp of attention to the window (`api.window_part`).
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
 
-    `keys` and `values` begin with the cached block: Z = W + T.
+    The arguments are those of `api.window_part`, with the cached block before the keys and values
+    of the segment, and with dropout's factors instead of a mask.
     """
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 
-    def tiled(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
+    def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
+        """Returns x as M tiles of rows; `axes` are the last two axes of the result."""
         batch, tokens, heads, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
     if bias is None:
         bias = jnp.zeros((queries.shape[2], window), jnp.float32)
-    q, k, v = tiled(queries, 4, 2), row_major(tiled(keys, 2, 4)), row_major(tiled(values, 2, 4))
+    q, k, v = (
+        split_tiles(queries, 4, 2),
+        row_major(split_tiles(keys, 2, 4)),
+        row_major(split_tiles(values, 2, 4)),
+    )
     tile, mask = _bias_tile(bias, rows, attend_to_self), _key_mask(cache_mask, window, rows)
     dropped = _dropout_tiles(dropout, cache_mask.shape[1], rows)
     y, lse = _attend(q, k, v, tile, mask, dropped, null_keys)
@@ -76,9 +84,9 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
     """Returns the bias of key s and row r at distance r + W - s, or MASKED outside the window."""
     window = bias.shape[1]
     nearest = 0 if attend_to_self else 1
-    # Together with the window: one less than rows and keys have together.
-    others = (nearest, 2 * rows - nearest)
-    by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
+    # The padded vector has a place for every distance between a row and a key of the tile.
+    padding = (nearest, 2 * rows - nearest)
+    by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
     return transposed(tile)
 
@@ -86,7 +94,7 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
 def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
     """Returns True where a tile may read key s; keys of its own block are always readable."""
     place = np.arange(window // rows)
-    # Shape [tile of a block, S].
+    # The first axis is the tiles of a block, and the second the S keys that a tile may see.
     own_block = place[:, None] * rows + np.arange(window + rows) >= window
     mask = cache_mask[:, :, None, None] | own_block[None, None]
     return mask.reshape(cache_mask.shape[0], -1, window + rows)
@@ -184,7 +192,8 @@ def _forward(
     )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    # The maximum is first taken over ranges, so that XLA does not store the logits for it.
+    # If the maximum were taken over all keys at once, XLA would store the logits. It is first taken
+    # over ranges of keys.
     stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)
@@ -203,7 +212,8 @@ def _backward(null_keys: bool, residuals: tuple, gradients: tuple[Array, Array])
     gradient, d_lse = gradients
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
-    # The division by the sums is applied here, where columns are only as tall as a head.
+    # The gradient is divided by the sums of the weights here, where columns are only as tall as a
+    # head.
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The softmax's gradient subtracts the sum of weights times their gradients. The product of the
     # output and its gradient is the same sum, over K numbers instead of S.
