@@ -18,7 +18,7 @@ HEARTBEAT_SECONDS = 30  # A process without a heartbeat for this long is conside
 # After a process has announced its end, the others have this long to end by themselves.
 GRACE_SECONDS = 15
 # Threads may hang if the key-value service is gone, so this is the longest wait for them.
-JOIN_SECONDS = 5
+JOIN_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 
 

@@ -23,7 +23,7 @@ from brt.errors import ConfigError, PeerError
 
 RENDEZVOUS_SECONDS = 300  # All processes must connect within this time.
 PATIENCE_SECONDS = 1800  # This is the longest wait for a process that compiles or reads.
-_LEAVING_SECONDS = 10  # Process 0 waits at most this long for the others at the end.
+_LEAVING_SECONDS = 10.0  # Process 0 waits at most this long for the others at the end.
 _POLL_MILLISECONDS = 500
 # If a process does not answer, the errors of collectives and of the service contain these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)

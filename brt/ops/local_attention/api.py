@@ -1,7 +1,8 @@
 """Attention of every token to the last W tokens of its document, itself included.
 
 `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
-the window and the length of a block are independent.
+the window and the length of a block are independent. In shapes, T is the number of tokens of a
+segment and N the number of its blocks.
 """
 
 import jax.numpy as jnp
@@ -26,13 +27,17 @@ def local_attention(
     attend_to_self: bool = True,
     scale: Float[Array, " H"] | None = None,
 ) -> AttentionPart:
-    """Attends from every token of a segment to its window; the logits are q.k + bias.
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The logits are q.k + bias, without a scale.
 
     Args:
       queries: already multiplied by any scale.
       cached: keys and values of the W tokens before the segment, oldest first.
-      keys, values: those of the segment.
-      bias: float32, by distance; column 0 is the nearest key that a token sees. None is no bias.
+      keys, values: keys and values of the segment.
+      bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no
+        bias.
       first: for each of N blocks, the place of the first token of its document; the segment begins
         at place 0, and cached tokens have negative places.
       dropout: dropout of the attention weights.
@@ -65,24 +70,25 @@ def local_attention_step(
     attend_to_self: bool = True,
     normalize_keys: bool = False,
 ) -> AttentionPart:
-    """Computes `local_attention` for one token.
+    """Returns the attention output of one token over its window, and the log-sum-exp of its logits.
 
     Args:
       query: the query, already normalized and multiplied by any scale.
       keys, values: ring buffers. The token at place p of the open block has slot p % W, and a token
         before the block keeps its slot until another token takes it. If tokens do not see
-        themselves, the slot of the token still holds the token W places before it.
+        themselves, the slot of the token still has the token W places before it.
       bias: as in `local_attention`.
-      read: number of tokens of the document before this token.
-      position: the place of the token in the open block.
+      read: the number of tokens of the document before this token.
+      position: the place of the token in the open block, the block that is not yet complete.
       attend_to_self: True if the nearest key is the token itself.
       normalize_keys: True if the logits are those of normalized keys.
 
     Returns:
-      The output [B, H, K] and the log-sum-exp [B, H].
+      The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
     """
     window, nearest = keys.shape[1], 0 if attend_to_self else 1
-    steps = (position - nearest - jnp.arange(window)) % window  # from the nearest visible key
+    # The number of tokens between each slot's key and the nearest visible key.
+    steps = (position - nearest - jnp.arange(window)) % window
     seen = ((steps + nearest)[None] <= read[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
     if normalize_keys:

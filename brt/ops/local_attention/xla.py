@@ -10,7 +10,8 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
 
-CHUNK = 256  # Largest number of queries of a chunk: its logits have CHUNK * (CHUNK + W) columns.
+# The largest number of queries of a chunk. The logits of a chunk are CHUNK x (CHUNK + W).
+CHUNK = 256
 
 
 def local_attention(
@@ -23,9 +24,12 @@ def local_attention(
     *,
     attend_to_self: bool,
 ) -> AttentionPart:
-    """Computes `api.local_attention`; `keys` and `values` begin with the W cached ones.
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
 
-    The backward pass computes the attention weights of a chunk again.
+    The arguments are those of `api.local_attention`, with the W cached keys and values before those
+    of the segment, and with `first` for every token. The backward pass computes the attention
+    weights of a chunk again.
     """
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)
@@ -34,7 +38,7 @@ def local_attention(
     q, k, v = (jnp.pad(x, padding) for x in (queries, keys, values))
     starts = jnp.pad(first, padding[:2])
     nearest = 0 if attend_to_self else 1
-    # The distance of a key of the chunk's columns to a query, after the nearest visible key.
+    # The number of tokens between each key of a chunk and the nearest visible key of each query.
     steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
     in_window = (steps >= 0) & (steps < window)
     tile = None
@@ -42,7 +46,8 @@ def local_attention(
         tile = jnp.take(bias, np.clip(steps, 0, window - 1), axis=1)
 
     @jax.checkpoint
-    def attend(n: Int[Array, ""]) -> AttentionPart:
+    def attend_chunk(n: Int[Array, ""]) -> AttentionPart:
+        """Returns the result for the queries of chunk n."""
         rows = (jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk, axis=1) for x in (q, starts))
         columns = (
             jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk + window, axis=1) for x in (k, v)
@@ -60,9 +65,10 @@ def local_attention(
         output = weights.astype(near_values.dtype) @ near_values
         return AttentionPart(output.swapaxes(1, 2), lse.swapaxes(1, 2))
 
-    parts = jax.lax.map(attend, jnp.arange(count))
+    parts = jax.lax.map(attend_chunk, jnp.arange(count))
 
-    def by_token(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
+    def join_chunks(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
+        """Returns the results of all chunks by token."""
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
-    return AttentionPart(*map(by_token, parts))
+    return AttentionPart(*map(join_chunks, parts))
