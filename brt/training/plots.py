@@ -62,7 +62,7 @@ def _bits_figure(
     # The first twentieth does not determine the limits of the axis, because its large losses would
     # compress the rest.
     shown = [smooth[len(smooth) // 20 :]]
-    # A whole split has another tag than a part of it, so both may be drawn.
+    # Metrics of a whole split and of a part of it have different names, so both may be drawn.
     splits = sorted(
         {name for record in records for name in record if name.endswith(f"/{metric.name}")}
     )

@@ -43,13 +43,15 @@ from brt.ops.positions import relative_bias
 
 
 class RoutedState(NamedTuple):
-    """The cache of the windowed heads, and the last tokens of every cluster (see `Rings`).
+    """The cache of the windowed heads, and the last tokens of every cluster.
+
+    Each of the G routed heads has C clusters with places for R tokens.
 
     Attributes:
       window: the state of a sliding-window layer with H - G heads.
       keys: [B, G, C, R, K], unit vectors, oldest first; unused places are zeros.
       values: [B, G, C, R, K].
-      filled: int32 [B, G, C], number of tokens of a cluster.
+      filled: int32 [B, G, C], number of places of a cluster that hold a token, at most R.
     """
 
     window: WindowState
