@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
         content = {"best": [report.plan_json(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")
-        print(report.text(planned, config))
+        print(report.plan_text(planned, config))
         content = report.plan_json(planned)
     if args.json:
         command_line.write_json(args.json, content, args.workdir)

@@ -28,12 +28,12 @@ from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
-# This is the version of the arrays' layout. Since version 2, kernels have an axis of heads; since
+# FORMAT is the version of the arrays' layout. Since version 2, kernels have an axis of heads; since
 # version 3, the matrices of optimizers have the heads first.
 FORMAT = 3
-_PARAMETER_FORMATS = (2, FORMAT)  # At least the parameters of these versions can be read.
+_PARAMETER_FORMATS = (2, FORMAT)  # Parameters can be read from these versions.
 META = "meta.json"
-# The file has the step that was saved last, even if the checkpoint was removed since.
+# last_checkpoint.txt has the step that was saved last, even if the checkpoint was removed since.
 LAST = "last_checkpoint.txt"
 STATE = "state"
 _META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}}

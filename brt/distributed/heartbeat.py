@@ -17,8 +17,8 @@ from brt.errors import PeerError
 HEARTBEAT_SECONDS = 30  # A process without a heartbeat for this long is considered dead.
 # After a process has announced its end, the others have this long to end by themselves.
 GRACE_SECONDS = 15
-# Threads may hang if the key-value service is gone, so this is the longest wait for them.
-JOIN_SECONDS = 5.0
+# A thread may hang if the key-value service is gone. Nothing waits longer than this for a thread.
+JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
 

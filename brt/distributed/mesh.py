@@ -19,7 +19,8 @@ from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
-# Sizes that the devices must divide: the name of an array's axis in RULES -> (setting, size).
+# `Needs` has sizes that the devices must divide: the name of an array's axis in RULES -> (setting,
+# size).
 Needs = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")

@@ -23,7 +23,7 @@ from brt.errors import ConfigError, PeerError
 
 RENDEZVOUS_SECONDS = 300  # All processes must connect within this time.
 PATIENCE_SECONDS = 1800  # This is the longest wait for a process that compiles or reads.
-_LEAVING_SECONDS = 10.0  # Process 0 waits at most this long for the others at the end.
+_LEAVING_SECONDS = 10  # Process 0 waits at most this long for the others at the end.
 _POLL_MILLISECONDS = 500
 # If a process does not answer, the errors of collectives and of the service contain these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
@@ -63,7 +63,7 @@ def start(launch: Launch) -> None:
     elif not (launch.distributed or _cluster()):
         return
     address, count, index = flags
-    # By default, JAX aborts this process if another one ends; the option prevents this.
+    # By default, JAX aborts a process if another one ends. The option prevents this.
     if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
     # If a process is missing, JAX aborts without a clear message. The timer ends this process with
@@ -154,7 +154,7 @@ def service() -> Any:
     """Returns the client of JAX's key-value service, which all processes share; None without
     others.
     """
-    # JAX has no public interface to this service.
+    # JAX has no public interface to its key-value service.
     from jax._src import distributed
 
     return distributed.global_state.client

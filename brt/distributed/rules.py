@@ -19,21 +19,21 @@ from jaxtyping import Array, Int, PyTree
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
 
-# Parameters are replicated along this axis of the mesh.
+# Parameters are replicated along the axis "data" of the mesh.
 REPLICAS = "data"
 
-# The table has, for each name of an array's axis, the axes of the mesh that shard it.
+# RULES has, for each name of an array's axis, the axes of the mesh that shard it.
 RULES: Mapping[str, tuple[str, ...]] = {
     # Lanes are axis 0 of batches, activations, caches and states.
     "lanes": ("data", "fsdp"),
     "tokens": ("sequence",),
     "blocks": ("sequence",),
-    # Only parameters have an axis of this name; activations do not shard their features.
+    # Only parameters have an axis "embed"; activations do not shard their features.
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    # Muon orthogonalises each of these matrices on one device.
+    # Along "matrices", the matrices are stacked that Muon orthogonalises, each on one device.
     "matrices": ("fsdp", "tensor"),
 } | dict.fromkeys(
     (

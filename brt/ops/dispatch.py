@@ -22,12 +22,12 @@ from brt.errors import UnsupportedError
 
 T = TypeVar("T")
 AUTO = "auto"
-# The `checkpoint_name` of arrays that a kernel's backward pass reads. Rematerialized layers can
+# Arrays that a kernel's backward pass reads have this `checkpoint_name`. Rematerialized layers can
 # save arrays of this name.
 KERNEL_RESIDUAL = "kernel"
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-# While `use_backend` is active, this variable has the name of the backend and one of the devices
+# While `use_backend` is active, `_other_target` has the name of the backend and one of the devices
 # that programs are compiled for.
 _other_target: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
     "elsewhere", default=None
@@ -241,7 +241,7 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         raise UnsupportedError(
             f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_described(reasons)}"
         )
-    # Profiles and memory plans group operations by the name of this scope.
+    # Profiles and memory plans group operations by the op's name, which the scope sets.
     with jax.named_scope(op.name):
         return by_name[name].function(*inputs, **options)
 
@@ -280,8 +280,7 @@ def _record_choice(op: str, name: str) -> None:
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Returns the reason why an implementation without dropout refuses inputs with dropout, or
-    None.
+    """Returns the reason to refuse inputs with dropout; None if there is no dropout.
 
     Implementations that lack dropout have this function as their `refusal`.
     """

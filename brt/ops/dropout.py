@@ -6,6 +6,8 @@ to four times as long for bytes as for a word per entry. JAX's usual generator t
 compiler longer than all other parts of a train step, and the TPU's own generator draws the numbers
 of all devices on every device. On TPUs the mask is therefore a hash of the key and each entry's
 position.
+
+In shapes, B is the number of rows of the batch.
 """
 
 import dataclasses
@@ -36,7 +38,8 @@ class Dropout:
       rate: the probability; on CPUs it is rounded to one of 1/256, 2/256 ... 255/256.
     """
 
-    # This is an array. The type is Any because JAX's tree functions put other objects here.
+    # `rng` is an array. Its type is Any because JAX's tree functions put other objects into the
+    # field.
     rng: Any
     rate: float
 

@@ -1,4 +1,7 @@
-"""Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4)."""
+"""Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4).
+
+In shapes, B is the number of rows of the batch, S of states, and D of numbers of a state.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""Softmax attention to a subset of the keys, and the combination of several such subsets."""
+"""Softmax attention to a subset of the keys, and the combination of several such subsets.
+
+In shapes, Q is the number of queries, S of keys of the subset, and K of numbers of a value.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,8 +64,8 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
     d_weights = matmul_nt(d_read.astype(values.dtype), values)
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
-    # For the same sum, XLA's CPU backend takes six times as long if it multiplies first and then
-    # adds up.
+    # For a product followed by a sum, XLA's CPU backend would take six times as long as for the
+    # einsum.
     along = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     along -= gradient.lse[..., None] / sums
     d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))

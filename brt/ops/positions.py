@@ -1,4 +1,8 @@
-"""Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings."""
+"""Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings.
+
+In shapes, H is the number of heads, R of buckets or of pairs of channels, and W of keys that a
+token sees.
+"""
 
 import math
 from typing import NamedTuple

@@ -3,6 +3,9 @@
 An entry of a tile depends on the offset, key minus query, alone. The bias of each offset is looked
 up once, and the tile is cut from that row. The gradient is therefore a sum, not a scatter of Q x S
 entries.
+
+In shapes, R is the number of buckets of distances, H of heads, Q of queries, S of keys and O of
+offsets.
 """
 
 import jax.numpy as jnp

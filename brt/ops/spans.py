@@ -1,4 +1,7 @@
-"""Predicted spans of a sequence, from logits of their first and last tokens."""
+"""Predicted spans of a sequence, from logits of their first and last tokens.
+
+In shapes, T is the number of tokens of a sequence.
+"""
 
 from typing import NamedTuple
 

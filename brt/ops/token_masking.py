@@ -1,5 +1,7 @@
 """Masked language modelling: the random choice of tokens to predict (BERT, Devlin et al. 2019,
 section 3.1).
+
+In shapes, T is the number of tokens of a row, and R of slots for tokens to predict.
 """
 
 from typing import NamedTuple

@@ -72,7 +72,7 @@ def _effort(plan: Plan) -> str:
     return f"{shown} (this compiler has no {', '.join(plan.dropped)})" if plan.dropped else shown
 
 
-def text(plan: Plan, config: Config) -> str:
+def plan_text(plan: Plan, config: Config) -> str:
     """Returns the report for people: memory, costs by part, collectives, step time, verdict."""
     lines = [
         f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-# These chips have two cores, each of which runs half of the grid's steps.
+# A v4 and a v5p have two cores, each of which runs half of the grid's steps.
 _CORES = {"v4": 2, "v5p": 2}
-# The table has the bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or
+# BUNDLES has the bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or
 # need not run the kernel. The sizes in a name are, depending on the kernel: queries, keys and head
 # size; segments, their tokens and head size; or tokens and clusters. The compiler may produce
 # different schedules for the same kernel when other code changes; the table has the longest one
@@ -51,13 +51,13 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
     }.items()
 }
-# These kernels do not use bfloat16, and their names have another dtype. All other kernels have
-# unknown cycles in float32, because float32 products take several times as long.
+# The kernels in `_TYPES` do not use bfloat16, and their names have another dtype. All other kernels
+# have unknown cycles in float32, because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
 # Improved clustered attention has work that does not grow with the number of tokens. It takes as
 # long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
 _FIXED_TOKENS = 700
-# Number of best keys per cluster with which the table was measured.
+# The table was measured with this number of best keys per cluster.
 _BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')

@@ -59,7 +59,8 @@ _GPU_TARGETS: dict[str, dict[str, Any]] = {
         "cache": 41943040, "clock": 1.41, "major": 8, "minor": 0,
     },
 }  # fmt: skip
-# To compile for a GPU that is not present, XLA needs these properties (GpuTargetConfigProto).
+# To compile for a GPU that is not present, XLA needs the properties in `_GPU`
+# (GpuTargetConfigProto).
 _GPU = """gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
   shared_memory_per_core: {shared}  threads_per_core_limit: 2048  core_count: {cores}

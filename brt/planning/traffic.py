@@ -6,7 +6,7 @@ Only the slice counts of an array that is sliced or updated in place.
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
 _SLICES = "slice", "dynamic-slice"
-# The type of these instructions is a tuple; the number is the index of the result.
+# The type of an asynchronous copy is a tuple; `_STARTS` has the index of the result in the tuple.
 _STARTS = {"copy-start": 0, "slice-start": 1}
 
 

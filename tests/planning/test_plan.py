@@ -56,12 +56,12 @@ def test_paces_are_those_of_the_chip() -> None:
 def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
     """Or a plan would be the faster the less is known of it."""
     plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))
-    assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.text(
+    assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.plan_text(
         plan, CONFIG
     )
     assert report.plan_json(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
-    assert "unknown length" not in report.text(made(), CONFIG)
-    assert "unknown length" not in report.text(plan._replace(low_effort=True), CONFIG)
+    assert "unknown length" not in report.plan_text(made(), CONFIG)
+    assert "unknown length" not in report.plan_text(plan._replace(low_effort=True), CONFIG)
 
 
 def test_a_verdict_names_what_would_make_it_fit() -> None:
@@ -77,16 +77,16 @@ def test_a_verdict_names_what_would_make_it_fit() -> None:
 
 
 def test_idle_devices_are_counted() -> None:
-    assert "v4:2x2x1: 4 devices as data 4; compiled" in report.text(made(), CONFIG)
+    assert "v4:2x2x1: 4 devices as data 4; compiled" in report.plan_text(made(), CONFIG)
     for mesh, taken, idle in (
         ({"data": 1}, "1 of 4 devices;", "3 devices are idle; --sweep_mesh"),
         ({"fsdp": 3}, "3 of 4 devices as fsdp 3;", "1 device is idle; --sweep_mesh"),
     ):
-        text = report.text(
+        text = report.plan_text(
             made(mesh={"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | mesh), CONFIG
         )
         assert f"v4:2x2x1: {taken}" in text and text.splitlines()[-1].startswith(idle)
-    assert "idle" not in report.text(made(), CONFIG)
+    assert "idle" not in report.plan_text(made(), CONFIG)
 
 
 def test_a_plan_counts_what_each_device_has() -> None:
@@ -100,7 +100,7 @@ def test_a_plan_counts_what_each_device_has() -> None:
     assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}
     assert shared.carry == one.carry / 8 and shared.tokens == one.tokens == 8 * 32
     assert not one.costs.collectives and shared.costs.collectives["all-gather"].times
-    text = report.text(shared, config)
+    text = report.plan_text(shared, config)
     assert "8 devices as data 2 x fsdp 4" in text and "all-gather" in text
     json.dumps(report.plan_json(shared))
 
@@ -185,7 +185,7 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
     assert schedule not in report.best_meshes([made()])
     planned = made(low_effort=True, dropped=("memory_fitting_effort",))
     said = "at low effort (this compiler has no memory_fitting_effort)"
-    assert said in report.text(planned, CONFIG)
+    assert said in report.plan_text(planned, CONFIG)
     assert report.plan_json(planned)["dropped_options"] == ["memory_fitting_effort"]
 
 

@@ -1,4 +1,7 @@
-"""Reference implementation of the baselines: all T x X logits, most of them masked."""
+"""Reference implementation of the baselines: all T x X logits, most of them masked.
+
+In shapes, T is the number of queries, X of keys, and R of rounds of hashing.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int

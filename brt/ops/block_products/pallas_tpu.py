@@ -22,11 +22,11 @@ from brt.ops.block_products.reference import NOTHING, Added, Kernels
 from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
-# `shared_input_matmul`: the largest number of columns of a tile, counted over all kernels.
+# A tile of `shared_input_matmul` has at most this many columns, counted over all kernels.
 _COLUMNS = 512
-# `summed_matmul`: the numbers of columns that an output tile may have.
+# An output tile of `summed_matmul` has one of these numbers of columns.
 _TILES = 256, LANES
-# `summed_matmul`: the number of float32 tiles that compilers keep in VMEM at once, at most.
+# Compilers keep at most this many float32 tiles of `summed_matmul` in VMEM at once.
 _SUMS = 8
 
 
@@ -68,7 +68,7 @@ def shared_input_matmul(
     heads, columns = wide.tile
 
     def output_index(i: Any, lane: Any) -> tuple:
-        """Returns the index of the output block of step (tile i, lane)."""
+        """Returns the index of the output's block, along A, B, H, R and K, for tile i of a lane."""
         a, h, k = wide.place(i)
         return a, lane, h, 0, k
 

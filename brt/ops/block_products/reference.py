@@ -6,9 +6,9 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Several kernels as a sequence, or stacked on axis 0 of one array.
+# Kernels are given as a sequence of arrays, or stacked on axis 0 of one array.
 Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
-# Arrays that are added to some inputs, by the index of the input.
+# The keys are indices of inputs; each array is added to the input of its index.
 Added = Mapping[int, Array]
 NOTHING: Added = MappingProxyType({})
 

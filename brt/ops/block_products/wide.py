@@ -18,8 +18,8 @@ from jaxtyping import Array, Shaped
 from brt.distributed import rules
 from brt.ops.tpu import LANES, VMEM_BYTES, cores_per_chip
 
-# The largest number of rows, counted over all lanes. With more rows, the products that XLA
-# compiles use both cores better than these kernels do.
+# The kernels take at most this many rows, counted over all lanes. With more rows, the products that
+# XLA compiles use both cores better.
 _ROWS = 512
 
 
@@ -43,8 +43,9 @@ class Wide(NamedTuple):
 
     @classmethod
     def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
-        """Returns the layout for a kernel [C, *axes] (`narrow_first`) or [*axes, C] as a single
-        tile.
+        """Returns the layout for the wide side of a kernel, as a single tile.
+
+        The kernel is [C, *axes] if `narrow_first`, else [*axes, C].
         """
         *others, width = kernel.shape[1:] if narrow_first else kernel.shape[:-1]
         *first, heads = others or (1,)
@@ -60,7 +61,7 @@ class Wide(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """The axes A, H and K, without lanes and rows."""
+        """The sizes of the axes A, H and K, which each row has."""
         return self.groups, self.heads, self.width
 
     @property
@@ -89,7 +90,7 @@ class Wide(NamedTuple):
         return x[:, :, 0].swapaxes(1, 2)[None] if self.groups == 1 else x.transpose(2, 0, 3, 1, 4)
 
     def by_row(self, x: Shaped[Array, "A B H R K"], axes: Sequence[int]) -> Array:
-        """Reshapes [A, B, H, R, K] to [B, R, *axes]."""
+        """Reshapes x from [A, B, H, R, K] to [B, R, *axes]."""
         y = x[0].swapaxes(1, 2) if self.groups == 1 else x.transpose(1, 3, 0, 2, 4)
         return y.reshape(*y.shape[:2], *axes)
 
@@ -142,7 +143,9 @@ class Weights(NamedTuple):
             """Returns the block spec of kernel p of an array."""
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the index of the block of the i-th tile."""
+                """Returns the index, along the axes of the array, of the kernel's block in the i-th
+                step.
+                """
                 a, h, k = wide.place(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
 
@@ -161,7 +164,9 @@ class Weights(NamedTuple):
             """Returns the block spec of kernel p of an array."""
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the index of the block of the i-th tile."""
+                """Returns the index, along the axes of the array, of the kernel's block in the i-th
+                step.
+                """
                 return (p, 0, 0, i, 0) if self.narrow_first else (p, 0, 0, 0, i)
 
             tile = (columns, wide.width) if self.narrow_first else (wide.width, columns)

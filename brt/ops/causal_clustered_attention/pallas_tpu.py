@@ -10,6 +10,10 @@ The grid is (head, lane, block); a lane is a row of the batch. As in window atte
 are transposed, slots x rows. The slots are the keys of the block before that have left the window,
 the keys that centroids keep, and the centroids' sums. The backward pass recomputes the weights from
 the log-sum-exp.
+
+In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
+of a head, each of which keeps R keys. Z = T + W counts the cached block, too, and M is a number of
+keys.
 """
 
 import functools

@@ -108,7 +108,9 @@ class _RowTile(NamedTuple):
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """Splits x into the slots of the previous block, the kept keys and the centroids' sums."""
+        """Returns the parts of x for the slots of the previous block, the kept keys and the
+        centroids' sums.
+        """
         near, kept = self.left.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
 

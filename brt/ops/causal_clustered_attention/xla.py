@@ -2,6 +2,10 @@
 
 The tokens of all blocks attend at once. The tokens of a block are sorted by centroid, so that a
 centroid's keys are gathered once for several of its queries.
+
+In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
+of a head, each of which keeps R keys. Z = T + W counts the cached block, too, and M is a number of
+keys.
 """
 
 import jax

@@ -27,7 +27,7 @@ from brt.ops.softmax import MASKED
 SUBLANES = 8
 LIST_LENGTH = 32  # The number of logits in a list.
 STEP_KEYS = LIST_LENGTH * SUBLANES  # The number of keys that one step processes.
-NO_KEY = 2.0**24  # This position is greater than that of any key.
+NO_KEY = 2.0**24  # The position of a place without a key is greater than all others.
 
 KeyLists = Float[Array, "32 8 C"]
 PerCluster = Float[Array, "8 C"]  # One number for each cluster, equal in all sublanes.
@@ -86,7 +86,9 @@ def best_threshold(
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
     def count_best(end: PerCluster) -> PerCluster:
-        """Returns the number of best keys of each cluster if `end` is the position."""
+        """Returns the number of keys of each cluster that are best if the position
+        limit is `end`.
+        """
 
         def add_step(step: Any, count: Array) -> Array:
             """Adds the number of best keys of a step to `count`."""
@@ -131,7 +133,7 @@ def _sort_lists(rows: KeyLists) -> KeyLists:
         apart = size
         while apart:
             blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
-            # This many rows at both ends of a block have no partner.
+            # The first `edge` rows of a block and the last `edge` rows have no partner.
             edge = apart if apart < size else 0
             inner = blocks[:, edge : 2 * size - edge]
             inner = _compare_exchange(inner.reshape(-1, *rows.shape[1:]), apart).reshape(

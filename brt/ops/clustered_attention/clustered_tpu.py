@@ -5,6 +5,9 @@ matrix of zeros and ones [C, T], which a step builds from the labels one tile at
 with this matrix sum the queries to centroids and copy the centroids' outputs to their queries. All
 arrays of tokens are K x T, so tokens fill the lanes of registers and no product needs a transposed
 factor. The backward pass recomputes the weights from the log-sum-exp.
+
+In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
+and of a value of a head, and O = T + X - 1 the number of distances.
 """
 
 import functools
@@ -38,7 +41,8 @@ from brt.ops.dispatch import output_residual
 from brt.ops.tpu import head_block_spec, vmem_refusal
 
 _MAX_CLUSTERS = 512
-# VMEM for the logits, the weights and the membership matrix of a tile, and for small arrays.
+# The logits, the weights and the membership matrix of a tile, and small arrays, take this much
+# VMEM.
 _TILE_BYTES = 2 * 2**20
 
 

@@ -123,8 +123,11 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds the gradients of 256 queries to `sums` and computes the weights of the next 256
+        """Returns `sums` after 256 queries are added, and writes the weights of the next 256
         queries.
+
+        The sums are those of the output's gradients and of the gradients of the mass, for each
+        cluster.
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]

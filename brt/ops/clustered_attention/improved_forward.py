@@ -49,14 +49,16 @@ def forward_kernel(
 ) -> None:
     """Computes the output of all queries and the results that the backward pass needs.
 
+    The arguments from `logits` on are scratch memory.
+
     Args:
       inputs: the inputs of the step.
       y: reference to the output [E, T].
       results: references to the results of each cluster.
-      logits: [X, C], float32 scratch memory.
-      lists: [256, C], float32 scratch memory.
-      packed: [W, X], int32 scratch memory for the bits of keys and values.
-      rows: [8 R, 128], float32 scratch memory.
+      logits: [X, C], float32, for the centroids' logits.
+      lists: [256, C], float32, for the lists of the sorting networks.
+      packed: [W, X], int32, for the bits of keys and values.
+      rows: [8 R, 128], float32, for products of queries and best keys.
       settings: static settings.
     """
     counts = _compute_centroids(inputs, results.means)

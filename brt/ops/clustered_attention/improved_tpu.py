@@ -7,6 +7,9 @@ and the output of the cluster's centroid. No query moves. The centroids' logits 
 The choice of best keys (see `best_tpu`) is saved in two forms. One bit per key and cluster lets the
 backward pass separate best keys from others. From a list of positions, it adds the gradients of
 best keys to the keys row by row.
+
+In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
+and of a value of a head, and O = T + X - 1 the number of distances.
 """
 
 import functools

@@ -34,7 +34,8 @@ from brt.ops.tpu import (
 )
 
 _MAX_CLUSTERS = 1024
-# This is greater than any distance. It is added for centroids that no code may choose.
+# The distances of centroids that no code may choose are increased by this number, which is greater
+# than any distance.
 _UNUSED = 2.0**22
 # A tile has this many distances, which fill half of the vector registers.
 _TILE = 32 * 8 * LANES

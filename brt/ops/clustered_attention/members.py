@@ -53,7 +53,7 @@ def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> Que
     members = member_counts(labels, clusters)
     tiles, end_rank = -(-members // size), jnp.cumsum(members, axis=-1)
     end = jnp.cumsum(tiles, axis=-1)
-    # The slot of a query is its rank, in the order sorted by cluster, plus this number.
+    # `shift` is the slot of a query minus its rank in the order sorted by cluster.
     shift = (end - tiles) * size - (end_rank - members)
 
     order = _sort_by_label(labels)
@@ -80,7 +80,7 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     takes four times as long to sort pairs.
     """
     tokens = labels.shape[-1]
-    # The largest number is T * T + T - 1, because labels are at most T.
+    # Labels are at most T, so the largest number of label and position is T * T + T - 1.
     if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:
         return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.uint32)[None, None]

@@ -1,6 +1,12 @@
 """Reference implementation of clustered attention, its hash and its k-means.
 
-All weights [B, H, T, X] exist at once, in float64 if JAX has enabled it. There is no dropout.
+Clustered attention gives each query the attention output of its cluster's centroid. Improved
+clustered attention computes the exact logits of each query for the keys with the largest logits of
+the centroid, the best keys. All weights [B, H, T, X] exist at once, in float64 if JAX has enabled
+it. There is no dropout.
+
+In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
+and of a value of a head, and O = T + X - 1 the number of distances.
 """
 
 from functools import partial

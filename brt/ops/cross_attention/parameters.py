@@ -94,9 +94,10 @@ def _uniform(bound: float) -> Callable[..., Array]:
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
     kernel = {
-        # This is PyTorch's default, which the T5 of Hugging Face does not change.
+        # PyTorch initializes linear layers like this, and the T5 of Hugging Face does not change
+        # it.
         "uniform": _uniform(head_dim**-0.5),
-        # This is the initializer of BART.
+        # BART initializes all kernels with this standard deviation.
         "normal": jax.nn.initializers.normal(0.02),
     }[config.kernel_init]
     if config.use_raf:

@@ -1,6 +1,9 @@
 """Reference implementation of cross-attention: builds the windows position by position.
 
 It uses the reference implementation of segmented recurrent attention.
+
+In shapes, T is the number of target positions, X of source positions, M of segments and S of source
+positions of a segment.
 """
 
 import jax

@@ -2,6 +2,9 @@
 
 For each segment of the source, it builds the window of keys and values that the segment's targets
 read. Then it attends to the windows by segmented recurrent attention.
+
+In shapes, T is the number of target positions, X of source positions, M of segments and S of source
+positions of a segment.
 """
 
 from collections.abc import Iterable

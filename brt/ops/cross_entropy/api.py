@@ -1,4 +1,8 @@
-"""Selection of the implementation of token scores and of the cross-entropy loss."""
+"""Selection of the implementation of token scores and of the cross-entropy loss.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
+vector, and V of tokens of the vocabulary.
+"""
 
 from jaxtyping import Array, Bool, Float, Int
 

@@ -5,6 +5,9 @@ for the gradient of the tokens' vectors: the mean of the embeddings, weighted by
 kernel computes this mean as attention does, with the embedding as keys and values. The backward
 kernel recomputes each tile for the gradient of the embedding. Plain XLA reads and writes all logits
 four times, which takes longer than the additional product of the kernels.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
+vector, and V of tokens of the vocabulary.
 """
 
 import functools

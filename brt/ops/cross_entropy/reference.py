@@ -1,4 +1,8 @@
-"""Reference implementation of token scores and the cross-entropy loss."""
+"""Reference implementation of token scores and the cross-entropy loss.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
+vector, and V of tokens of the vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp

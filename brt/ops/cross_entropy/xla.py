@@ -3,6 +3,9 @@
 The float32 logits [B, T, V] of a long segment would be the largest array of a train step. Under
 differentiation the gradients of each chunk are computed while its logits exist, so nothing is
 computed twice.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
+vector, and V of tokens of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -153,7 +156,9 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Adds the loss and the nats of a chunk to `total`."""
+        """Returns `total`, the summed loss and nats, after a chunk is added; there is no result per
+        chunk.
+        """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
         return total + _sums(results, counts, smoothing), None
@@ -187,8 +192,11 @@ def _forward(
     )
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        """Adds a chunk to the sums and the gradients; returns them and the gradient of the chunk's
+        """Returns the sums and gradients after a chunk is added, and the gradient of the chunk's
         vectors.
+
+        The carry has the summed loss and nats, the gradient of the embedding and the gradient of
+        the bias.
         """
         total, d_embedding, d_bias = carry
         h, target, counts = piece

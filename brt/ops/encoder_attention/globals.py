@@ -81,6 +81,6 @@ def side_bias(
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=True
     )
-    by_block = jnp.take(table, rows, axis=0)  # [G, G, H], where the first axis is the token's block
+    by_block = jnp.take(table, rows, axis=0)  # [block of the token, G, H]
     by_token = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
     return by_token.transpose(0, 3, 1, 2)

@@ -1,4 +1,7 @@
-"""Reference implementation of local attention: all T x T logits, most of them masked."""
+"""Reference implementation of local attention: all T x T logits, most of them masked.
+
+In shapes, T is the number of tokens, W the radius plus one, and X = 3 W.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -87,7 +87,7 @@ def local_attention_step(
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
     """
     window, nearest = keys.shape[1], 0 if attend_to_self else 1
-    # The number of tokens between each slot's key and the nearest visible key.
+    # `steps` is the number of tokens from each slot's key to the nearest visible key.
     steps = (position - nearest - jnp.arange(window)) % window
     seen = ((steps + nearest)[None] <= read[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)

@@ -10,7 +10,7 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
 
-# The largest number of queries of a chunk. The logits of a chunk are CHUNK x (CHUNK + W).
+# A chunk has at most this many queries. The logits of a chunk are CHUNK x (CHUNK + W).
 CHUNK = 256
 
 
@@ -38,7 +38,8 @@ def local_attention(
     q, k, v = (jnp.pad(x, padding) for x in (queries, keys, values))
     starts = jnp.pad(first, padding[:2])
     nearest = 0 if attend_to_self else 1
-    # The number of tokens between each key of a chunk and the nearest visible key of each query.
+    # `steps` is the number of tokens from each key of a chunk to the nearest visible key of each
+    # query.
     steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
     in_window = (steps >= 0) & (steps < window)
     tile = None

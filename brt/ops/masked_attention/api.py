@@ -1,4 +1,7 @@
-"""Softmax attention to the keys where a mask is True."""
+"""Softmax attention to the keys where a mask is True.
+
+In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
+"""
 
 import numpy as np
 from jaxtyping import Array, Bool, Float

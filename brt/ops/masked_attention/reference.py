@@ -1,4 +1,7 @@
-"""Reference implementation of masked attention, with all logits at once."""
+"""Reference implementation of masked attention, with all logits at once.
+
+In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

@@ -2,6 +2,8 @@
 
 The hand-written backward pass recomputes the weights, so that no array of Q x S is saved. If the
 logits of all queries would be large, tiles of queries are processed one after the other.
+
+In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
 """
 
 from typing import NamedTuple
@@ -14,7 +16,7 @@ from brt.distributed import rules
 from brt.ops.dropout import Dropout
 from brt.ops.reductions import sum_leading
 
-TILE_LOGITS = 1 << 22  # The largest number of logits that exist at once, by default.
+TILE_LOGITS = 1 << 22  # By default, at most this many logits exist at once.
 
 
 def attend(
@@ -142,8 +144,10 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
-        """Adds a tile's gradients to those of keys and values; returns the gradients of queries and
-        bias.
+        """Returns the gradients of keys and values after a tile is added, and the tile's other
+        gradients.
+
+        The other gradients are those of the tile's queries and of its bias.
         """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)

@@ -5,6 +5,9 @@ sequential: a block's update needs the states before the block and the keys and 
 tokens. The tokens of a block need the states before the block. A segment of N blocks therefore
 takes two phases. First `state_scan` runs over the blocks and returns the state keys and values that
 the tokens of each block read. Then the layer attends for the tokens of all blocks at once.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 from collections.abc import Callable

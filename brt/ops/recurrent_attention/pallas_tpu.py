@@ -6,6 +6,9 @@ the outputs and the keys that tokens will read. The kernel reads the output of t
 place. The backward kernel writes the gradients of its four parts as one array, as the products
 after it need them. As in window attention, all matrices are transposed, slots x rows, and the
 backward pass recomputes the weights from the log-sum-exp.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 import functools
@@ -131,7 +134,7 @@ interpreted = functools.partial(
 class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
-    # The first axis has keys, queries, cross queries and values.
+    # The first axis of `projected` has keys, queries, cross queries and values.
     projected: Float[Array, "4 B H S K"]
     scales: Float[Array, "H 2"]
     before: TokenKV

@@ -1,5 +1,8 @@
 """Reference implementation of the recurrent cell: block by block, with separate float32
 products.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 import jax

@@ -3,6 +3,9 @@
 The weight gradients of large products are computed once, after the scan, from taps: arrays that
 collect the inputs and output gradients of a product from all steps (`brt.ops.deferred`). The
 kernels of lstm and gru gates are an exception: their gradients are summed block by block.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 from collections.abc import Callable
@@ -193,8 +196,8 @@ def state_scan(
         carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
     ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
-        """Updates the states by one block; returns them with the block's tokens, and the state keys
-        and values.
+        """Returns the states and the tokens of a block as the carry, and the block's state keys and
+        values.
         """
         s, before = carry
         own, may_read, starts, block_taps = block

@@ -6,6 +6,9 @@ values of one head of the states, attends as in `pallas_tpu`, and adds the outpu
 head to the states' update. The last head's step applies the gate. The weights of a head are copied
 to VMEM while the head before it is computed. The backward kernel processes the blocks in reverse
 order. The weight gradients are matrix products over all blocks, after the kernel.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 import functools

@@ -74,7 +74,7 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the index of the cached block of a step."""
+            """Returns the index of the cache's block, along B, H, W and K, for a step."""
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 
         def segment_spec(place: Callable[[Any], Any]) -> pl.BlockSpec:

@@ -26,10 +26,10 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 
-# The positions of the parts of `StateKernelInputs.projected`. The first queries attend to states,
+# `StateKernelInputs.projected` has its parts at these indices. The first queries attend to states,
 # the second to tokens.
 KEYS, QUERIES, VALUES = 0, (1, 2), 3
-# The largest number of rows of a tile. The compiler's schedules are shortest with this number.
+# A tile has at most this many rows. The compiler's schedules are shortest with this number.
 ROWS = 256
 
 

@@ -112,7 +112,7 @@ def prefill(
 def _cache_form(config: CrossConfig, width: int) -> str:
     if config.cache != "auto":
         return config.cache
-    # If the condition holds, the table is not larger than the keys and values.
+    # The table is not larger than the keys and values if 2 S >= K.
     return "table" if 2 * config.segment_size >= width else "carry"
 
 

@@ -2,6 +2,8 @@
 
 Every query reads every segment, and the result of the query's own segment is selected. The
 computation is in float64 if JAX has enabled it.
+
+In shapes, T is the number of target positions, M of segments, and S of keys of a window.
 """
 
 import jax

@@ -158,8 +158,10 @@ def backward_kernel(
         return _reset(own[j], neuron)
 
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Writes the gradient of U_j, going back from the last segment; returns the sums of
-        gradients.
+        """Writes the gradient of U_j to `own[j]`; i counts segments from the last one.
+
+        Returns the gradient of U_j and the sums of the gradients of the inputs, the leak and the
+        threshold.
         """
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
@@ -204,7 +206,9 @@ def _segment_sums(
     """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes A_j and adds segment j to the sums."""
+        """Writes A_j of segment j; returns the sum of all A_j so far and the sum of squared keys so
+        far.
+        """
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)
         squares = jnp.square(keys.astype(jnp.float32))

@@ -288,7 +288,7 @@ def _attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        # [B, H, T, M, K]
+        # The shape is [B, H, T, M, K]. A query is zero for all segments but its own.
         masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
         recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)

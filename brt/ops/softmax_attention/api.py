@@ -1,6 +1,9 @@
 """Selection of the implementation of softmax attention to all keys.
 
 Each device attends for its own rows of the batch, blocks and heads.
+
+In shapes, B is the number of rows of the batch, T and Q of queries of a row, N of blocks of S keys,
+H of heads and K of numbers of a head.
 """
 
 from collections.abc import Callable

@@ -3,6 +3,9 @@
 The grid is (head, lane, block); a lane is a row of the batch. A step has the queries and keys of
 one block. As in window attention, all matrices are transposed, slots x rows, and the backward pass
 recomputes the weights from the log-sum-exp.
+
+In shapes, B is the number of rows of the batch, T of queries of a row, S of keys of a block, R of
+queries (rows) of a tile, H of heads and K of numbers of a head.
 """
 
 import functools
@@ -32,11 +35,11 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-# The largest number of keys. The logits of a tile of rows and all keys must fit into VMEM.
+# There are at most this many keys. The logits of a tile of rows and all keys must fit into VMEM.
 _MAX_SLOTS = 2048
-# The largest number of rows of a tile. The compiler's schedules are shortest with this number.
+# A tile has at most this many rows. The compiler's schedules are shortest with this number.
 _ROWS = 256
-# The largest number of logits of a tile; five float32 arrays of this size exist at once.
+# A tile has at most this many logits. Five float32 arrays of this size exist at once.
 _TILE = 1024 * _ROWS
 
 
@@ -118,7 +121,7 @@ class _Arguments(NamedTuple):
     k: Float[Array, "X H S K"]
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
-    # This is the length of the queries if the kernel normalizes them.
+    # `scale` is the length of the queries if the kernel normalizes them.
     scale: Float[Array, " H"] | None
 
     @property

@@ -1,4 +1,8 @@
-"""Reference implementation of softmax attention over all keys, differentiated by autodiff."""
+"""Reference implementation of softmax attention over all keys, differentiated by autodiff.
+
+In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
+of a head; *B has the rows of the batch and, if there are several, their blocks.
+"""
 
 import jax
 import jax.numpy as jnp

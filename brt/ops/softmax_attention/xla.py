@@ -3,6 +3,9 @@
 Autodiff would save three arrays of Q x S, and a scan would stack each of them. The hand-written
 pass saves one. The softmax's gradient subtracts a sum over S keys, which equals a sum over the K
 numbers of the output and its gradient; the pass computes the latter.
+
+In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
+of a head; *B has the rows of the batch and, if there are several, their blocks.
 """
 
 from functools import partial

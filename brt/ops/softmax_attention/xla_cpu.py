@@ -5,6 +5,9 @@ N] in memory order; XLA's CPU backend takes up to twice as long for other orders
 wide as a head are transposed for this. The product with the values also computes the sums of the
 weights, by a column of ones. The backward pass saves exp(logits - maximum) instead of the softmax,
 because dividing arrays as tall as a head is cheaper.
+
+In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
+of a head; *B has the rows of the batch and, if there are several, their blocks.
 """
 
 import jax

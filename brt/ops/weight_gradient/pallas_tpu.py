@@ -21,12 +21,12 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-# The largest numbers of columns of a tile, on the left and on the right side of the product.
+# A tile has at most these numbers of columns, on the left and on the right side of the product.
 _LEFT, _RIGHT = (512, 256, 128), 256
 # XLA joins this kernel with an update in place, and then gives the kernel only this much VMEM,
 # regardless of the limit that the kernel asks for.
 _ROOM = 14 * 2**20
-# The largest number of steps of the loop; the kernel's code contains each of them.
+# The loop has at most this many steps, each of which is in the kernel's code.
 _STEPS = 8
 
 
@@ -69,11 +69,11 @@ class _Side(NamedTuple):
 
     @property
     def cuts_well(self) -> bool:
-        """Returns True if a tile has all columns or whole registers of them."""
+        """True if a tile has all columns of a head, or as many as fill complete registers."""
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
-        """Returns the position of the i-th tile along A, H and K."""
+        """Returns the position of the i-th tile along A, H and K, in tiles."""
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
@@ -146,7 +146,9 @@ def weight_gradient(
         """Returns the block spec of a side whose tiles are along this axis of the grid."""
 
         def side_index(*tile: Any) -> tuple:
-            """Returns the index of the side's block for a step of the grid."""
+            """Returns the index of the side's block, along A, B, H, R and K, for a step of the
+            grid.
+            """
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column
 
@@ -154,7 +156,9 @@ def weight_gradient(
         return pl.BlockSpec(shape, side_index, **options)
 
     def output_index(i: Any, j: Any) -> tuple:
-        """Returns the index of the output's block for a step of the grid."""
+        """Returns the index of the output's block, along the groups, heads and columns of both
+        sides.
+        """
         (a, h, k), (b, g, m) = left.place(i), right.place(j)
         return a, h, b, g, k, m
 

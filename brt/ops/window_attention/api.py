@@ -3,6 +3,9 @@
 A segment is read in blocks of W tokens. A token attends to the W tokens that end with itself, or
 with the token before it, wherever its block begins. Keys of the block before the segment come from
 the cache. Transformer-XL is the special case of one block per segment.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from brt.ops.softmax import FLOOR
 
-# Logits are multiplied by this number, log2(e), because the hardware computes powers of two.
+# Logits are multiplied by log2(e), because the hardware computes powers of two.
 LOG2E = 1.4426950408889634
 
 
@@ -181,8 +181,8 @@ def window_attention_forward(
     def update_softmax(
         logits: Array, top: Array, total: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Returns the weights of a tile, the factor of earlier sums, the new maximum and the new
-        sum.
+        """Returns the weights of a tile, the factor of earlier sums, the new maxima and the new
+        sums.
         """
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
         weights, shrunk = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 TILE = 64  # A tile has as many rows as one matrix product of a warpgroup.
 _MAX_PART = 128  # Longer vectors make a matrix product spill registers.
-_ABOVE_ANY_TILE = 1 << 20  # This is greater than the number of tiles of any array.
+_ABOVE_ANY_TILE = 1 << 20  # No array has as many tiles as this.
 
 
 def vector_parts(x: Array) -> int:

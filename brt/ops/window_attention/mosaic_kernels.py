@@ -69,7 +69,9 @@ def window_attention_forward(
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the n-th key tile and returns the new maxima and sums."""
+            """Adds the values of the n-th key tile to `read`; returns the new maxima and sums of
+            weights.
+            """
             top, total = carry
             may_read = begin + n >= first if null_keys else True
             logits = (
@@ -129,7 +131,7 @@ def window_attention_queries(
         """Adds the gradients of the queries to `totals`."""
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th key tile."""
+            """Adds the contribution of the n-th key tile to `totals`; the carry is unused."""
             may_read = begin + n >= first if null_keys else True
             logits = (
                 zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
@@ -184,7 +186,7 @@ def window_attention_keys(
         """Adds the gradients of keys and values to the totals."""
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th query tile."""
+            """Adds the contribution of the n-th query tile to the totals; the carry is unused."""
             logits = tile_product(own.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)

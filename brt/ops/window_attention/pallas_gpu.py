@@ -12,6 +12,9 @@ window over some tiles of queries, for the bias. No sum needs atomic additions, 
 bitwise reproducible.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 import functools
@@ -71,8 +74,8 @@ class _KernelLaunches(NamedTuple):
     band: _LaunchShape
 
 
-# The keys are head sizes. With these parameters, the compiler for sm_90a spills no registers, and
-# eight warps stay busy.
+# `_LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
+# sm_90a spills no registers, and eight warps stay busy.
 _LAUNCHES = {
     64: _KernelLaunches(
         _LaunchShape(128, 64, 8, 3), _LaunchShape(128, 64, 8, 3), _LaunchShape(64, 128, 8, 3),

@@ -11,6 +11,9 @@ The backward pass recomputes the weights from the log-sum-exp, in three kernels.
 the sums that it computes: a tile of queries; a tile of keys and values; or one tile of the strip
 over some tiles of queries. No sum needs atomic additions, so results are bitwise reproducible. XLA
 computes the bias's gradient from the strip's gradient.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 import functools
@@ -29,9 +32,9 @@ from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
 from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# This is the number of tiles that are copied or computed with at the same time, by head size and
-# kernel. With these numbers, shared memory is enough for two programs per multiprocessor, or one
-# program uses all of it.
+# `_SLOTS` has the number of tiles that are copied or computed with at the same time, by head size
+# and kernel. With these numbers, shared memory is enough for two programs per multiprocessor, or
+# one program uses all of it.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},

@@ -1,4 +1,8 @@
-"""Reference implementation of window attention: each block masks W x 2W logits."""
+"""Reference implementation of window attention: each block masks W x 2W logits.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -3,6 +3,9 @@
 Each device computes its part in `shard_map`, because the SPMD partitioner cannot split a kernel. If
 blocks are sharded, a device also reads the last window of keys and values of its left neighbour;
 the first device reads the cache.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 import jax

@@ -121,7 +121,7 @@ class _LoadedBlocks(NamedTuple):
 
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
-    # This float32 number is added to the logits of the previous block: 0, or MASKED if the block is
+    # `unseen` is added to the logits of the previous block: 0, or MASKED if the block is
     # unreadable.
     unseen: Array
 

@@ -5,6 +5,9 @@ own block of W tokens and in the block before. A row sees complementary parts of
 both fold into one W x W matrix of logits, selected by a triangular mask. The softmax has no masked
 entries, and the bias of every block is the same circulant matrix. The hand-written backward pass
 saves only the softmax and reads each array once.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 from functools import partial

@@ -14,6 +14,10 @@ XLA recomputes an array in each loop that reads it, if the computation seems che
 in fact expensive: the bias tile, whose indices take longer to compute than exp, and transposed keys
 and values, which XLA would transpose once for each tile that reads them. `brt.ops.layout` stores
 both.
+
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, N of its blocks of W tokens, M of its tiles of R rows, and S = W + R of keys of a tile; Z
+= W + T counts the cached block, too.
 """
 
 from functools import partial, reduce
