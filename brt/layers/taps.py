@@ -28,7 +28,7 @@ NO_TAPS = TokenTaps()
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
     """Returns the accumulators for the blocks of a segment (axis 0), separately for each layer."""
     projections = ("queries", "keys", "cross_queries", "values")
-    rows, own = (blocks, lanes, model.window), params["tokens"]
+    rows, own = (blocks, lanes, model.block_length), params["tokens"]
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
         kernels = tuple(own[name] for name in names if name in own)

@@ -4,6 +4,8 @@ A document is read in one piece, in segments, and token by token, always with th
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -24,6 +26,8 @@ from brt.layers.kinds import LayerKind
 from brt.layers.sections import Recurrence
 from brt.layers.state import LayerOutput
 from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
+from brt.ops.dropout import Dropout
+from brt.ops.local_attention import local_attention
 from brt.types import Variables
 
 TOLERANCE = 2e-5  # of hidden vectors and states of magnitude 1, float32
@@ -137,9 +141,13 @@ def starts(model: Model, *places: tuple[int, int]) -> np.ndarray:
     return start
 
 
+@functools.cache
+def reader(model: Model) -> Callable[..., DecoderOutput]:
+    return jax.jit(Decoder(model).apply)
+
+
 def read(model: Model, params: Any, ids: np.ndarray, state: Any, start: Any) -> DecoderOutput:
-    apply = jax.jit(lambda *x: Decoder(model).apply({"params": params}, *x))
-    return apply(jnp.asarray(ids), state, jnp.asarray(start))
+    return reader(model)({"params": params}, jnp.asarray(ids), state, jnp.asarray(start))
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -209,10 +217,12 @@ def test_it_forgets_where_a_document_starts_and_when_it_is_told(model: Model, pa
 
 
 @pytest.mark.parametrize("positions", ["t5", "rotary", "alibi", "none"])
+@pytest.mark.parametrize("chunk", [10, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
-    positions: str, random_params: Any
+    positions: str, chunk: int, random_params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of half a window give the attention that blocks of a whole window give."""
+    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", chunk)  # 48 is no multiple of 10.
     whole = dataclasses.replace(PLAIN, positions=positions)
     halves = dataclasses.replace(whole, block=4)
     params, ids = random_params(whole), jnp.asarray(tokens())
@@ -229,6 +239,49 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     (_, hidden), found = both(halves)
     assert_close(hidden, expected)
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
+
+
+def test_with_feedback_deferred_gradients_are_those_of_one_pass(
+    random_params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recurrent layer has a window of one block, the layer below it a longer one."""
+    model = dataclasses.replace(
+        PLAIN.with_kinds(Recurrence(layers=(1,), states=4)),
+        layer_windows=(12, 0, 20), feedback=True,
+    )  # fmt: skip
+    params, ids, start = random_params(model), jnp.asarray(tokens()), starts(model, (1, 16))
+
+    def gradients(deferred: bool) -> Any:
+        monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: deferred)
+
+        def total(params: Any) -> jax.Array:
+            output = Decoder(model).apply(
+                {"params": params}, ids, new_state(model, LANES), jnp.asarray(start)
+            )
+            return jnp.sum(jnp.sin(output.hidden))
+
+        return jax.jit(jax.grad(total))(params)
+
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), gradients(True), gradients(False)
+    )
+
+
+def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Zero queries weight all visible keys equally; values of one sum the weights that are left."""
+    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", 16)
+    zeros, ones = jnp.zeros((LANES, TOKENS, 2, 4)), jnp.ones((LANES, TOKENS, 2, 4))
+    cached = jnp.ones((LANES, 8, 2, 4))
+    part = local_attention(
+        zeros, (cached, cached), ones, ones, None, jnp.full((LANES, 6), -8, jnp.int32),
+        Dropout(jax.random.key(0), 0.5),
+    )  # fmt: skip
+    left = np.asarray(part.output[..., 0])
+    assert abs(left.mean() - 1) < 0.1 and left.std() > 0.2
+    assert np.abs(left[:, :16] - left[:, 16:32]).max() > 0.1
+    np.testing.assert_allclose(part.lse, np.log(8), atol=1e-6)
 
 
 @pytest.mark.parametrize(
