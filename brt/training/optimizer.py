@@ -22,7 +22,8 @@ def learning_rate(
     """Returns the function from a step, counted from 1, to its learning rate.
 
     A linear warm-up is followed by one of the schedules: "rsqrt" is 1 / sqrt(step) as in the paper;
-    "cosine" and "linear" decrease to `final_learning_rate` at step `steps` and stay there.
+    "cosine" and "linear" decrease to `final_learning_rate` at step `steps` and stay there. Rounding
+    never takes them beyond it, so that no learning rate is negative.
 
     Args:
       optimizer: settings.
@@ -45,7 +46,9 @@ def learning_rate(
         """Returns the learning rate of a step."""
         t = jnp.maximum(jnp.asarray(step, jnp.float32), max(warmup, 1))
         warm = jnp.minimum(jnp.asarray(step, jnp.float32) / max(warmup, 1), 1.0)
-        return warm * shape(jnp.minimum(t, steps) if decays else t)
+        if not decays:
+            return warm * shape(t)
+        return warm * jnp.clip(shape(jnp.minimum(t, steps)), min(low, top), max(low, top))
 
     return rate
 

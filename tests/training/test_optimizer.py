@@ -1,3 +1,5 @@
+from typing import get_args, get_type_hints
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +148,20 @@ def test_schedules_warm_up_then_go_down(schedule: str, expected: dict) -> None:
     rate = learning_rate(Optimizer(schedule=schedule, **settings), steps=100)
     for step, value in expected.items():
         assert float(rate(jnp.int32(step))) == pytest.approx(value, rel=1e-5), step
+
+
+@pytest.mark.parametrize("schedule", get_args(get_type_hints(Optimizer)["schedule"]))
+def test_learning_rates_are_positive_until_the_last_step_and_never_negative(schedule: str) -> None:
+    """The final learning rate is 0, at the last step and beyond it, with and without jit."""
+    for steps, top in [(1, 0.3), (6, 0.3), (500, 0.015), (1280, 0.015), (2500, 8e-3)]:
+        settings = {"learning_rate": top, "final_learning_rate": 0.0, "warmup_steps": steps // 3}
+        optimizer = Optimizer(schedule=schedule, **settings)
+        rate, counts = jax.vmap(learning_rate(optimizer, steps)), jnp.arange(1, steps + 10)
+        for rates in (rate(counts), jax.jit(rate)(counts)):
+            assert np.all(rates >= 0) and np.all(rates <= np.float32(top))
+            assert np.all(rates[: steps - 1] > 0)
+            if schedule in ("cosine", "linear"):
+                np.testing.assert_allclose(rates[steps - 1 :], 0, atol=1e-6 * top)
 
 
 def test_the_first_step_moves_without_warm_up() -> None:
