@@ -1,6 +1,7 @@
 """Activations whose backward pass needs only their output.
 
-The next matrix product saves this output for its own gradient anyway.
+The matrix product that follows an activation saves the activation's output for its own gradient
+anyway, so the activation itself needs no memory.
 """
 
 from functools import partial
@@ -15,13 +16,13 @@ from brt.ops.tpu import materialized
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def relu(x: Float[Array, "..."], keeps: bool = False) -> Float[Array, "..."]:
-    """Returns max(x, 0) in the shape and dtype of x; the backward pass reads only this result.
+    """Returns max(x, 0) in the shape and dtype of x; the backward pass reads only the result.
 
     Args:
       x: any shape.
-      keeps: True if a rematerialized layer saves the result of the forward pass. The layer then
-        recomputes the product that x comes from. Callers set it where the next matrix product needs
-        the result for its own gradient anyway.
+      keeps: True if a rematerialized layer saves the result, so that the backward pass need not
+        compute x and the result again. Callers pass True if the next matrix product needs the
+        result for its own gradient anyway.
     """
     return jnp.maximum(x, 0)
 

@@ -11,8 +11,8 @@ def ctc_nats(
     targets: Int[Array, "B T"],
     scored: Bool[Array, "B T"],
 ) -> Float[Array, " B"]:
-    """Returns the negative log probability of each row's targets, float32, by summing the
-    probabilities of all alignments.
+    """Returns the negative logarithm of the probability of each row's targets, float32; the
+    probability is the sum over all alignments.
 
     An alignment assigns a target or the blank to each frame. The blank is the last class. A row
     without valid frames has loss 0.

@@ -11,9 +11,9 @@ def depthwise_convolution(
 ) -> Float[Array, "B T D"]:
     """Returns x convolved along T, each channel with its own column of the kernel, in x's dtype.
 
-    y[t] is the sum over w of kernel[w] x[t + w - (W - 1) / 2], with zeros outside of x. The width W
-    must be odd. The sum is written out because XLA's CPU backend takes many times longer for a
-    grouped convolution.
+    The result y[t] is the sum over w of kernel[w] x[t + w - (W - 1) / 2], with zeros outside of x.
+    The width W must be odd. The function adds W products instead of calling a grouped convolution,
+    for which XLA's CPU backend takes many times longer.
     """
     width, tokens = len(kernel), x.shape[1]
     half = width // 2

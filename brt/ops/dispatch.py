@@ -22,13 +22,13 @@ from brt.errors import UnsupportedError
 
 T = TypeVar("T")
 AUTO = "auto"
-# Arrays that a kernel's backward pass reads have this `checkpoint_name`. Rematerialized layers can
-# save arrays of this name.
+# Arrays that a kernel's backward pass reads have this name (`jax.ad_checkpoint.checkpoint_name`).
+# The policy of a rematerialized layer can save all arrays of this name.
 KERNEL_RESIDUAL = "kernel"
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-# While `use_backend` is active, `_other_target` has the name of the backend and one of the devices
-# that programs are compiled for.
+# While `use_backend` is active, `_other_target` holds the backend's name and one of the devices for
+# which programs are compiled.
 _other_target: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
     "elsewhere", default=None
 )
@@ -61,8 +61,10 @@ class Implementation(NamedTuple):
 class BackendPolicy(NamedTuple):
     """How arithmetic outside of the ops' implementations is written for one backend.
 
-    The compilers differ in what they execute quickly. Each difference has a name here, and the code
-    that depends on it asks `policy()` by that name instead of comparing backends.
+    The backends' compilers differ in what they execute quickly. Each difference is an attribute of
+    this class. Code that depends on a difference reads the attribute from `policy()` instead of
+    comparing names of backends. An attribute of type bool is True if the sentence about it below
+    holds for the backend.
 
     Attributes:
       dtype: the dtype of activations and caches if the setting is 'auto'.
@@ -72,16 +74,18 @@ class BackendPolicy(NamedTuple):
       float32_factors: the backend has no product of bfloat16 factors whose float32 result is
         transposed, so that factors are converted first.
       merges_rows: weight gradients are products of matrices whose leading axes are merged.
-      splits_wide_sums: a sum over many adjacent numbers is first added up in parts.
-      stores_barriers: an optimization barrier stores an array that several consumers read.
-      multiplies_separately: inputs of one product are multiplied one by one, not concatenated.
-      gathers_by_product: rows are gathered by a product with zeros and ones.
-      packs_dropout: dropout masks are drawn in the shape in which they are packed.
+      splits_wide_sums: a sum over many adjacent numbers is computed as the sum of several parts.
+      stores_barriers: an array that several consumers read is stored by an optimization barrier.
+      multiplies_separately: several inputs of one matrix product are multiplied one by one instead
+        of being concatenated first.
+      gathers_by_product: rows are gathered by a matrix product with zeros and ones.
+      packs_dropout: dropout masks are drawn in the shape in which `dropout_bits` packs masks.
       defers_gradients: weight gradients of a loop over blocks are computed after the loop.
       recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
         stored ones.
-      sends_arrays_together: a reduction over devices sends all arrays as one.
-      shares_optimizer_state: replicas share the optimizer's state if the setting is 'auto'.
+      sends_arrays_together: a reduction over devices sends all arrays as one array.
+      shares_optimizer_state: the optimizer's state is sharded over replicas if the setting is
+        'auto'.
     """
 
     dtype: str = "bfloat16"
@@ -118,9 +122,9 @@ class Op(NamedTuple):
     """An operation and its implementations.
 
     Attributes:
-      name: the name of the operation, in error messages, profiles and, for operations that a
-        setting selects, `brt.config.kernels.OPERATIONS`.
-      implementations: in the order in which `auto` prefers them.
+      name: the operation's name in error messages and profiles. If a setting selects the
+        implementation, this name is one of `brt.config.kernels.OPERATIONS`.
+      implementations: the implementations, in the order in which `auto` prefers them.
     """
 
     name: str
@@ -128,27 +132,28 @@ class Op(NamedTuple):
 
 
 def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Returns a kernel's output, named so that the `remat_keep` policies can save it.
+    """Returns a kernel's output, named so that a rematerialized layer can save the output.
 
-    These policies choose the values that a rematerialized layer saves. Only forward rules of custom
-    derivatives call this function. The array is named as unsigned integers, because JAX would
-    otherwise insert a `reduce_precision` behind a saved array of floating-point numbers, which
-    reads and writes the whole array once more.
+    The policies of the setting `remat_keep` choose, by name, the values that a rematerialized layer
+    saves. Only forward rules of custom derivatives call this function. The array is converted to
+    unsigned integers while it is named, because JAX inserts a `reduce_precision` after a saved
+    array of floating-point numbers. This operation would read and write the whole array once more.
 
     Args:
       x: the output, or its bits as unsigned integers.
-      dtype: the dtype of the result if `x` contains the bits of an array of that dtype.
+      dtype: the dtype of the result if `x` contains bits; None if `x` is the output itself.
     """
     named = checkpoint_name(x if dtype else to_bits(x), KERNEL_RESIDUAL)
     return from_bits(named, dtype or x.dtype)
 
 
 def input_residual(x: Array) -> Array:
-    """Returns an input, named so that the `remat_keep` policies can save it for the backward rule.
+    """Returns a kernel's input, named so that a rematerialized layer can save the input for the
+    backward pass.
 
-    The operations that produced the input then need no residuals of their own. The array keeps its
-    dtype: JAX adds no `reduce_precision` where only backward passes read the named array, and so no
-    copy is made.
+    The backward pass then need not repeat the operations that produced the input. Unlike
+    `output_residual`, the function does not convert the array to integers: JAX inserts no
+    `reduce_precision` after a named array that only backward passes read.
     """
     return checkpoint_name(x, KERNEL_RESIDUAL)
 
@@ -182,9 +187,10 @@ def policy() -> BackendPolicy:
 
 
 def for_backend(default: T, **by_backend: T) -> T:
-    """Returns the argument that is named after the backend that programs are compiled for.
+    """Returns the keyword argument whose name is the backend that programs are compiled for.
 
-    The backends are 'cpu', 'gpu' and 'tpu'. Without such an argument, the result is `default`.
+    The backends are 'cpu', 'gpu' and 'tpu'. Without an argument for the backend, the result is
+    `default`.
     """
     return by_backend.get(backend(), default)
 
@@ -204,7 +210,7 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
 
     Args:
       name: 'cpu', 'gpu' or 'tpu'.
-      device: one of the devices to compile for, if there is a description of one.
+      device: one of the devices to compile for, or None if only the backend is known.
     """
     token = _other_target.set((name, device))
     gpu = name == "gpu" and device is not None
@@ -216,7 +222,8 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
 
 
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
-    """Returns the result of an op, computed by the named implementation or by the first that can.
+    """Returns the result of an op, computed by the named implementation or, with `auto`, by the
+    first implementation that accepts the inputs.
 
     Args:
       op: the op.
@@ -226,7 +233,8 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
 
     Raises:
       UnsupportedError: the op has no implementation of that name, the named implementation refuses
-        these inputs, or `auto` has none that accepts them. The class is a NotImplementedError.
+        these inputs, or `auto` has no implementation that accepts these inputs. The class is a
+        subclass of NotImplementedError.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
     by_name = {one.name: one for one in op.implementations}
@@ -241,15 +249,17 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         raise UnsupportedError(
             f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_described(reasons)}"
         )
-    # Profiles and memory plans group operations by the op's name, which the scope sets.
+    # The scope's name is part of the name of each operation inside the scope. Profiles and memory
+    # plans group operations by this name.
     with jax.named_scope(op.name):
         return by_name[name].function(*inputs, **options)
 
 
 def auto_choices() -> dict[str, str]:
-    """Returns, for each op's name, the implementations that `auto` has selected in this process.
+    """Returns a dictionary from each op's name to the names of the implementations that `auto` has
+    selected in this process.
 
-    Several names are separated by commas: the selection can differ between inputs.
+    The selection can differ between inputs. Several names are separated by commas.
     """
     return {op: ", ".join(names) for op, names in sorted(_auto_choices.items())}
 
@@ -280,8 +290,8 @@ def _record_choice(op: str, name: str) -> None:
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Returns the reason to refuse inputs with dropout; None if there is no dropout.
+    """Returns the reason to refuse inputs with dropout, or None if `dropout` is None.
 
-    Implementations that lack dropout have this function as their `refusal`.
+    This function is the `refusal` of implementations that have no dropout.
     """
     return None if dropout is None else "has no dropout; set its rate to 0"

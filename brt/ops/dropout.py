@@ -1,11 +1,11 @@
 """Inverted dropout, whose masks are drawn in the fastest way for each backend.
 
-On CPUs the random generator takes most of the time. There each entry is decided by one byte, so
-that a 32-bit word of the generator serves four entries, in a seventh of the time. TPUs take two
-to four times as long for bytes as for a word per entry. JAX's usual generator takes the TPU
-compiler longer than all other parts of a train step, and the TPU's own generator draws the numbers
-of all devices on every device. On TPUs the mask is therefore a hash of the key and each entry's
-position.
+On CPUs the random generator takes most of the time. One byte therefore decides each entry, so that
+a 32-bit word of the generator serves four entries; this takes a seventh of the time of a word per
+entry. On TPUs, drawing bytes takes two to four times as long as drawing a word per entry. JAX's
+usual generator takes the TPU compiler longer than all other parts of a train step, and the TPU's
+own generator draws the numbers of all devices on every device. On TPUs the mask is therefore a hash
+of the key and each entry's position.
 
 In shapes, B is the number of rows of the batch.
 """
@@ -38,8 +38,8 @@ class Dropout:
       rate: the probability; on CPUs it is rounded to one of 1/256, 2/256 ... 255/256.
     """
 
-    # `rng` is an array. Its type is Any because JAX's tree functions put other objects into the
-    # field.
+    # The random key `rng` is an array. The field's type is Any because JAX's tree functions put
+    # other objects into the field.
     rng: Any
     rate: float
 
@@ -48,20 +48,20 @@ class Dropout:
         return x * self.factors(x.shape, x.dtype)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
-        """Returns the array, 0 or 1 / (1 - rate), by which an array of this shape is multiplied.
+        """Returns random factors, 0 or 1 / (1 - rate), for the entries of an array of this shape.
 
-        The first axis of the shape is the rows of the local batch. The draw for a row depends on
-        its number in the global batch and not on the other rows.
+        The first axis of the shape is the rows of the local batch. The factors of a row depend on
+        the row's index in the global batch and not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
     def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
         """Returns a mask [heads, rows, columns] that all rows of the batch share.
 
-        On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs it, as
-        XLA would otherwise store the unpacked random numbers before it packs them. An optimization
-        barrier separates the masks of several layers, because one instruction that packed five
-        masks took the compiler seven times as long as five instructions.
+        On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs masks.
+        In another shape, XLA would store the unpacked random numbers before packing them. An
+        optimization barrier separates the masks of several layers, because one instruction that
+        packed five masks took the compiler seven times as long as five instructions.
         """
         indices = jnp.arange(heads)
         if not dispatch.policy().packs_dropout:
@@ -74,8 +74,9 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns another dropout with the same rate, for the array with this index among several
-        arrays.
+        """Returns a dropout with the same rate and another random key, derived from `index`.
+
+        A caller that applies dropout to several arrays uses a different index for each array.
         """
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
@@ -88,9 +89,9 @@ class DropoutMask:
     """The entries of an array that dropout keeps, and the factor that scales them up.
 
     Attributes:
-      keep: True for entries that are kept.
-      scale: the factor.
-      transposed: True if the last two axes of `keep` are those of the array in reverse order.
+      keep: the mask, True for entries that dropout keeps.
+      scale: the factor of the kept entries, 1 / (1 - rate).
+      transposed: True if `keep` has the last two axes of the array in reverse order.
     """
 
     keep: Bool[Array, "*T"]
@@ -98,12 +99,12 @@ class DropoutMask:
     transposed: bool = False
 
     def factors(self, dtype: jnp.dtype) -> Float[Array, "*T"]:
-        """Returns the array of factors, 0 or `scale`, in `dtype`."""
+        """Returns the factors of the array's entries, 0 or `scale`, in `dtype`."""
         factors = jnp.where(_draw_once(self.keep), jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.transposed else factors
 
     def keep_mask(self) -> Bool[Array, "*T"]:
-        """Returns True for kept entries, with the axes in the array's order."""
+        """Returns the mask, True for kept entries, with its axes in the array's order."""
         keep = _draw_once(self.keep)
         return keep.swapaxes(-1, -2) if self.transposed else keep
 

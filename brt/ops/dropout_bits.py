@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-_ROWS = 8  # The number of rows of a vector register.
-_BITS = 32  # The number of bits of a word.
+_ROWS = 8  # A vector register has this many rows.
+_BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns the factors (runs, bits, register rows) that a number of rows is split into.
+    """Returns three numbers (runs, bits, register rows) whose product is the number of rows.
 
-    A run has a word for each of its register rows and each column, and uses `bits` bits of a word.
+    The rows of a mask are split into runs. A run is packed to one word for each of its register
+    rows and each column, and uses `bits` bits of each word.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)
@@ -42,7 +43,7 @@ def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
 def unpack(words: Any, rows: int) -> Bool[Array, "R C"]:
     """Returns the mask of R rows that is packed in the words [G, C] of one head.
 
-    The words may also be those of some of the head's columns.
+    The words may also belong to a slice of the head's columns; C is then the size of the slice.
     """
     runs, bits, register_rows = bit_layout(rows)
     shape = runs, bits, register_rows, words.shape[1]

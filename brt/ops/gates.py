@@ -13,12 +13,12 @@ from brt.ops.dense import dense
 
 
 class GateWeights(NamedTuple):
-    """Weights of one gate; None for weights that the kind of gate does not use.
+    """Weights of one gate; fields that the kind of gate does not use are None.
 
     Attributes:
       bias: [D], bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
-      kernel: [*M, D], kernel of the forget gate (lstm) or the update gate (gru). M are the axes of
-        the features that the gate reads.
+      kernel: [*M, D], kernel of the forget gate (lstm) or the update gate (gru); M stands for the
+        axes of the features that the gate reads.
       input_bias: [D], bias of the input gate (lstm).
       input_kernel: [*M, D], kernel of the input gate (lstm).
     """
@@ -46,7 +46,7 @@ def gate(
     z: Float[Array, "B S D"],
     h: Float[Array, "B S *M"],
 ) -> Float[Array, "B S D"]:
-    """Returns the next state from the current state, a proposed update and the gate's features.
+    """Returns the next states, which a gate mixes from the current states and a proposed update.
 
     The kinds of gates are:
     - fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
@@ -57,15 +57,15 @@ def gate(
     Args:
       kind: 'fixed', 'lstm' or 'gru'.
       weights: the gate's weights.
-      s: the current state.
+      s: the current states.
       z: the proposed update.
-      h: features from which the gates of lstm and gru are computed.
+      h: the features from which the gates f, i and g of lstm and gru are computed.
 
     Returns:
-      The next state in float32.
+      The next states in float32.
 
     Raises:
-      ValueError: `kind` is not one of the three.
+      ValueError: `kind` is none of the three kinds.
     """
     z = z.astype(jnp.float32)
     if kind == "fixed":

@@ -1,16 +1,17 @@
-"""Gathering of vectors by head."""
+"""Gathering of vectors by indices that differ between heads.
+
+In shapes, Z is the number of vectors of a head, and Q x R the number of indices of a head.
+"""
 
 import jax
 from jaxtyping import Array, Float, Int
 
 
 def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:
-    """Returns the vectors of x at the given indices, separately for each head; every index must
-    exist.
-    """
+    """Returns the vectors of x at each head's own indices, which must be from 0 to Z - 1."""
 
     def take_in_head(x: Array, indices: Array) -> Array:
-        """Returns the vectors of one head."""
+        """Returns the vectors at the indices of one head."""
         return x.at[indices].get(mode="promise_in_bounds")
 
     return jax.vmap(jax.vmap(take_in_head))(x, indices)

@@ -1,10 +1,10 @@
 """Transposes that are stored in memory, for XLA's CPU backend.
 
-XLA's CPU backend copies an array in transposed order three to eight times as fast by itself as
-in a loop that also computes something and reads the array against its memory order. The functions
-of this module therefore put a layout constraint and an optimization barrier around a transpose.
-They transpose without a constraint on other backends, and where an array is sharded over devices,
-because XLA would gather a sharded array to give it one memory order.
+XLA's CPU backend can fuse a transpose with a computation, in a loop that reads the array against
+its memory order. A separate transposed copy is three to eight times as fast. The functions of this
+module therefore put a layout constraint and an optimization barrier around a transpose. On other
+backends, and where an array is sharded over devices, there is no constraint: XLA would gather a
+sharded array to give all of it one memory order.
 """
 
 import jax
@@ -16,21 +16,23 @@ from brt.ops import dispatch
 
 
 def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x after an optimization barrier that stores it in row-major order."""
+    """Returns x, stored in row-major order by an optimization barrier."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x)
     return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
 
 
 def transpose_copy(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
-    """Returns x.transpose(axes), stored in memory; the backward pass stores its transpose, too."""
+    """Returns x.transpose(axes), stored in memory; the backward pass stores the transposed gradient
+    in memory, too.
+    """
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x.transpose(axes))
     return row_major(row_major(x).transpose(axes))
 
 
 def swapaxes_copy(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
-    """Returns x.swapaxes(one, other), stored in memory."""
+    """Returns x.swapaxes(one, other), stored in memory as by `transpose_copy`."""
     axes = list(range(x.ndim))
     axes[one], axes[other] = axes[other], axes[one]
     return transpose_copy(x, *axes)

@@ -1,4 +1,4 @@
-"""Embedding lookup, in a form that works well with a sharded table."""
+"""Embedding lookup, with little communication if the table is sharded over devices."""
 
 from functools import partial
 
@@ -23,7 +23,8 @@ def lookup(
       table: the embeddings.
       ids: indices of rows.
       dtype: dtype of the result.
-      axis: the name of the table's first axis in `brt.distributed.rules`.
+      axis: the logical name of the table's first axis, for the sharding rules in
+        `brt.distributed.rules`; None for an axis that is not sharded.
     """
     if not partitioned():
         return jnp.take(table, ids, axis=0).astype(dtype)

@@ -40,7 +40,7 @@ def rms_norm(
 ) -> Float[Array, "*B D"]:
     """Returns x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019).
 
-    `epsilon` is added to the mean square.
+    `epsilon` is added to the mean square, whose root is rms(x).
     """
     return _rms_forward(x, scale, epsilon)[0]
 
@@ -88,7 +88,9 @@ def layer_norm(
 
 
 def inverse_norms(x: Float[Array, "*B K"]) -> Float[Array, "*B"]:
-    """Returns the float32 factors 1 / |x| by which `l2_normalize` multiplies vectors."""
+    """Returns the float32 factor 1 / |x| of each vector, by which `l2_normalize` multiplies the
+    vector.
+    """
     return _inverse(x, 1.0)[..., 0]
 
 

@@ -34,15 +34,15 @@ def attend_to_part(
     values: Float[Array, "*B S K"],
     dropout: Dropout | None = None,
 ) -> AttentionPart:
-    """Returns the attention output over a subset of the keys, float32, and the log-sum-exp of its
-    logits.
+    """Returns the attention output over a subset of the keys and the log-sum-exp of the logits,
+    both float32.
 
-    The backward pass needs, for each query, the sum of the gradients of the weights times the
-    weights. The function computes this sum as the product of the output and its gradient, which
-    spares a pass over all weights.
+    The backward pass needs, for each query, the sum over the keys of the weight times the weight's
+    gradient. This sum equals the dot product of the output and the output's gradient, so the
+    backward pass need not read all weights for it.
 
     Args:
-      logits: float32, MASKED where a key is not visible.
+      logits: float32, `softmax.MASKED` where a key is not visible.
       values: the values of the keys.
       dropout: applied to the weights.
     """
@@ -64,8 +64,8 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
     d_weights = matmul_nt(d_read.astype(values.dtype), values)
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
-    # For a product followed by a sum, XLA's CPU backend would take six times as long as for the
-    # einsum.
+    # XLA's CPU backend takes six times as long for an elementwise product followed by a sum as for
+    # this einsum.
     along = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     along -= gradient.lse[..., None] / sums
     d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))
@@ -81,10 +81,11 @@ attend_to_part.defvjp(_forward, _backward)
 
 
 def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
-    """Returns the result of one softmax over all keys, from the results for disjoint subsets of
-    them.
+    """Returns the result of one softmax over all keys, computed from the results of attention to
+    disjoint subsets of the keys.
 
-    The output and the log-sum-exp are float32. The axes of the parts broadcast.
+    The output and the log-sum-exp are float32. The axes of the parts are broadcast against each
+    other.
     """
     lse = jnp.stack(jnp.broadcast_arrays(*(part.lse for part in parts)))
     weights = jax.nn.softmax(lse, axis=0)[..., None]

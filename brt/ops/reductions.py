@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from brt.distributed.rules import can_merge_axes
 from brt.ops import dispatch
 
-# XLA's CPU backend sums this many numbers in one pass.
+# XLA's CPU backend sums this many adjacent numbers in one pass.
 _VECTOR_WIDTH = 32
+# `sum_last` splits vectors of at most this many parts.
 _MAX_PARTS = 32
 
 
@@ -31,10 +32,11 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    """Returns the sum of x over the last axis, which keeps size 1.
+    """Returns the sum of x over the last axis, which stays in the result with size 1.
 
-    XLA's CPU backend sums 32 numbers in one pass. Longer vectors are first added up in parts of 32
-    numbers; XLA would otherwise store the array in memory before the sum.
+    XLA's CPU backend sums 32 numbers in one pass. For longer vectors, XLA would store the array in
+    memory before the sum. Such vectors are therefore split into parts of 32 numbers, and the sum of
+    the parts is summed.
     """
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
@@ -45,8 +47,9 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """Returns the sum of x over the first `axes` axes, computed by a loop over rows.
 
-    The loop is for rows so large that one row fills a cache. It makes XLA's CPU backend store x,
-    which XLA would otherwise compute a second time for the sum.
+    Use this function if one row, x[0, ..., 0], is so large that it fills a processor's cache. The
+    loop makes XLA's CPU backend store x, which XLA would otherwise compute a second time for the
+    sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
@@ -66,9 +69,9 @@ def _shared_gradient(shared: Array, terms: Array) -> Array:
 
 @jax.custom_vjp
 def add_shared(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x + bias in x's dtype.
+    """Returns x + bias in x's dtype, for a bias that has only the last axes of x.
 
-    The bias has only the last axes of x, and its gradient is the sum over all others.
+    The gradient of the bias is the sum of the result's gradient over the other axes.
     """
     return x + _broadcastable(bias, x)
 
@@ -81,9 +84,9 @@ add_shared.defvjp(
 
 @jax.custom_vjp
 def scale_shared(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x * scale in x's dtype.
+    """Returns x * scale in x's dtype, for a scale that has only the last axes of x.
 
-    The scale has only the last axes of x, and its gradient is the sum over all others.
+    The gradient of the scale is a sum over the other axes.
     """
     return x * _broadcastable(scale, x)
 

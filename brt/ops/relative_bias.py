@@ -1,8 +1,8 @@
 """T5's relative position bias in both directions (Raffel et al. 2020), as tiles of logits.
 
-An entry of a tile depends on the offset, key minus query, alone. The bias of each offset is looked
-up once, and the tile is cut from that row. The gradient is therefore a sum, not a scatter of Q x S
-entries.
+A tile has the bias between Q queries and S keys, which depends only on the offset, the key's
+position minus the query's position. The bias of each offset is looked up once, and the tile is cut
+from the row of these biases. The gradient is therefore a sum, not a scatter of Q x S entries.
 
 In shapes, R is the number of buckets of distances, H of heads, Q of queries, S of keys and O of
 offsets.
@@ -20,9 +20,10 @@ def relative_buckets(
 ) -> np.ndarray:
     """Returns the bucket of each offset (key minus query), int32.
 
-    If `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
-    half for keys after the query. Otherwise keys after the query have the bucket of the query
-    itself. The ranges of the buckets are those of `positions.t5_buckets`.
+    There are `buckets` buckets, and all distances from `max_distance` on share the last bucket. If
+    `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
+    half is for keys after the query. Otherwise all keys after the query have the bucket of offset
+    0. The ranges of the buckets are those of `positions.t5_buckets`.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -61,15 +62,16 @@ def bias_tile(
       keys: the number of keys.
       first: position of key 0 minus position of query 0.
       max_distance: the distance from which on all keys share a bucket.
-      both_ways: see `relative_buckets`.
+      both_ways: True if keys before and after the query have different buckets; see
+        `relative_buckets`.
     """
     period = queries + keys
-    # Entry (j - i) mod period of `offsets` is the offset j - i of key j and query i. One entry
-    # belongs to no pair and is never read.
+    # For key j and query i, the entry of `offsets` at index (j - i) mod `period` is j - i. One
+    # entry of `offsets` belongs to no pair of key and query and is never read.
     offsets = (np.arange(period) + queries) % period - queries
     row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
-    # `row` is repeated, and the result is cut into lines that are one entry shorter than the
-    # period. The entries therefore shift by one place from line to line, as the offsets do.
+    # The repeated `row` is cut into lines that are one entry shorter than `period`. Each line
+    # therefore begins one entry earlier in `row` than the line before, as the offsets require.
     lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
     return lines.reshape(-1, queries, period - 1)[:, :, :keys]
 

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 MASKED = -1e6
-# Every row has a virtual logit of this value, far below real logits and far above MASKED. It takes
-# all the probability of a row without visible keys and none of any other row, as in `safe_softmax`
-# of the original code.
+# A virtual logit of this value, far below real logits and far above MASKED, is added to every row.
+# In a row without visible keys the virtual logit has all the probability, and in other rows it has
+# none, as in `safe_softmax` of the original code.
 FLOOR = -1000.0
 
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
-    """Returns the softmax over the last axis, float32; rows with only MASKED logits
-    become zeros.
+    """Returns the softmax over the last axis, float32; a row whose logits are all MASKED becomes
+    zeros.
     """
     return softmax_and_lse(logits)[0]
 
@@ -36,9 +36,9 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Returns the softmax over the entries where the mask is True, float32.
+    """Returns the softmax over those entries of the last axis where the mask is True, float32.
 
-    Other entries, and rows without a True entry, become zeros.
+    Entries where the mask is False are zero in the result.
     """
     logits = jnp.where(mask, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0.0)

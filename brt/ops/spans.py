@@ -1,6 +1,7 @@
-"""Predicted spans of a sequence, from logits of their first and last tokens.
+"""Prediction of a span of a sequence, from logits of each token for being the span's first token or
+its last token.
 
-In shapes, T is the number of tokens of a sequence.
+In shapes, B is the number of sequences and T the number of tokens of a sequence.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,8 @@ class Spans(NamedTuple):
     Attributes:
       start: int32, the index of the first token.
       end: int32, the index of the last token.
-      score: the sum of the two logits, or the lowest finite number if no span is allowed.
+      score: the sum of the logits of the start and the end, or the lowest finite number if no span
+        is allowed.
     """
 
     start: Int[Array, " B"]
@@ -27,10 +29,10 @@ class Spans(NamedTuple):
 def span_nats(
     logits: Float[Array, "B T 2"], targets: Int[Array, "B 2"], scored: Bool[Array, "B 2"]
 ) -> Float[Array, "B 2"]:
-    """Returns the negative log probabilities of the correct start and the correct end; 0 if not
-    scored.
+    """Returns the negative log probabilities of the correct start and the correct end of each
+    sequence's span; 0 where `scored` is False.
 
-    The softmax is over all T positions; padding gets the probability that its logits give.
+    The softmax is over all T positions, including padding.
 
     Args:
       logits: the logits of each token for being the start and for being the end.
@@ -45,7 +47,8 @@ def span_nats(
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
     """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    If several spans have the same sum, the first is returned, and among these the shortest.
+    If several spans have the highest sum, the result is the one that starts first, and the shortest
+    of those with this start.
 
     Args:
       logits: the logits of each token for being the start and for being the end.

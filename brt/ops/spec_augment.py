@@ -17,10 +17,11 @@ def spec_augment(
     feature_masks: int,
     feature_mask_width: int,
 ) -> Float[Array, "B X F"]:
-    """Returns the features with random bands set to 0, their mean; each row draws its own bands.
+    """Returns the features with random bands set to 0, which is the mean of normalized features.
 
-    The width of a band is uniform from 0 to its maximum, and a band of time covers at most half of
-    the row's frames. The position is uniform among those where the band fits.
+    Each row of the batch draws its own bands. The width of a band is drawn uniformly from 0 to its
+    maximum, and a band of time covers at most half of the row's frames. The position is drawn
+    uniformly from all positions where the band fits.
 
     Args:
       features: spectrograms of X frames with F features.
@@ -36,7 +37,7 @@ def spec_augment(
     lengths = valid.sum(axis=1)
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
-        """Returns the mask of a row's bands, which is True inside of them."""
+        """Returns a mask that is True inside the random bands of a row with `length` frames."""
         time_key, feature_key = jax.random.split(key)
         in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)
@@ -53,8 +54,9 @@ def random_bands(
 
     Args:
       key: a random key.
-      length: the bands are within the first `length` entries, and cover at most half of them each.
-      size: the size of the mask.
+      length: the number of entries, from the start, within which the bands are; each band covers at
+        most half of these entries.
+      size: the number of entries of the mask.
       count: the number of bands.
       widest: the largest width of a band.
     """

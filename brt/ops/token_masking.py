@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.top_k import top_k
 
-# 80 % of the tokens to predict are replaced by the mask token and 10 % by a random token. The
-# others stay.
+# Of the tokens to predict, 80 % are replaced by the mask token and 10 % by a random token. The
+# other tokens to predict stay as they are.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-# If a row has many tokens to predict, their number is a multiple of this, because they are
-# processed in chunks.
+# If a row has more slots for tokens to predict than this number, the number of slots is rounded up
+# to a multiple of this number, because the loss processes the slots in chunks.
 _CHUNK = 128
 
 
@@ -27,8 +27,7 @@ class MaskedTokens(NamedTuple):
       inputs: int32, the tokens that the model reads.
       positions: int32, the positions of the tokens to predict, in random order.
       targets: int32, the original tokens at these positions.
-      scored: True for the first entries of a row, False for entries that exceed the row's number of
-        predicted tokens.
+      scored: True for the slots of a row that hold a token to predict, which are the first ones.
     """
 
     inputs: Int[Array, "B T"]
@@ -45,7 +44,7 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Returns rows in which random tokens are masked, and these tokens as targets.
+    """Returns the rows with random tokens masked, and the masked tokens as targets.
 
     Args:
       tokens: the original tokens.
@@ -89,7 +88,8 @@ def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B
 
 def prediction_slots(length: int, share: float) -> int:
     """Returns R, the number of slots for predicted tokens of a row with `length` tokens."""
-    # There is one slot more, because float32 may round a half up where Python rounds it down.
+    # One slot is added, because `prediction_counts` computes in float32 and may round a half up
+    # where Python rounds the half down.
     most = max(round(length * share) + 1, 1)
     if most > _CHUNK:
         most = -(-most // _CHUNK) * _CHUNK

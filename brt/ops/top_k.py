@@ -2,7 +2,8 @@
 
 XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are
 sharded. A custom partitioning tells XLA that rows are independent, so each device processes its
-own rows. Under replication each replica has all of its rows anyway.
+own rows. Inside a replica, XLA does not partition the function, so no custom partitioning is
+needed there.
 """
 
 from functools import partial
@@ -31,7 +32,7 @@ def _local_top_k(x: Array, count: int) -> tuple[Array, Array]:
 
 
 def _partition(count: int, mesh: jax.sharding.Mesh, arguments: tuple, _: tuple) -> tuple:
-    # The last axis is left out, because each device needs complete rows.
+    # Only leading axes are sharded. The last axis is not, because each device needs complete rows.
     spec = arguments[0].sharding.spec[: len(arguments[0].shape) - 1]
     rows = jax.NamedSharding(mesh, jax.P(*spec))
     return mesh, lambda x: _local_top_k(x, count), (rows, rows), (rows,)
@@ -48,7 +49,7 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
 
     The result is exact.
     """
-    # XLA does not partition the function inside a replica, so it can run directly.
+    # XLA does not partition a computation inside a replica, so top-k needs no custom partitioning.
     if rules.in_replica():
         return _local_top_k(x, count)
     return _top_k(x, count)

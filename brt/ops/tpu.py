@@ -1,7 +1,7 @@
 """Constants, limits and small functions that the Pallas kernels for TPUs share.
 
-The suffix of a matrix product's name follows BLAS: N stands for a factor as it is, T for a
-transposed factor. NT is thus a b^T.
+The names of matrix products have a letter for each factor, as in BLAS: N for a factor that is used
+as it is, T for a factor that is transposed. NT is thus a b^T.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.normalization import EPSILON
 
-LANES = 128  # A vector register has this many lanes; an array tile's last axis has the same size.
+# A vector register has this many lanes. Arrays are stored in tiles whose last axis has this size.
+LANES = 128
 VMEM_BYTES = 64 * 2**20  # A kernel may use this much on-chip vector memory (VMEM).
 _V4_VMEM_BYTES = 16 * 2**20  # A core of a TPU v4 has only this much VMEM.
 _TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
-_MAX_UNROLL = 16  # `unrolled_loop` writes up to this many iterations as straight code.
+_MAX_UNROLL = 16  # The function `unrolled_loop` unrolls up to this many iterations.
 
 # These are dimension numbers of `jax.lax.dot_general`: NT for a b^T, TN for a^T b, NN for a b.
 NT = (((1,), (1,)), ((), ()))
@@ -34,20 +35,20 @@ def _device_kind() -> str:
 
 
 def vmem_limit() -> int:
-    """Returns the number of bytes of VMEM that a kernel may use on the chip that is
-    compiled for.
+    """Returns the number of bytes of VMEM that a kernel may use on the chip for which programs are
+    compiled.
     """
     return _V4_VMEM_BYTES if "v4" in _device_kind() else VMEM_BYTES
 
 
 def cores_per_chip() -> int:
-    """Returns the number of cores of a chip, 1 or 2; the cores share the grid of a kernel."""
+    """Returns the number of cores, 1 or 2, among which a chip divides the grid of a kernel."""
     return 2 if _device_kind() in _TWO_CORE_CHIPS else 1
 
 
 def vmem_budget() -> int:
-    """Returns the number of bytes of VMEM for blocks and intermediate results, 2 MiB below the
-    limit.
+    """Returns the number of bytes of VMEM that a kernel may use for blocks and intermediate
+    results: 2 MiB less than `vmem_limit()`.
     """
     return vmem_limit() - 2 * 2**20
 
@@ -78,7 +79,7 @@ def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
 
 
 def materialized(x: Array) -> Array:
-    """Returns x, which an optimization barrier stores as an array on TPUs.
+    """Returns x; on TPUs, an optimization barrier stores x as an array in memory.
 
     XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat the
     computation for every tile of the product.
@@ -87,16 +88,18 @@ def materialized(x: Array) -> Array:
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Returns x with the tokens before the heads.
+    """Returns x with the axis of tokens before the axis of heads.
 
     The output of a kernel is stored for the backward pass as integers with the same bits. This
-    function transposes those integers, so that XLA keeps one array for both and copies nothing.
+    function transposes the integers instead of x. The forward and the backward pass then read the
+    same stored array, and XLA makes no copy.
     """
     return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns the product of two matrices in float32; float32 factors keep full precision.
+    """Returns the product of two matrices in float32; float32 factors are multiplied at full
+    precision.
 
     `axes` are the dimension numbers `NT`, `TN` or `NN`.
     """
@@ -136,7 +139,7 @@ def head_block_spec(*shape: int) -> Any:
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
     """Returns the compiler parameters for a grid of `axes` axes, of which the first is the heads.
 
-    The cores of a chip share the heads.
+    The heads are divided among the cores of a chip.
     """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
@@ -146,12 +149,13 @@ def parallel_heads(axes: int) -> pltpu.CompilerParams:
 def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
     """Returns the final `carry` of `carry = body(i, carry)` for i = 0 ... count - 1.
 
-    Up to 16 iterations are written as straight code, the others as a loop around these.
+    Up to 16 iterations are unrolled to straight-line code. If there are more iterations, the result
+    is a loop whose body is a group of unrolled iterations.
     """
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
 
     def straight_code(i: Any, carry: Any) -> Any:
-        """Returns the carry after a group of iterations."""
+        """Returns the carry after the i-th group of unrolled iterations."""
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry

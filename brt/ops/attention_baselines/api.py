@@ -83,10 +83,11 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Returns the random normal vectors, float32, of `buckets` / 2 planes through the origin for
-    each round.
+    """Returns the normals of `buckets` / 2 random planes through the origin for each round,
+    float32.
 
-    The planes hash vectors with `width` numbers to buckets; all heads and examples share them.
+    The planes are for vectors of `width` numbers, and all heads and examples share the planes. Pass
+    them to `bucket_ids` or `reformer`.
     """
     return jax.random.normal(key, (rounds, buckets // 2, width))
 
@@ -119,9 +120,14 @@ def reformer(
     """Returns Reformer's attention output, averaged over R rounds of hashing, in the dtype of
     `values`.
 
-    The buckets are those of `bucket_ids`. Padding gets a bucket after all others, so it does not
-    change which tokens share a chunk. `planes` come from `random_planes`; `attend_in_chunks`
-    explains the other arguments.
+    Each round computes the tokens' buckets by `bucket_ids` and attends by `attend_in_chunks`.
+    Padding gets a bucket after all others, so it does not change which tokens share a chunk.
+
+    Args:
+      queries: unscaled queries, which are also the keys after normalization.
+      planes: the planes of all rounds, from `random_planes`.
+      values, valid, dropout, chunk, scale, attend_to_self, implementation: as for
+        `attend_in_chunks`.
     """
     ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
@@ -154,7 +160,7 @@ def attend_in_chunks(
       valid: False for padding, which no query sees. A query that sees no key gets zeros.
       ids: int32, the bucket of every token; the results of all rounds are averaged.
       dropout: dropout of each round's weights [B, H, N, C, 2C].
-      chunk: C; the number of tokens need not be a multiple.
+      chunk: C, the number of tokens of a chunk; T need not be a multiple of C.
       scale: factor of the logits q.k, with k = q / |q|.
       attend_to_self: False lets a token see itself only if it sees nothing else (Kitaev, section
         2).

@@ -13,8 +13,8 @@ from brt.ops.normalization import l2_normalize
 from brt.ops.softmax import masked_softmax
 from brt.ops.top_k import top_k
 
-# With `attend_to_self=False`, a token attends to itself only if it sees nothing else: its logit
-# for itself is this number, which is far below all others but not masked.
+# With `attend_to_self=False`, a token attends to itself only if it sees no other token. The token's
+# logit for itself is then this number, which is far below all other logits but not masked.
 SELF = -1e9
 
 
@@ -98,7 +98,8 @@ def _round(
     sorted_valid = jnp.take_along_axis(valid[:, None], order, axis=-1)
     mask = _with_previous(_chunks(sorted_valid, chunk))[..., None, :]
     place = _chunks(order, chunk)
-    offset = _with_previous(place)[..., None, :] - place[..., None]  # [B, H, N, query, key]
+    # The axes of `offset` are [B, H, N, query, key].
+    offset = _with_previous(place)[..., None, :] - place[..., None]
     if causal:
         mask &= offset <= 0
     if not attend_to_self:

@@ -55,7 +55,7 @@ MEMORY_SCAN = Op(
     OP.name,
     (
         Implementation("xla", xla.memory_scan),
-        # Memory updates have no kernel, so all names of kernels stand for plain XLA here.
+        # There are no kernels for the update of the memory, so the kernels' names select plain XLA.
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),
@@ -72,21 +72,21 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Computes the memory of every block of a segment by adding one block after the other.
+    """Returns the centroids' memories before each block of a segment and after the segment.
 
     Args:
       keys, values: keys and values of the cached block, followed by those of the segment; without
         rotary embedding.
       cache_mask: True where block n may read the block before it. Where False, a new document
-        begins and its memory is empty.
-      past: the memory of the first block.
+        begins, and the memory is emptied.
+      past: the memory that the first block reads.
       centroids: the centroids of the layer.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
     Returns:
-      The memory of the block after the segment, and the memories of the segment's blocks, stacked
-        on a first axis N.
+      The memory that the block after the segment reads, and the memories that the segment's blocks
+        read, stacked on a first axis N.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

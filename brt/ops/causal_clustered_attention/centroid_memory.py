@@ -26,7 +26,7 @@ class Centroids(NamedTuple):
     Attributes:
       vectors: [H, C, K], in the space of the queries, including any scale.
       variances: [H, C], the variance of a centroid's queries, averaged over the K numbers; zero if
-        the centroid stands exactly for its queries.
+        all of these queries are taken to be equal to the centroid.
     """
 
     vectors: Float[Array, "H C K"]
@@ -57,8 +57,8 @@ class CentroidMemory(NamedTuple):
 def nearest_centroids(
     queries: Float[Array, "B H Q K"], centroids: Centroids
 ) -> Int[Array, "B H Q"]:
-    """Returns the index of the centroid with the smallest distance to each query, int32; it has no
-    gradient.
+    """Returns the index of the centroid with the smallest distance to each query, int32; the index
+    has no gradient.
     """
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
@@ -67,8 +67,8 @@ def nearest_centroids(
 
 
 def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
-    """Returns the memories, emptied in rows of the batch where `lanes` is False or no key is
-    present.
+    """Returns the memory, emptied in those rows of the batch where `lanes` is False or where no
+    slot holds a key.
 
     An empty memory has zeros, and log-sum-exps so small that the rest has no weight.
     """
@@ -79,7 +79,9 @@ def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemo
 
 
 def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
-    """Returns True for slots that hold a key, False for empty ones."""
+    """Returns a mask of the memory's R slots: True for slots that hold a key, False for empty
+    slots.
+    """
     return jnp.arange(past.keys.shape[3])[None] < past.filled[:, None]
 
 
@@ -94,8 +96,8 @@ def memory_after(
 
     Args:
       past: the memory before the addition.
-      keys, values: keys and values of the added block, which is the block before the one that ends
-        now.
+      keys, values: keys and values of the block to add. This block is the one before the block that
+        the model has just read.
       cache_mask: True if both blocks belong to one document; where False, the memory is emptied.
       centroids: the centroids of the layer.
     """

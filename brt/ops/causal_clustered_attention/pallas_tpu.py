@@ -148,8 +148,8 @@ class _Arguments(NamedTuple):
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the arrays as the kernels take them; `others` are the inputs of the backward
-        pass.
+        """Returns the arrays in the form that the kernels take; `others` are the additional inputs
+        of the backward kernel: `gradient`, `lse` and `along`.
         """
         return FarKernelInputs(*self[:-2], **others)
 
@@ -210,18 +210,20 @@ def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
     window = inputs.labels.shape[-1]
 
     def token_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of vectors of tokens [B, H, T, K]: those of one
-        block of tokens.
+        """Returns a block spec that selects one block of tokens from an array [B, H, T, K] with a
+        vector for each token.
         """
         return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
 
     def memory_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of memories [N, B, H, ...]: that of one block of tokens."""
+        """Returns a block spec that selects, from memories [N, B, H, ...], the memory that one
+        block of tokens reads.
+        """
         return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
 
     def number_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of numbers of tokens [B, H, N, 1, W]: those of one block of
-        tokens.
+        """Returns a block spec that selects one block of tokens from an array [B, H, N, 1, W] with
+        a number for each token.
         """
         return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
 

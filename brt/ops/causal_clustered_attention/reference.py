@@ -24,8 +24,8 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory after the segment, and the memories of its blocks stacked on a first axis
-    N.
+    """Returns the memory after the segment, and the memories that the segment's blocks read,
+    stacked on a first axis N.
 
     The arguments are those of `api.memory_scan`.
     """
@@ -63,8 +63,8 @@ def causal_clustered_attention(
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
     outputs = []
     for n in range(blocks):
-        # This slice of the queries is block n. The keys begin with the cached block, so the same
-        # slice of the keys is the block before it.
+        # `rows` selects block n of the queries. The keys begin with the cached block, so `rows`
+        # selects block n - 1 of the keys.
         rows = slice(n * width, (n + 1) * width)
         q, k, v = (x[:, rows].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
         part = AttentionPart(*(x[:, rows].astype(jnp.float32).swapaxes(1, 2) for x in window))
@@ -93,8 +93,8 @@ def _memory_of_block(
     there = there[:, None, None]
 
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
-        """Returns the vectors of the initial memory, followed by those of all blocks added since
-        then.
+        """Returns the vectors that the initial memory holds for each centroid, followed by the
+        vectors of all blocks added since then.
         """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))

@@ -97,12 +97,15 @@ class _RowTile(NamedTuple):
 
     @property
     def near(self) -> slice:
-        """The slots of the previous block that any row of the tile sees."""
+        """The slice of the previous block's slots that at least one row of the tile sees."""
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
-        """Concatenates the logits of the three kinds of slots; slots that a row does not see get
-        MASKED.
+        """Returns the concatenated logits of the three kinds of slots, and MASKED for slots that a
+        row does not see.
+
+        `parts` are the logits of the previous block's slots, of the kept keys and of the centroids'
+        sums.
         """
         pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
@@ -158,7 +161,10 @@ def forward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
-    """Writes the output [W, K] of one block, as bits, to `y` and the log-sum-exps [1, W] to `lse`.
+    """Writes the output [W, K] of one block to `y`, and the log-sum-exps [1, W] of the queries'
+    logits to `lse`.
+
+    The output is written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
       cache_mask: [B, N], not zero where a block may read the previous block.

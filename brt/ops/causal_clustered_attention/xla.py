@@ -39,8 +39,8 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory after the segment, and the memories of its blocks stacked on a first axis
-    N.
+    """Returns the memory after the segment, and the memories that the segment's blocks read,
+    stacked on a first axis N.
 
     The arguments are those of `api.memory_scan`.
     """
@@ -48,8 +48,10 @@ def memory_scan(
     def add_block(
         past: CentroidMemory, block: tuple[Array, Array, Bool[Array, " B"]]
     ) -> tuple[CentroidMemory, CentroidMemory]:
-        """Returns the memory of the next block, and the memory of this block, emptied at document
-        starts.
+        """Returns the memory that the next block reads, and the memory that this block reads.
+
+        `past` is the memory of this block before it is emptied at document starts. `block` has the
+        keys and values of the previous block, and a mask that is False at document starts.
         """
         past = reset_unless(past, block[2])
         return memory_after(past, *block, centroids), past
@@ -87,7 +89,9 @@ def causal_clustered_attention(
         cache_mask: Bool[Array, " B"],
         past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
-        """Returns the output of the queries of one block."""
+        """Returns the attention output of the queries of one block; `before` has the keys and
+        values of the previous block.
+        """
         mask = left[None] & cache_mask[:, None, None]
         return attend_block(queries, window, *before, mask, past, centroids, bias)
 
@@ -128,7 +132,8 @@ def attend_block(
 
     Args:
       queries: queries of the block.
-      window: the result of attention to their windows: the output [B, H, Q, K] and its log-sum-exp.
+      window: the result of attention to the queries' windows: the output [B, H, Q, K] and the
+        log-sum-exp [B, H, Q].
       keys, values: keys and values of the previous block.
       mask: True for keys that have left a query's window.
       past: the memory of the block.

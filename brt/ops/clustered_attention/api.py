@@ -38,7 +38,7 @@ def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation
     ]
 
 
-# The keys are values of the setting `Attention.kind`.
+# The keys of this dictionary are values of the setting `Attention.kind`.
 OPS = {
     "clustered": _clustered_op(
         xla.clustered, reference.clustered, _kernels(clustered_tpu, clustered_tpu.clustered)
@@ -76,9 +76,9 @@ def attend(
       keys: the keys.
       values: the values.
       valid: False for padding, which no query sees and which does not affect the result.
-      config: its `kind` is "clustered" or "improved_clustered". There are at most as many clusters
-        as queries and at most as many best keys as keys in a batch. The configuration is refused if
-        no sequence can have so many queries or keys (`Attention.check_length`).
+      config: settings whose `kind` is "clustered" or "improved_clustered". If T is smaller than
+        `config.clusters`, there are T clusters; if X is smaller than `config.top_k`, there are X
+        best keys.
       key: the random key of the planes that hash queries and of the queries that k-means starts
         from.
       dropout: dropout of the weights [B, H, C, X] of clusters, which all members of a cluster
@@ -90,7 +90,7 @@ def attend(
         `clustered_attention.relative`. None stands for no bias.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-      kmeans_implementation: the same for k-means.
+      kmeans_implementation: the name of an implementation of k-means, or None.
 
     Returns:
       The outputs in the dtype of `values`, with the softmax in float32. Padding, and queries of an
@@ -133,8 +133,7 @@ def attend_by_label(
 
     Args:
       queries, keys, values, valid, dropout, scale, bias, implementation: as for `attend`.
-      labels: int32, the cluster of each query from 0 on; min(`config.clusters`, T) stands for
-        padding.
+      labels: int32, the index of each query's cluster; min(`config.clusters`, T) for padding.
       config: the kind of clustered attention and its settings.
     """
     if config.kind not in OPS:

@@ -25,12 +25,14 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 SUBLANES = 8
-LIST_LENGTH = 32  # The number of logits in a list.
-STEP_KEYS = LIST_LENGTH * SUBLANES  # The number of keys that one step processes.
-NO_KEY = 2.0**24  # The position of a place without a key is greater than all others.
+LIST_LENGTH = 32  # A list has this many logits.
+STEP_KEYS = LIST_LENGTH * SUBLANES  # One step processes this many keys.
+# A place of a list without a key has this position, which is greater than all positions of keys.
+NO_KEY = 2.0**24
 
 KeyLists = Float[Array, "32 8 C"]
-PerCluster = Float[Array, "8 C"]  # One number for each cluster, equal in all sublanes.
+# An array of this type has one number for each cluster, which is equal in all sublanes.
+PerCluster = Float[Array, "8 C"]
 
 
 def step_rows(x: Any, step: Any) -> KeyLists:
@@ -57,7 +59,7 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def process_step(step: Any, _: None) -> None:
-        """Merges the values of one step into the lists."""
+        """Merges the values of one step into `lists`, the sorted lists of the largest values."""
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, process_step, None)
@@ -86,12 +88,12 @@ def best_threshold(
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
     def count_best(end: PerCluster) -> PerCluster:
-        """Returns the number of keys of each cluster that are best if the position
-        limit is `end`.
+        """Returns, for each cluster, the number of best keys if `end` is the position limit of
+        keys whose logit equals the threshold.
         """
 
         def add_step(step: Any, count: Array) -> Array:
-            """Adds the number of best keys of a step to `count`."""
+            """Returns `count` plus the number of best keys among the keys of a step."""
             best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
@@ -103,7 +105,9 @@ def best_threshold(
     bits = logits.shape[0].bit_length()
 
     def bisect(step: Any, end: PerCluster) -> PerCluster:
-        """Returns `end` with one more bit: set if at most `top_k` keys are best with it."""
+        """Returns the position limits `end` with one more bit determined, from the highest bit
+        down. The bit is set where at most `top_k` keys are best with the larger limit.
+        """
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(count_best(further) > top_k, end, further)
 
@@ -115,12 +119,12 @@ def best_threshold(
 def is_best(
     rows: KeyLists, places: KeyLists, least: PerCluster, end: PerCluster
 ) -> Bool[Array, "32 8 C"]:
-    """Returns True for keys whose logit is greater than `least`, or equal and whose place is below
-    `end`.
+    """Returns the mask of a cluster's best keys: True where the logit is greater than `least`, or
+    is equal to `least` at a position below `end`.
 
     Args:
       rows: the logits of 256 keys.
-      places: their positions.
+      places: the positions of these 256 keys.
       least, end: the results of `best_threshold`.
     """
     return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
@@ -133,7 +137,8 @@ def _sort_lists(rows: KeyLists) -> KeyLists:
         apart = size
         while apart:
             blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
-            # The first `edge` rows of a block and the last `edge` rows have no partner.
+            # The first `edge` rows of each block and the last `edge` rows of each block have no
+            # partner to be compared with.
             edge = apart if apart < size else 0
             inner = blocks[:, edge : 2 * size - edge]
             inner = _compare_exchange(inner.reshape(-1, *rows.shape[1:]), apart).reshape(

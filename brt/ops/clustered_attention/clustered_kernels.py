@@ -33,7 +33,7 @@ class ClusteredKernelSettings(NamedTuple):
 
     @property
     def clusters(self) -> int:
-        """The number of clusters, rounded up to complete registers of any dtype."""
+        """The number of clusters after padding to complete vector registers of any dtype."""
         return -(-self.used // 16) * 16
 
     @property
@@ -111,8 +111,8 @@ def forward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
-    """Computes centroids and their attention output, and copies this output to the clusters'
-    queries.
+    """Writes the centroids, the attention output of each centroid, and the output of each query,
+    which is that of its cluster's centroid.
 
     The arguments after `inputs` are references to the outputs, as in `ClusteredKernelOutputs`.
     """
@@ -123,8 +123,8 @@ def forward_kernel(
     read[...] = jnp.zeros_like(read)
 
     def sum_members(i: Any, count: Array) -> Array:
-        """Adds the queries of tile i to their centroids and returns the counts of the clusters'
-        members.
+        """Adds the queries of tile i to the sums in `centroids`, and returns the clusters' numbers
+        of members so far.
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
@@ -137,15 +137,15 @@ def forward_kernel(
     means = centroids[...]
 
     def update_maximum(i: Any, top: Array) -> Array:
-        """Returns the largest logits so far, including those of the i-th tile of keys."""
+        """Returns the largest logit of each centroid up to and including the i-th tile of keys."""
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
         return functools.reduce(jnp.maximum, _column_registers(logits), top)
 
     top = jnp.max(unrolled_loop(key_steps, update_maximum, nothing + FLOOR), axis=1, keepdims=True)
 
     def add_values(i: Any, total: Array) -> Array:
-        """Adds the weighted values of the i-th tile of keys to `read` and returns the sums of
-        weights.
+        """Adds the weighted values of the i-th tile of keys to `read`, and returns the sum of each
+        centroid's weights so far.
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
@@ -160,7 +160,7 @@ def forward_kernel(
     numbers[:, 1:] = inverse
 
     def copy_to_queries(i: Any, _: None) -> None:
-        """Writes the outputs of the centroids to the i-th tile of queries."""
+        """Writes the output of the i-th tile of queries, copied from the queries' centroids."""
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
@@ -190,7 +190,9 @@ def backward_kernel(
     dtype = inputs.queries.dtype
 
     def sum_gradients(i: Any, results: Array) -> Array:
-        """Adds the output gradients of the i-th tile of queries to those of their clusters."""
+        """Adds the output gradients of the i-th tile of queries to the sums of the queries'
+        clusters, and returns these sums.
+        """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         return results + dot_float32(members, inputs.gradient[:, place], NT)
@@ -201,8 +203,8 @@ def backward_kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def write_key_gradients(i: Any, _: None) -> None:
-        """Writes the gradients of the i-th tile of keys and values, and adds to those of the
-        centroids.
+        """Writes the gradients of the i-th tile of keys and values, and adds the tile's
+        contribution to the centroids' gradients.
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
@@ -216,7 +218,7 @@ def backward_kernel(
     d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
 
     def copy_to_queries(i: Any, _: None) -> None:
-        """Writes the gradients of the centroids to the i-th tile of queries."""
+        """Writes the gradients of the i-th tile of queries, copied from the queries' centroids."""
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)

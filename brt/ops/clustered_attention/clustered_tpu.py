@@ -41,8 +41,8 @@ from brt.ops.dispatch import output_residual
 from brt.ops.tpu import head_block_spec, vmem_refusal
 
 _MAX_CLUSTERS = 512
-# The logits, the weights and the membership matrix of a tile, and small arrays, take this much
-# VMEM.
+# The logits, the weights and the membership matrix of a tile, together with some small arrays, take
+# this many bytes of VMEM.
 _TILE_BYTES = 2 * 2**20
 
 
@@ -65,7 +65,7 @@ def refusal(
         return f"has {_MAX_CLUSTERS} clusters at most, not {config.clusters}"
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
     output_size = queries.shape[2] * values.shape[3]
-    # The backward pass has two buffers for the block of each input and each output.
+    # The backward kernel has two buffers in VMEM for the block of each input and of each output.
     taken = 2 * (2 * (q + k + v) + output_size) * queries.dtype.itemsize
     taken += _TILE_BYTES
     return vmem_refusal(taken)

@@ -18,7 +18,7 @@ from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.top_k import top_k
 
-# The authors' code has the same number of bits: it stores a hash in one 64-bit integer.
+# A hash code has this many bits, as in the authors' code, which stores a code in a 64-bit integer.
 HASH_BITS = 63
 
 
@@ -30,12 +30,11 @@ def cluster_queries(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
-    """Returns the cluster of each query as int32: from 0 on, and the number of clusters for
-    padding.
+    """Returns the index of each query's cluster, int32; padding gets the number of clusters.
 
-    There are min(`config.clusters`, T) clusters; an example with fewer queries uses at most one per
-    query. The labels of an example depend on its own queries and the random key, not on the rest of
-    the batch or padding. They have no gradient.
+    There are min(`config.clusters`, T) clusters; an example with fewer queries than clusters uses
+    at most one cluster per query. The result for an example depends on the example's queries and
+    the random key, not on the rest of the batch or padding. The result has no gradient.
 
     Args:
       queries: the queries.
@@ -58,8 +57,8 @@ def cluster_queries(
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
     centroids, steps = sample[:, :, :clusters], config.iterations
-    # With `fit_queries`, k-means fits the centroids to a sample of the queries. Then all queries
-    # are assigned once.
+    # With `fit_queries`, k-means fits the centroids to a sample of the queries. Afterwards, each
+    # query is assigned to its nearest centroid.
     if config.fit_queries:
         exist = jnp.arange(sample.shape[2])[None] < count
         _, centroids = kmeans(
@@ -80,14 +79,14 @@ def kmeans(
     iterations: int,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Runs Lloyd's algorithm: `iterations` assignments, with an update of the centroids between
-    two.
+    """Returns clusters of hash codes by Lloyd's algorithm: codes are assigned `iterations` times,
+    and the centroids are updated between two assignments.
 
     Args:
       codes: +1 and -1.
       valid: False for padding, which does not affect centroids.
       centroids: the initial centroids.
-      active: False for clusters that stay empty.
+      active: True for clusters that codes may be assigned to.
       iterations: the number of assignments.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
@@ -111,7 +110,9 @@ def _kmeans(
     words = pack_codes(codes)
 
     def update_centroids(_: Array | int, centroids: Array) -> Array:
-        """Assigns all codes and returns the centroids of the new clusters."""
+        """Returns the centroids of the clusters that form if each code joins its nearest
+        centroid.
+        """
         return _update_centroids(
             codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids
         )
@@ -172,9 +173,9 @@ def _update_centroids(
 
 
 def pack_codes(codes: Float[Array, "B H T P"]) -> UInt32[Array, "B H W T"]:
-    """Packs each 32 numbers to a word, whose bits are set where a number is positive.
+    """Returns codes packed to words of 32 bits; a bit is set where the number is positive.
 
-    The first number is the lowest bit.
+    The first number of a code is the lowest bit of the code's first word.
     """
     return jnp.stack(
         [_word(codes[..., i : i + 32] > 0) for i in range(0, codes.shape[-1], 32)], axis=2

@@ -25,16 +25,19 @@ class Planes(NamedTuple):
 
 
 def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Planes:
-    """Returns `bits` planes for vectors of `width` numbers.
+    """Returns `bits` random planes for vectors of `width` numbers.
 
-    Normals and offsets are standard normal numbers; without `offsets`, the offsets are zeros.
+    Normals and offsets are drawn from the standard normal distribution. If `offsets` is False, the
+    offsets are zeros.
     """
     numbers = jax.random.normal(key, (bits, width + 1))
     return Planes(numbers[:, :-1], numbers[:, -1] * offsets)
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """Returns the codes of x: float32 +1 where x is strictly beyond a plane, and -1 elsewhere."""
+    """Returns the hash codes of x, float32: +1 where the product of x and a plane's normal is
+    greater than the plane's offset, and -1 elsewhere.
+    """
     projected = jnp.einsum(
         "...k,pk->...p", x.astype(jnp.float32), planes.normals, precision=jax.lax.Precision.HIGHEST
     )
@@ -45,8 +48,9 @@ def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
 def unit_scale(x: Float[Array, "B H T K"], valid: Bool[Array, "B T"]) -> Float[Array, "B H T K"]:
     """Returns x in float32, divided by the root mean square of the valid numbers of each head.
 
-    The planes' offsets are about 1. They would have no effect on long vectors, and would give all
-    short vectors the same code. Vectors that are not valid become zeros.
+    The offsets of the hashing planes are about 1. Without the scaling, the offsets would have no
+    effect on long vectors and would give all short vectors the same code. Vectors that are not
+    valid become zeros.
     """
     x = jnp.where(valid[:, None, :, None], x.astype(jnp.float32), 0)
     numbers = jnp.maximum(jnp.sum(valid, axis=1), 1)[:, None] * x.shape[-1]

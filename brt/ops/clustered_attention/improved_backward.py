@@ -77,7 +77,9 @@ def backward_kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def write_key_gradients(step: Any, _: None) -> None:
-        """Writes the gradients of 128 keys and values, and adds to those of the centroids."""
+        """Writes the gradients of 128 keys and values, and adds the contribution of these keys to
+        the centroids' gradients.
+        """
         place = pl.ds(step * LANES, LANES)
         best = _unpack_bits(results.bits, step)
         logits = centroid_logits(inputs, means, place)
@@ -123,11 +125,11 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns `sums` after 256 queries are added, and writes the weights of the next 256
-        queries.
+        """Adds 256 queries to `sums` and returns the result; also writes the weights of the next
+        256 queries.
 
-        The sums are those of the output's gradients and of the gradients of the mass, for each
-        cluster.
+        `sums` has, for each cluster, the sum of the output's gradients and the sum of the mass's
+        gradients.
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
@@ -215,7 +217,7 @@ def _scatter_to_keys(
 
 
 def _unpack_bits(bits: Any, step: Any) -> Bool[Array, "128 C"]:
-    """Returns the bits of 128 keys, which are half of the keys of a register of words."""
+    """Returns the bits of 128 keys as a mask; one register of words has the bits of 256 keys."""
     words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
     first = (step & 1) * (LANES // SUBLANES)
     results = [words >> first + j & 1 for j in range(LANES // SUBLANES)]

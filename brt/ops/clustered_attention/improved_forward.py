@@ -65,7 +65,7 @@ def forward_kernel(
     means = results.means[...].astype(inputs.keys.dtype)
 
     def write_logits(step: Any, _: None) -> None:
-        """Writes the centroids' logits for the 256 keys of a step."""
+        """Writes the centroids' logits of the 256 keys of a step to the scratch memory `logits`."""
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         logits[place] = centroid_logits(inputs, means, place)
 
@@ -98,7 +98,9 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
     means[...] = jnp.zeros_like(means)
 
     def sum_members(step: Any, counts: Array) -> Array:
-        """Adds the 256 queries of a step to their centroids and returns the counts of members."""
+        """Adds the 256 queries of a step to the sums in `means`, and returns the clusters' numbers
+        of members so far.
+        """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
         means[...] += dot_float32(inputs.queries[:, place], members, NT)
@@ -150,7 +152,7 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     steps = logits.shape[0] // STEP_KEYS
 
     def update_maximum(step: Any, top: Array) -> Array:
-        """Returns the largest logits so far, including those of a step."""
+        """Returns the largest logit of each centroid up to and including the keys of this step."""
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
 
     top = unrolled_loop(steps, update_maximum, jnp.full((SUBLANES, CLUSTERS), FLOOR))
@@ -158,7 +160,9 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     rest[...] = jnp.zeros_like(rest)
 
     def add_values(step: Any, total: Array) -> Array:
-        """Adds the weighted values of a step to `rest` and returns the sums of weights."""
+        """Adds the weighted values of this step's keys to `rest`, and returns the sum of each
+        centroid's weights so far.
+        """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         weights = jnp.exp(logits[place] - top)
         rest[...] += dot_float32(inputs.values[:, place], weights.astype(inputs.values.dtype), NN)
@@ -190,13 +194,17 @@ def _gather_best_keys(
     unrolled_loop(steps, pack_keys)
 
     def gather_group(group: Any, _: None) -> None:
-        """Gathers the keys and values at `KEYS_AT_ONCE` places of the clusters' lists."""
+        """Writes the best keys, and their values, at `KEYS_AT_ONCE` places of the clusters' lists
+        to `results.words`.
+        """
         shape = packed.shape[0], CLUSTERS
         rows = [group * KEYS_AT_ONCE + j for j in range(KEYS_AT_ONCE)]
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
         def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
-            """Returns `words`, updated where a best key is one of the 128 keys of this step."""
+            """Returns `words` with the bits of those best keys that are among the 128 keys of this
+            step.
+            """
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [
                 jnp.where(place >> _COLUMN == step, gather_lanes(current, place & LANES - 1), old)

@@ -18,9 +18,9 @@ from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
-KEYS_AT_ONCE = 4  # The number of best keys that are processed at once.
-# The clusters fill the lanes of a register, so a row of a register holds one number of every
-# cluster. Queries look up their own cluster's number there.
+KEYS_AT_ONCE = 4  # The kernels gather this many best keys of each cluster at once.
+# The clusters fill the lanes of a vector register, so a row of a register holds one number of every
+# cluster. A query looks up the number of its cluster in such a row.
 CLUSTERS = LANES
 
 
@@ -90,7 +90,7 @@ class ClusterNumbers(NamedTuple):
     Attributes:
       rest: log-sum-exp of the centroid's logits of all but its best keys.
       best: log-sum-exp of the centroid's logits of its best keys.
-      inverse: the inverse of the number of members.
+      inverse: 1 divided by the number of members.
       chosen: the number of best keys.
     """
 
@@ -106,8 +106,8 @@ class ClusterNumbers(NamedTuple):
 
 
 def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
-    """Returns the matrix of clusters and queries: 1 where a query belongs to a cluster, 0
-    elsewhere.
+    """Returns the membership matrix of clusters and queries: 1 where a query belongs to a cluster,
+    0 elsewhere.
 
     The dtype is that of the queries. `place` is the slice of the N queries.
     """
@@ -124,7 +124,9 @@ def centroid_logits(
 
 
 def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
-    """Returns the numbers in the given lanes of each row of a table [W, 128]."""
+    """Returns an array [W, 128] whose entry (i, j) is `table[i, lanes[i, j]]`, for a table
+    [W, 128].
+    """
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
@@ -172,8 +174,10 @@ class QueryTile:
     def partial_dot_products(
         a: Float[Array, "K 128"], b: Float[Array, "K 128"]
     ) -> Float[Array, "8 128"]:
-        """Returns eight partial sums of the product of each pair of columns; `sum_eights` adds them
-        up.
+        """Returns eight partial sums of the dot product of each column of a with the same column of
+        b.
+
+        The function `sum_eights` adds up the partial sums.
         """
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
@@ -192,6 +196,6 @@ def eight_rows(r: int) -> slice:
 
 
 def sum_eights(rows: Any) -> Float[Array, "R 128"]:
-    """Returns the sums of each eight consecutive rows of `rows` [8 R, 128]."""
+    """Returns the sum of every eight consecutive rows of `rows` [8 R, 128]."""
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))

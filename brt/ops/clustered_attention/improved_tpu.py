@@ -46,8 +46,10 @@ from brt.ops.tpu import LANES, head_block_spec, vmem_refusal
 
 
 def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns the reason why the kernels do not support dropout, a bias or these settings, or None
-    if they do.
+    """Returns a reason to refuse dropout, a bias or settings that the kernels do not support, or
+    None if the kernels support all of them.
+
+    The settings are the last of `inputs`, a `ClusteredConfig`.
     """
     if reason := shared_tpu.feature_refusal(dropout=dropout, bias=bias):
         return reason
@@ -90,7 +92,8 @@ def _backward_vmem_bytes(tokens: int, size: int, keys: int, width: int, itemsize
     lanes = -(-both // LANES) * LANES
     blocks = tokens * (2 * size + width) + 2 * keys * both + LIST_LENGTH * CLUSTERS * both
     memory = LIST_LENGTH * CLUSTERS * (both + lanes) + keys * lanes + tokens * size
-    # Arrays with one row per token or key are padded to complete registers.
+    # An array that has a single row of numbers for the queries or for the keys is padded to the
+    # eight rows of a register.
     numbers = 2 * SUBLANES * (tokens + keys) + 2 * keys // LIST_LENGTH * CLUSTERS
     return 2 * blocks * itemsize + 4 * (memory + numbers) + 2**21
 

@@ -34,8 +34,8 @@ from brt.ops.tpu import (
 )
 
 _MAX_CLUSTERS = 1024
-# The distances of centroids that no code may choose are increased by this number, which is greater
-# than any distance.
+# This number is added to the distances of centroids that no code may choose. The number is greater
+# than all distances.
 _UNUSED = 2.0**22
 # A tile has this many distances, which fill half of the vector registers.
 _TILE = 32 * 8 * LANES
@@ -54,7 +54,7 @@ def refusal(
         return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
-    # There are two buffers for each block, and scratch memory for the sums.
+    # The kernel needs two buffers in VMEM for each block, and scratch memory for the sums.
     taken = 4 * LANES * (tokens + 5 * centroids.shape[2])
     return vmem_refusal(taken, "codes")
 
@@ -68,8 +68,8 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns the cluster of each code, int32, or C for padding; and the centroids of the last
-    assignment.
+    """Returns the cluster of each code, int32, or C for padding; and the centroids to which the
+    last iteration assigned the codes.
 
     The arguments are those of `clustering.kmeans`. With `interpret`, the kernel runs on any device.
     """
@@ -178,8 +178,8 @@ def _kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def assign_tile(i: Any, _: None) -> None:
-        """Writes the labels of the i-th tile of codes and adds the codes to the sums of their
-        clusters.
+        """Writes the labels of the i-th tile of codes, and adds the tile's codes to the sums of
+        their clusters.
         """
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]

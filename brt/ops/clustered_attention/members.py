@@ -34,8 +34,8 @@ class QueryTiles(NamedTuple):
 
 
 def tile_size(tokens: int, clusters: int) -> int:
-    """Returns the number of slots of a tile: a power of 2 below the mean size of a cluster, from 8
-    to 128.
+    """Returns the number of slots of a tile: a power of 2 from 8 to 128 that is below the mean
+    number of queries of a cluster.
 
     With this size, at most half of all slots are empty.
     """
@@ -44,7 +44,8 @@ def tile_size(tokens: int, clusters: int) -> int:
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Returns the positions of queries in tiles of `size` slots, for `clusters` clusters.
+    """Returns the slot of each query in tiles of `size` slots, and the query of each slot, for
+    labels of `clusters` clusters.
 
     The number of tiles depends only on shapes; it suffices for the most uneven clusters.
     """
@@ -92,21 +93,21 @@ def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     places = jnp.arange(order.shape[-1], dtype=order.dtype)
 
     def invert_order(order: Int[Array, " T"]) -> Int[Array, " T"]:
-        """Returns the inverse of the permutation of one head."""
+        """Returns the inverse of the permutation `order` of one head's queries."""
         return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
 
     return jax.vmap(jax.vmap(invert_order))(order)
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
-    """Returns a copy of the queries in which each query is in its slot; empty slots are zero."""
+    """Returns the vectors x of the queries, copied to the queries' slots; empty slots are zero."""
     return _permute_rows(x, tiles.queries, tiles.slots).reshape(
         *tiles.clusters.shape, -1, x.shape[-1]
     )
 
 
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
-    """Returns the content of each query's slot; padding gets zeros."""
+    """Returns, for each query, the vector in the query's slot of x; padding gets zeros."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
 
@@ -168,7 +169,7 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     """
 
     def sum_rows(x: Array, indices: Array) -> Array:
-        """Returns the sums of one head."""
+        """Returns the sums of the rows of one head's x, [count, ...]."""
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 
     return jax.vmap(jax.vmap(sum_rows))(x, indices)

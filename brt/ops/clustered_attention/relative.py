@@ -19,8 +19,8 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the bias between each cluster and each key, which is the mean over the cluster's
-    queries.
+    """Returns the bias between each cluster and each key, which is the mean of the biases between
+    the cluster's queries and the key.
 
     A Fourier transform computes all means at once.
 
@@ -29,7 +29,8 @@ def mean_bias(
       labels: the cluster of each query.
       clusters: the number of clusters.
     """
-    # The slice below leaves out the part of the circular convolution that wraps around.
+    # A Fourier transform computes a circular convolution. The entries that wrap around are sliced
+    # off below.
     tokens, size = labels.shape[-1], row.shape[-1] + 1
     members = jax.nn.one_hot(labels, clusters, dtype=row.dtype, axis=-2)
     spectrum = jnp.fft.rfft(members, size) * jnp.fft.rfft(row, size)[None, :, None]
@@ -46,7 +47,7 @@ def pair_bias(
     """Returns the bias between every query of a tile and each of the tile's keys.
 
     Args:
-      row: the bias of each distance (key minus query) from 1 - T up.
+      row: the bias of each distance (key minus query) from 1 - T to X - 1; O = T + X - 1.
       queries: the positions of each tile's queries.
       keys: the positions of each tile's keys.
       tokens: T, the number of queries.

@@ -17,8 +17,8 @@ _WIDTHS = (64, 128)
 
 
 def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns the reason why the kernels do not support dropout or a bias, or None if both are
-    None.
+    """Returns the reason to refuse dropout or a bias, neither of which the kernels support; None if
+    both are None.
     """
     if bias is not None:
         return "has no bias of distances"
@@ -44,10 +44,10 @@ def shard_by_head(
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
 ) -> Float[Array, "B H T E"]:
-    """Returns the result of `local`, which each device computes for its own rows of the batch and
-    heads.
+    """Returns local(queries, keys, values, valid, labels), computed by each device for its own rows
+    of the batch and its own heads.
 
-    The arguments of `local` are the five arrays, in this order.
+    Each device calls `local` with its own shards of the five arrays.
     """
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
@@ -69,26 +69,29 @@ def shard_by_head(
 
 
 def pad_tokens(
-    x: Shaped[Array, "... T"], tile: int, nothing: float | int = 0
+    x: Shaped[Array, "... T"], tile: int, fill: float | int = 0
 ) -> Shaped[Array, "... N"]:
-    """Returns x with its last axis, the tokens, padded by `nothing` to a multiple of a tile."""
+    """Returns x with its last axis, the tokens, padded with the number `fill` to a multiple of
+    `tile`.
+    """
     spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % tile),)
-    return jnp.pad(x, spare, constant_values=nothing)
+    return jnp.pad(x, spare, constant_values=fill)
 
 
 def padded_labels(
     labels: Int[Array, "B H T"], used: int, tile: int, beyond: int
 ) -> Int[Array, "B H 1 N"]:
-    """Returns the cluster of each query, padded to a multiple of a tile; padding has the label
-    `beyond`.
+    """Returns the cluster of each query, with the axis of queries padded to a multiple of `tile`;
+    padding has the label `beyond`.
 
-    Labels from `used` on, the number of clusters, stand for padding as well.
+    `used` is the number of clusters. Labels that are not below this number are padding, too.
     """
     return pad_tokens(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
 
 
 def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
-    """Returns a term that is added to the logits: 0 for valid keys and MASKED for padding, float32.
+    """Returns the float32 term that hides padding when it is added to the logits: 0 for valid keys
+    and MASKED for padding.
 
     The keys are padded to a multiple of a tile.
     """
@@ -96,8 +99,9 @@ def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]
 
 
 def block_specs(arguments: Any) -> Any:
-    """Returns the block specs of the inputs of a step, which is one head of a lane.
+    """Returns the block specs of a kernel's inputs; a step of the grid is one head of a lane.
 
+    `arguments` is a NamedTuple of arrays whose first axes are lanes (rows of the batch) and heads.
     Only the field `unseen` has no axis of heads.
     """
     specs = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
@@ -130,8 +134,8 @@ def call_options(
 
 
 def membership(labels: Any, place: Any, clusters: int) -> Float[Array, "C N"]:
-    """Returns the matrix of clusters and queries: 1 where a query belongs to a cluster, 0
-    elsewhere.
+    """Returns the membership matrix of clusters and queries: 1 where a query belongs to a cluster,
+    0 elsewhere.
 
     Args:
       labels: [1, T], the cluster of each query.

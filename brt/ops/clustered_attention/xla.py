@@ -34,7 +34,8 @@ class BestKeys(NamedTuple):
 
     Attributes:
       indices: int32 [B, H, C, R], the positions of the best keys.
-      there: bool [B, H, C, R], False for slots without a key, if there are fewer than R keys.
+      there: bool [B, H, C, R], False for slots without a key, which exist if there are fewer than R
+        valid keys.
       mask: bool [B, H, C, X], True for the best keys; the value for invalid keys has no meaning.
     """
 
@@ -57,7 +58,7 @@ def clustered(
 
     Args:
       queries: queries, already multiplied by any scale.
-      keys, values: keys and values.
+      keys, values: the keys and the values.
       valid: False for padding, which no query sees.
       labels: int32, the cluster of each query; the number of clusters for padding, which gets
         zeros.

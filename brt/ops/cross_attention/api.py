@@ -62,21 +62,23 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
     Training uses this function. Decoding uses `prefill` and `step`.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output. Padding is never read; only with `mask_kv =
-        False`, as in the original code's T5, does it count outside of the softmax.
+      keys, values: projections of the encoder's output. Padding is not read. The setting `mask_kv =
+        False`, as in the original code's T5, is an exception: padding then counts in the parts of
+        the attention that are no softmax.
       valid: False for padding; a source without valid positions gives zeros.
       parameters: learned parameters of the kind.
       config: settings of cross-attention.
-      t0: 0 in training. An array selects the form that costs as much as full attention.
-      target_length: the length of the padded batch, which `index_mode = "batch"` needs in training;
-        None as in decoding.
-      dropout: dropout of the softmax weights; None for none.
+      t0: the first target position, 0 in training. If t0 is an array, the computation costs as much
+        as full attention.
+      target_length: the number of target positions of the padded batch, which `index_mode =
+        "batch"` needs in training; None in decoding.
+      dropout: dropout of the softmax weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -100,7 +102,7 @@ def prefill(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> CrossCache:
-    """Returns the cache that `step` reads; one cache serves all beams of a source.
+    """Returns the cache of a source, which `step` reads; all beams of a source share one cache.
 
     The arguments are those of `attend`.
     """
@@ -111,8 +113,8 @@ def prefill(
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
     """Returns the cache for steps at target position t and later.
 
-    Only the kind `srformer` with `cache = "carry"` changes its cache, which holds the state of the
-    recurrence at a position. `t` must not decrease from call to call.
+    Only the kind `srformer` with `cache = "carry"` changes its cache, because this cache holds the
+    state of the recurrence at one position. `t` must not decrease from call to call.
     """
     return segmented.advance(cache, t, config)
 
@@ -125,8 +127,8 @@ def step(
 ) -> Float[Array, "B N T H K"]:
     """Returns the attention output of target positions t to t + T for the N beams of every source.
 
-    The result is that of `attend`. The cache is independent of beams, so a reordering of beams does
-    not change it.
+    The result equals that of `attend`. A reordering of beams leaves the cache as it is, because all
+    beams of a source share the cache.
 
     Args:
       queries: queries of each beam, already multiplied by any scale.

@@ -19,7 +19,9 @@ from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
 class RnnWeights(NamedTuple):
-    """Weights of the recurrence h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias); A = H * K."""
+    """Weights of the recurrence h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias), where x_z is
+    the vector of position z and h_z the state at this position; A = H * K.
+    """
 
     input_kernel: Float[Array, "A A"]
     kernel: Float[Array, "A A"]
@@ -36,7 +38,9 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
     def recurrence(
         h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]
     ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-        """Returns the next state, as the carry and as the result of a position."""
+        """Returns the state at the next position twice: as the scan's carry and as the output of
+        the position. `xs` has the position's input and tap.
+        """
         h = jnp.tanh(xs[0] + deferred.dot(h, weights.kernel, xs[1]))
         return h, h
 
@@ -47,22 +51,23 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
 
 
 def with_previous(
-    own: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
+    segments: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Returns each segment after the memory of the previous segment; Y = 2S.
+    """Returns, for each segment, the memory of the previous segment followed by the segment; the
+    number of positions is Y = 2S.
 
     Args:
-      own: the keys or values of each segment.
-      memory: the memory of each segment. The first segment comes after its own memory, as in the
-        original code. None stands for the segments themselves, without a gradient; zeros then come
-        before the first segment, and `previous_mask` masks them.
+      segments: the keys or values of each segment.
+      memory: the memory of each segment. The first segment follows its own memory, as in the
+        original code. With None, the memory of a segment is the segment itself, without a gradient;
+        zeros then precede the first segment, and `previous_mask` masks these zeros.
     """
     if memory is None:
-        memory = jax.lax.stop_gradient(own)
+        memory = jax.lax.stop_gradient(segments)
         first = jnp.zeros_like(memory[:1])
     else:
         first = memory[:1]
-    return jnp.concatenate([jnp.concatenate([first, memory[:-1]]), own], axis=3)
+    return jnp.concatenate([jnp.concatenate([first, memory[:-1]]), segments], axis=3)
 
 
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
@@ -70,7 +75,7 @@ def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M 
 
     Args:
       mask: True for positions of each segment that are not padding.
-      first: True if the first segment may read the memory that comes before it.
+      first: True if the first segment may read the memory that precedes it in the array.
     """
     front = mask[:1] & first
     return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
@@ -81,15 +86,15 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the mean key and the mean value of every segment, over the positions where `counted`
-    is True.
+    """Returns the mean key and the mean value of every segment, over those positions where
+    `counted` is True.
 
     Segments without such positions are masked in the result.
     """
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 
     def mean(x: Float[Array, "M B H S K"]) -> Float[Array, "B H M K"]:
-        """Returns the means of x over the counted positions."""
+        """Returns the mean of x over the counted positions of each segment."""
         sums = jnp.einsum("mbs,mbhsk->mbhk", counted.astype(x.dtype), x)
         return jnp.moveaxis(sums / numbers[:, :, None, None].astype(x.dtype), 0, 2)
 

@@ -50,7 +50,7 @@ def multiplications(
     w_on: Literal["values", "products"] = "values",
     heads: int = 0,
 ) -> int:
-    """Returns the multiplications of all matrix products of one pass over all targets.
+    """Returns the number of multiplications of all matrix products of one pass over all targets.
 
     Args:
       kind: the kind of cross-attention.
@@ -68,13 +68,18 @@ def multiplications(
         w = k * d**2 if w_on == "values" else segments * d**3
         return 2 * q * s * d + k * d**2 + w + q * d**2
     window = {"full": k, "segmented": s, "xl_memory": 2 * s, "local_global": s + segments}[kind]
-    # The keys and the values each have an RNN, with two products per position.
+    # The keys have an RNN, and the values have another RNN. An RNN computes two matrix products for
+    # each position.
     recurrent = 4 * heads * k * d**2 if kind == "xl_memory" else 0
     return 2 * q * window * d + recurrent
 
 
 def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
-    """Returns the multiplications of one target position that reads a cache of all states."""
+    """Returns the number of multiplications for one target position in decoding.
+
+    The position reads a cache that has the state of the recurrence for every position, so no state
+    is computed. The arguments are those of `multiplications`.
+    """
     if kind == "srformer":
         return 2 * segment_size * head_dim + head_dim**2
     return multiplications(

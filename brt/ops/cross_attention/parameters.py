@@ -45,7 +45,8 @@ def specifications(
 ) -> dict[str, dict[str, ParameterSpec]]:
     """Returns the specification of each parameter of a layer, by its name in a part of the layer.
 
-    Example: {"raf": {"kernel": ..., "leak": ...}}. The kinds without parameters have an empty dict.
+    Example: {"raf": {"kernel": ..., "leak": ...}}. The dictionary is empty for kinds of attention
+    without parameters.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
@@ -85,7 +86,7 @@ def initial_parameters(
 
 def _uniform(bound: float) -> Callable[..., Array]:
     def initialize(rng: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        """Returns uniform random numbers from -bound to bound."""
+        """Returns an array of uniform random numbers from -bound to bound."""
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 
     return initialize
@@ -94,8 +95,8 @@ def _uniform(bound: float) -> Callable[..., Array]:
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
     kernel = {
-        # PyTorch initializes linear layers like this, and the T5 of Hugging Face does not change
-        # it.
+        # PyTorch initializes linear layers like this, and Hugging Face's T5 keeps PyTorch's
+        # initialization.
         "uniform": _uniform(head_dim**-0.5),
         # BART initializes all kernels with this standard deviation.
         "normal": jax.nn.initializers.normal(0.02),

@@ -30,7 +30,8 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics of the
+    `srformer` kind's neurons.
 
     The arguments are those of `api.attend`; dropout is not supported.
     """

@@ -33,10 +33,11 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the target positions from t0 to t0 + T, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics of the
+    `srformer` kind's neurons.
 
-    The arguments are those of `api.attend`; `implementation` is the one of segmented recurrent
-    attention.
+    The arguments are those of `api.attend`. `implementation` names an implementation of segmented
+    recurrent attention, which this function calls.
     """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(

@@ -45,7 +45,8 @@ def token_scores(
     chunk: int,
     implementation: str | None = None,
 ) -> TokenScores:
-    """Returns how probable each target is; for evaluation only, without gradients.
+    """Returns the negative log probability of each target, and whether the target is the most
+    probable token; for evaluation only, without gradients.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.

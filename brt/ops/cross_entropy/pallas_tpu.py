@@ -1,10 +1,11 @@
 """Token scores and loss on TPUs; logits are never written to main memory.
 
-The forward kernel computes a tile of logits in VMEM and adds it to all sums. One of them is needed
-for the gradient of the tokens' vectors: the mean of the embeddings, weighted by probability. The
-kernel computes this mean as attention does, with the embedding as keys and values. The backward
-kernel recomputes each tile for the gradient of the embedding. Plain XLA reads and writes all logits
-four times, which takes longer than the additional product of the kernels.
+The forward kernel computes a tile of logits in VMEM and adds the tile's contributions to all sums
+over the vocabulary. One of these sums is the mean of the embeddings, weighted by probability, which
+the gradient of the tokens' vectors needs. The kernel computes this mean as attention does, with the
+embedding as keys and values. The backward kernel recomputes each tile for the gradient of the
+embedding. Plain XLA reads and writes all logits four times, which takes longer than the additional
+matrix product of the kernels.
 
 In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
 vector, and V of tokens of the vocabulary.
@@ -33,9 +34,9 @@ Interpret = bool | pltpu.InterpretParams
 
 
 def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
-    """Returns the reason why the kernels do not support a bias, or None if there is none.
+    """Returns the reason to refuse a bias, which the kernels do not support; None without a bias.
 
-    The bias is the last input of both operations.
+    The bias is the last of `inputs`.
     """
     return None if inputs[-1] is None else "adds no bias to logits"
 
@@ -85,7 +86,8 @@ def token_scores(
     chunk: int,
     interpret: Interpret = False,
 ) -> TokenScores:
-    """Returns how probable each target is, without gradients.
+    """Returns the negative log probability of each target, and whether the target is the most
+    probable token; without gradients.
 
     The arguments are those of `api.token_scores`; `bias` must be None, and `chunk` is ignored. With
     `interpret`, the kernel runs on any device and with any sizes.
@@ -202,7 +204,8 @@ def _run_forward(
     )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
     more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
-    # The first form is also exact if the target's probability is close to 1.
+    # The logarithm of 1 - rest, where `rest` is the probability of all other tokens, is exact even
+    # if the target's probability is close to 1.
     nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)
     return _TokenResults(nats, lse, chosen - top), more
 
@@ -262,7 +265,7 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """Returns all tiles that fit into VMEM in both kernels."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    # The compiler used up to 1 MiB more than `_vmem_bytes` counts.
+    # In measurements, the compiler used up to 1 MiB more than `_vmem_bytes` counts.
     room = tpu.vmem_limit() - 2**20
     return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
 
@@ -272,7 +275,7 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
 
     There are two buffers for each block, and an array with one number per row takes all 128 lanes.
     """
-    # Products at full precision split each float32 number into two parts.
+    # Matrix products at full precision split each float32 number into two parts.
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4

@@ -30,7 +30,8 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Returns how probable each target is.
+    """Returns the negative log probability of each target, and whether the target is the most
+    probable token.
 
     The arguments are those of `api.token_scores`; `chunk` is ignored.
     """

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 
 class TokenScores(NamedTuple):
-    """How probable the target of each token is.
+    """Scores of the targets: their negative log probabilities, and a mask of correct predictions.
 
     Attributes:
       nats: the negative log probability of the target, float32.

@@ -60,7 +60,7 @@ class _ChunkLogits(NamedTuple):
         return self.lse - self.chosen
 
     def is_target(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
-        """Returns True for the logits of the targets, False for all others."""
+        """Returns a mask of the logits: True for the logits of the targets, False for others."""
         return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
 
 
@@ -102,7 +102,8 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Returns how probable each target is, without gradients.
+    """Returns the negative log probability of each target, and whether the target is the most
+    probable token; without gradients.
 
     The arguments are those of `api.token_scores`.
     """
@@ -112,7 +113,7 @@ def token_scores(
     )
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of a chunk's targets."""
+        """Returns the scores of a chunk's targets; `piece` has the chunk's vectors and targets."""
         results = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
@@ -156,8 +157,8 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Returns `total`, the summed loss and nats, after a chunk is added; there is no result per
-        chunk.
+        """Returns `total`, the summed loss and nats, after a chunk is added; and None, because a
+        step of the scan has no output of its own.
         """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
@@ -192,8 +193,7 @@ def _forward(
     )
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        """Returns the sums and gradients after a chunk is added, and the gradient of the chunk's
-        vectors.
+        """Returns the carry after a chunk is added, and the gradient of the chunk's vectors.
 
         The carry has the summed loss and nats, the gradient of the embedding and the gradient of
         the bias.

@@ -1,7 +1,7 @@
 """Local attention: every token sees the keys within a radius on both sides (LongT5, section 3.1.1).
 
-Blocks are one token longer than the radius, so a token sees parts of three blocks and no others. In
-shapes, W is the number of tokens of a block, the radius plus one, and X = 3 W.
+A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees keys
+of its own block, the previous and the next block, and of no others. In shapes, X = 3 W.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -43,10 +43,10 @@ def local_attention(
       queries: already multiplied by any scale.
       keys: the keys.
       values: the values.
-      bias: float32, the bias between the queries of a block and the 3 W keys of the previous, the
-        same and the next block; None for no bias.
+      bias: float32, the bias between the queries of a block and the 3 W keys of the previous block,
+        the block itself and the next block; None for no bias.
       mask: False for padding, which no token sees.
-      side: keys that all tokens see, in the same softmax.
+      side: additional keys that all tokens see, in the same softmax; None for no such keys.
       dropout: dropout of the weights.
       radius: the largest distance of a visible key.
       implementation: the name of an implementation; None selects the best one that supports the

@@ -14,12 +14,13 @@ from brt.ops.relative_bias import relative_buckets
 
 
 class GlobalBlocks(NamedTuple):
-    """The block that each token belongs to; each block of a source is a global token.
+    """The block that each token belongs to; each block of a source has one global token.
 
     Attributes:
       ids: int32 [B, T], the index of the token's block; -1 for padding, and for all tokens of a
         source without global tokens.
-      exist: bool [B, G], False for blocks that the source is too short for.
+      exist: bool [B, G], True for the blocks that the source has; a source with fewer than G blocks
+        has False at the end.
     """
 
     ids: Int[Array, "B T"]
@@ -30,9 +31,9 @@ class SideKeys(NamedTuple):
     """Keys that every token sees in addition to its neighbours.
 
     Attributes:
-      keys, values: [B, G, H, K].
-      bias: float32 [B, H, T, G], added to the logits; or None.
-      exist: bool [B, G], False where there is no key.
+      keys, values: [B, G, H, K], the keys and values.
+      bias: float32 [B, H, T, G], added to the logits; None for no bias.
+      exist: bool [B, G], True for keys that exist; other keys are masked.
     """
 
     keys: Float[Array, "B G H K"]
@@ -42,7 +43,7 @@ class SideKeys(NamedTuple):
 
 
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
-    """Returns the blocks of `size` tokens that the tokens belong to.
+    """Returns the block of `size` tokens that each token belongs to.
 
     `mask` is False for padding, which must be at the end of a row.
     """
@@ -71,16 +72,18 @@ def side_bias(
     Args:
       table: the bias of each of R buckets of distances.
       blocks: the block of each token.
-      max_distance: distances from this number of blocks on share the last bucket of their side.
+      max_distance: the number of blocks from which on all distances share a bucket; there is one
+        such bucket for each direction.
     """
     count = blocks.exist.shape[1]
-    # `jnp.take` cannot take rows from an empty table.
+    # `jnp.take`, which the code below calls, cannot take rows from an empty array.
     if not count:
         return jnp.zeros((blocks.ids.shape[0], table.shape[1], blocks.ids.shape[1], 0))
     offsets = np.arange(count)[None, :] - np.arange(count)[:, None]
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=True
     )
-    by_block = jnp.take(table, rows, axis=0)  # [block of the token, G, H]
+    # The axes of `by_block` are the token's block, the global token and the head.
+    by_block = jnp.take(table, rows, axis=0)
     by_token = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
     return by_token.transpose(0, 3, 1, 2)

@@ -32,7 +32,8 @@ def local_attention(
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
         # The last row of `bias` has the values for the `radius` keys before a query, and the first
-        # row those for the `radius` keys after it. Together they have the bias of every offset.
+        # row has the values for the `radius` keys after a query. Both rows together have the bias
+        # of every offset.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

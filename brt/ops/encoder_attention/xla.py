@@ -33,8 +33,8 @@ def local_attention(
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)
     if bias is not None:
         logits = add_shared(logits, bias)
-    # The mask is True where |key - query| <= radius. Column 0 is the first key of the block before
-    # the query's block.
+    # The mask `near` is True where |key - query| <= radius. Column 0 of the mask belongs to the
+    # first key of the block before the query's block.
     offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
     near = np.abs(offsets) <= radius
     seen = _windows(mask, block)[:, :, None, None, :] & near[None, None, None]

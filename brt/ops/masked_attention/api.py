@@ -88,10 +88,11 @@ def attend_to_valid(
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask of visible keys: True for valid keys, and with `causal` only for earlier
-    ones.
+    """Returns the mask of visible keys: True for valid keys, and with `causal` only for those that
+    are not after the query.
 
-    A causal token also sees itself. Without `causal`, all tokens have the same mask [B, 1, X].
+    `tokens` is T, the number of queries. Without `causal`, the result has the shape [B, 1, X],
+    because all queries have the same mask.
     """
     if not causal:
         return valid[:, None]

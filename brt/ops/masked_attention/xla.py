@@ -42,7 +42,8 @@ def attend(
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
     count = -(-length // each)
-    # All tiles have the same size, chosen so that as few rows as possible are padding.
+    # All tiles have the same number of queries, chosen so that as few queries as possible are
+    # padding.
     each = -(-length // count)
     tiles = QueryTiles(
         _split_tiles(q, 2, count, each),
@@ -59,7 +60,7 @@ class QueryTiles(NamedTuple):
     """N tiles of queries with their biases and masks.
 
     Attributes:
-      queries: Q queries for each tile.
+      queries: the queries, Q for each tile.
       bias: the bias of each tile; None for no bias.
       mask: the mask of each tile; None for a mask that all queries share.
     """
@@ -110,7 +111,7 @@ def _factors(
     lanes, heads, length, keys = like.shape
 
     def query_factors(place: Int[Array, ""]) -> Float[Array, "B H S"]:
-        """Returns the factors of the query at a position."""
+        """Returns dropout's factors for the weights of the query at position `place`."""
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
     return jnp.moveaxis(jax.vmap(query_factors)(index * length + jnp.arange(length)), 0, 2)
@@ -122,7 +123,10 @@ def _forward(
     lowest = jnp.finfo(jnp.float32).min
 
     def attend_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
-        """Returns the outputs of a tile and the log-sum-exps of its logits."""
+        """Returns the outputs of a tile's queries and the log-sum-exps of their logits.
+
+        `xs` has the tile and the tile's index.
+        """
         logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
@@ -132,7 +136,8 @@ def _forward(
         y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
-        # If no key is visible, the backward pass gets weights exp(-inf - x) = 0 for any finite x.
+        # For a query that sees no key, any finite log-sum-exp x is correct: the backward pass
+        # computes the weights exp(-inf - x) = 0.
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
 
     y, normalizer = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
@@ -144,10 +149,9 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
-        """Returns the gradients of keys and values after a tile is added, and the tile's other
-        gradients.
+        """Adds a tile's contribution to `sums`, the gradients of keys and values.
 
-        The other gradients are those of the tile's queries and of its bias.
+        Returns the new sums, and the gradients of the tile's queries and of the tile's bias.
         """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)

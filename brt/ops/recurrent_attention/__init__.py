@@ -1,5 +1,5 @@
 """The recurrent cell: state vectors that attend to a block of tokens, and tokens that attend to
-them.
+the states.
 """
 
 from brt.ops.recurrent_attention.api import state_scan as state_scan

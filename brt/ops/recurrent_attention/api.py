@@ -32,7 +32,9 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, normalize_qk: bool, **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function`; with `normalize_qk`, the keys are normalized first."""
+        """Returns the result of `function`, called with the tokens' keys after normalization if
+        `normalize_qk` is True, and with the keys unchanged otherwise.
+        """
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
         return function(
@@ -71,24 +73,26 @@ def state_scan(
     implementation: str | None = None,
     **options: str | bool | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Updates the states over the N blocks of a segment.
+    """Returns the states after the N blocks of a segment, and the state keys and values that the
+    tokens of each block read.
 
     Args:
       weights: the cell's weights.
       initial: float32, the learned states at the start of a document.
       vectors: float32, the states before the segment.
       cached: keys and values of the tokens of the block before the segment.
-      keys, values: keys and values of the tokens of the segment, as they were projected:
-        `normalize_qk` also normalizes these keys and the cached ones.
+      keys, values: keys and values of the tokens of the segment. With `normalize_qk`, the function
+        normalizes these keys and the cached keys, so the caller must not.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for a segment of one block inside a scan, one step of the taps that `state_taps`
-        returns, which collect the inputs of deferred weight gradients. None lets the function make
-        its own.
-      unroll: blocks per iteration of the scan.
+      taps: for a segment of one block inside a caller's scan over blocks, the block's part of the
+        taps from `state_taps`. The taps collect the inputs of weight gradients that are computed
+        after the scan. None lets the function create its own taps.
+      unroll: the number of blocks in an iteration of the scan.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-      options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
+      options: the arguments `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of
+        `scan.state_update`.
 
     Returns:
       The states after the last block, float32; and the state keys and values that the tokens of

@@ -20,14 +20,15 @@ class CellWeights(NamedTuple):
     Attributes:
       norm: [D], scale of the norm before the projections.
       ids: [S, D], learned identities of the states (section 3.3).
-      keys, values, queries, cross_queries: [D, H, K], projections of the states; queries attend to
-        states, and cross queries to tokens.
+      keys, values, queries, cross_queries: [D, H, K], projections of the states. The queries attend
+        to states, and the cross queries attend to tokens.
       scale, cross_scale: [H], scales of the queries to states and to tokens.
       output: [2, H, K, D], projection of both attention outputs; None in the single layout.
       output_gate: gate of the attention's residual connection; None in the single layout.
       mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.
-      mlp_in: [D, F] in the dual layout, [2, H, K, F] in the single layout.
-      mlp_out: [F, D].
+      mlp_in: the first kernel of the MLP, [D, F] in the dual layout and [2, H, K, F] in the single
+        layout.
+      mlp_out: [F, D], the second kernel of the MLP.
       mlp_gate: gate of the MLP's residual connection.
     """
 
@@ -48,7 +49,7 @@ class CellWeights(NamedTuple):
 
 
 class StateKV(NamedTuple):
-    """Keys and values of the state vectors, which states and tokens both attend to."""
+    """Keys and values of the state vectors. Both the states and the tokens attend to them."""
 
     keys: Float[Array, "*B S H K"]
     values: Float[Array, "*B S H K"]

@@ -83,10 +83,12 @@ def state_attention(
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Returns the attention outputs of the states, and the keys and values of the states.
+    """Returns the attention outputs of the states [B, S, 2, H, K], and the keys and values of the
+    states.
 
-    The outputs over the states come first, then those over the tokens of two blocks. Unlike
-    `xla.state_attention`, the function also normalizes the keys of the tokens.
+    On the axis of size 2, the outputs of attention to the states come first, then the outputs of
+    attention to the tokens of two blocks. Unlike `xla.state_attention`, the function also
+    normalizes the keys of the tokens.
 
     Args:
       projected: keys, queries, cross queries and values of the states.
@@ -95,7 +97,7 @@ def state_attention(
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
       null_keys: True if masked tokens have logit 0 instead of no weight.
-      attention: must be None or "auto".
+      attention: None or "auto"; the kernel always computes the attention itself.
       interpret: True runs the kernels on any device and with any sizes.
     """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
@@ -142,7 +144,9 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
+        """Returns the inputs of the kernels; `others` are fields of `StateKernelInputs` that only
+        the backward kernel reads.
+        """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)
         return StateKernelInputs(self.projected, scales, keys, values, **others)

@@ -33,7 +33,8 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Updates the states over the blocks of a segment, in float32.
+    """Returns the states after the blocks of a segment, and the state keys and values that the
+    tokens read; all float32.
 
     The arguments are those of `api.state_scan`, of which `taps`, `unroll` and `attention` are
     ignored.

@@ -73,7 +73,9 @@ def state_taps(
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of a kernel, or None."""
+        """Returns the taps of the product with a kernel that sums over `inputs` axes; None if the
+        kernel or the number of axes is None.
+        """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
@@ -101,7 +103,8 @@ def state_update(
       vectors: float32, the states before the block.
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: passed by `state_scan` only.
+      kernels, taps: the kernels of the large products and their taps, which `state_scan` passes;
+        other callers leave both None.
       kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
       tanh: 'original' bounds the update of the single layout; 'paper' bounds the updates of lstm
         gates.
@@ -138,7 +141,7 @@ def _apply_gates(
     inputs = _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        """Returns the states after the MLP and its gate."""
+        """Returns the next states: the MLP of x is the update, which the gate adds."""
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
         z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
@@ -168,7 +171,8 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Updates the states over the blocks of a segment.
+    """Returns the states after the blocks of a segment, and the state keys and values that the
+    tokens read.
 
     The arguments are those of `api.state_scan`; `options` are those of `state_update`.
 
@@ -185,8 +189,8 @@ def state_scan(
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
-    # With taps, the gradient of the projection's kernels does not come from the product with this
-    # copy, so the copy may be converted and stored once.
+    # The kernels of the projection are stacked, converted and stored once, before the scan. With
+    # taps this is allowed, because no gradient flows through the stacked copy.
     if taps.projection is not None:
         kernels = kernels._replace(
             projection=materialized(_stacked_projection(weights, keys.dtype))
@@ -196,8 +200,11 @@ def state_scan(
         carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
     ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
-        """Returns the states and the tokens of a block as the carry, and the block's state keys and
-        values.
+        """Returns the carry and the state keys and values for a block's tokens.
+
+        The carry has the states after the block and the keys and values of the block's tokens. The
+        arguments are the carry of the previous block, and the block's tokens, its cache mask, its
+        document starts and its taps.
         """
         s, before = carry
         own, may_read, starts, block_taps = block
@@ -207,7 +214,8 @@ def state_scan(
 
     starts = tokens_by_head(*cached)
     flags = cache_mask.T, document_start.T
-    # Without a loop, no array needs to be transposed so that blocks are its first axis.
+    # A scan needs blocks as the first axis of its arrays. The code below is unrolled completely
+    # instead, and so needs no transposes.
     if unroll >= blocks:
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]

@@ -75,7 +75,8 @@ def state_scan(
     interpret: bool | pltpu.InterpretParams = False,
     **_: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Updates the states over the blocks of a segment, with one kernel for the complete cell.
+    """Returns the states after the blocks of a segment, and the state keys and values that the
+    tokens read, computed by one kernel for the complete cell.
 
     The arguments are those of `api.state_scan`, of which the omitted ones are ignored. With
     `interpret`, the kernel runs on any device and with any sizes.
@@ -124,7 +125,9 @@ def _forward(
     weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
     def block_array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
-        """Returns the shape and the dtype of an array with an entry for each lane and block."""
+        """Returns the shape and the dtype of an array [B, N, *shape], with an entry for each lane
+        and block.
+        """
         return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
 
     by_head = heads, states, width
@@ -155,7 +158,8 @@ def _backward(
     arguments, final, residuals = saved
     gradient, state_kvs = gradients
     results = _gradients(arguments, gradient, final, residuals, state_kvs, settings)
-    by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)  # [B, N, S, 4, H, K]
+    # The transpose has the axes [B, N, S, 4, H, K].
+    by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)
     attended = residuals.y.transpose(0, 1, 4, 3, 2, 5)
     keys, queries, cross_queries, values = jnp.unstack(
         weight_gradient(residuals.hidden, by_row, 1, 3), axis=1
@@ -210,7 +214,7 @@ def _gradients(
     )  # fmt: skip
 
     def scratch_array(*shape: int, dtype: Any = jnp.float32) -> Any:
-        """Returns a scratch array in VMEM."""
+        """Returns the description of a scratch array of this shape and dtype in VMEM."""
         return pltpu.VMEM(shape, dtype)
 
     scratch = CellKernelSums(

@@ -48,9 +48,9 @@ class TokenBlocks(NamedTuple):
     """Keys, or values, of tokens for one head; each field is [W, K].
 
     Attributes:
-      cached: the cached block, which is the one before the segment.
-      before: the previous block, if it is in the segment.
-      own: this block.
+      cached: the tokens of the cached block, which is the block before the segment.
+      before: the tokens of the previous block, if that block is in the segment.
+      own: the tokens of the block that is being processed.
     """
 
     cached: Any
@@ -58,7 +58,7 @@ class TokenBlocks(NamedTuple):
     own: Any
 
     def both(self, first: Array) -> tuple[Array, Any]:
-        """Returns the array of the previous block and the reference to this block.
+        """Returns the tokens of the previous block, as an array, and the reference `own`.
 
         Args:
           first: True for the first block of the segment, whose previous block is in the cache.
@@ -95,12 +95,13 @@ class CellKernelSums(NamedTuple):
     """Scratch memory of the backward kernel, which it keeps over the heads and blocks of a lane.
 
     Attributes:
-      carry: [S, D], the gradient of the states.
+      carry: [S, D], the gradient of the states between two blocks.
       after: [S, D], the states after the block.
       hidden: [S, D], the gradient of the projection's input.
       read: [2, S, K], the gradient of the attention outputs.
       attended: two arrays [S + 2 W, K], gradients of keys and of values.
-      behind: two arrays [H, W, K], gradients of this block's tokens from the next block.
+      behind: two arrays [H, W, K], the contributions of the next block to the gradients of this
+        block's keys and values.
     """
 
     carry: Any
@@ -117,7 +118,8 @@ class CellKernelGradients(NamedTuple):
     Attributes:
       projected: [4, S, K], the gradient of keys, both kinds of queries, and values of the states.
       update: [S, D], the gradient of the output projection's result.
-      keys, values: two arrays [W, K], of cached tokens and of this block's tokens.
+      keys, values: two arrays [W, K] each, the gradients for the cached tokens and for this block's
+        tokens.
       vectors: [S, D], the gradient of the states before the segment.
       initial: [S, D], the gradient of the states at the start of a document.
       ids: [S, D], the gradient of the learned identities of the states.

@@ -36,7 +36,7 @@ def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     rows = math.gcd(_ROWS, x.shape[0])
 
     def call_body(i: Array, _: None) -> None:
-        """Calls `body` for the i-th group."""
+        """Calls `body` with the slice of the i-th group of rows."""
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
     jax.lax.fori_loop(0, x.shape[0] // rows, call_body, None)
@@ -65,14 +65,14 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes one step of the forward pass: one head of a block.
+    """Computes one step of the forward pass, which is one head of a block, and writes its outputs.
 
     Args:
       flags: flags of lanes and blocks.
       tokens: keys and values of the tokens.
       vectors: [S, D], float32, the states before the segment.
       weights: the cell's weights.
-      residuals: outputs for the backward pass.
+      residuals: outputs, the arrays that the backward pass needs.
       state_kv: outputs, the keys and values of the states that tokens read.
       final: output, [S, D], float32, the states after the segment.
       state: [S, D], float32 scratch memory, the states before a block.
@@ -90,7 +90,9 @@ def forward_kernel(
         restarts = flags.starts[lane, n] > 0
 
         def normalize_rows(rows: Any) -> None:
-            """Writes the states and the projection's input, and clears the update."""
+            """Writes the states and the projection's input for a group of states (`rows`), and sets
+            their update to zero.
+            """
             s = jnp.where(restarts, weights.initial[rows], state[rows])
             h = s * _inverse_rms(s) * weights.norm[...] + weights.ids[rows]
             state[rows] = residuals.vectors[rows] = s
@@ -118,7 +120,7 @@ def forward_kernel(
         keep = jax.nn.sigmoid(weights.gate[...])
 
         def apply_gate(rows: Any) -> None:
-            """Writes the states after the block."""
+            """Writes the states after the block for a group of states (`rows`)."""
             state[rows] = final[rows] = keep * state[rows] + (1 - keep) * update[rows]
 
         _for_rows(state, apply_gate)
@@ -137,13 +139,14 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of one step, which is one head of a block; blocks are in reverse
-    order.
+    """Computes the gradients of one step, which is one head of a block, and writes them.
+
+    The steps process the blocks in reverse order.
 
     Args:
       flags: flags of lanes and blocks.
       tokens: keys and values of the tokens.
-      gradient: [S, D], the gradient of `final`.
+      gradient: [S, D], the gradient of the states after the segment.
       final: [S, D], the states after the segment.
       weights: the cell's weights.
       residuals: arrays that the forward pass saved.
@@ -158,7 +161,9 @@ def backward_kernel(
     @pl.when((step == 0) & (head == 0))
     def _start_segment() -> None:
         def initialize_rows(rows: Any) -> None:
-            """Copies the gradient and the final states, and clears the sums over blocks."""
+            """Copies the gradient and the final states of a group of states (`rows`), and sets the
+            sums over blocks to zero.
+            """
             sums.carry[rows], sums.after[rows] = gradient[rows], final[rows]
             results.initial[rows] = results.ids[rows] = jnp.zeros_like(gradient[rows])
 
@@ -211,7 +216,9 @@ def _gate_backward(
     keep = jax.nn.sigmoid(weights.gate[...])
 
     def gate_backward_of_rows(rows: Any) -> None:
-        """Writes the update's gradient of some states, and adds to the gate's gradient."""
+        """Writes the gradient of the update for a group of states (`rows`), and adds the group's
+        contribution to the gate's gradient.
+        """
         gradient, s = sums.carry[rows], residuals.vectors[rows]
         results.update[rows] = ((1 - keep) * gradient).astype(results.update.dtype)
         along = gradient * (s - sums.after[rows])
@@ -236,7 +243,9 @@ def _norm_backward(
     keep = jax.nn.sigmoid(weights.gate[...])
 
     def norm_backward_of_rows(rows: Any) -> None:
-        """Writes the gradients of some states, and adds to those of the norm and the identities."""
+        """Writes the gradients of a group of states (`rows`), and adds the group's contribution to
+        the gradients of the norm and the identities.
+        """
         gradient, s = sums.hidden[rows], residuals.vectors[rows]
         inverse = _inverse_rms(s)
         direction = s * inverse

@@ -1,4 +1,4 @@
-"""The inputs that the kernel of the complete cell supports."""
+"""A check whether the TPU kernel of the complete recurrent cell supports given inputs."""
 
 from typing import Any
 

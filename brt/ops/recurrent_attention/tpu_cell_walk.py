@@ -18,7 +18,7 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 
 
 class CellGrid(NamedTuple):
-    """The grid, and the block specs of arrays [B, N, H, ...] for its steps.
+    """The kernels' grid of lanes, blocks and heads, and the block specs of arrays for its steps.
 
     Attributes:
       blocks: the number of blocks, N.
@@ -33,7 +33,7 @@ class CellGrid(NamedTuple):
         return self.blocks - 1 - n if self.backward else n
 
     def whole_array(self, x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which every step reads all of x."""
+        """Returns the block spec with which every step reads the complete array x."""
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     def by_lane(self, x: Any) -> pl.BlockSpec:
@@ -64,8 +64,10 @@ class CellGrid(NamedTuple):
         )
 
     def tokens(self, cached: Any, own: Any) -> TokenBlocks:
-        """Returns the block specs of cached tokens [B, H, W, K] and of a segment's tokens [B, H, T,
-        K].
+        """Returns the block specs of the tokens' keys or values.
+
+        `cached` [B, H, W, K] belongs to the cached tokens and `own` [B, H, T, K] to the segment's
+        tokens.
 
         The index of the cache changes with the head only in the first block, so the cache is copied
         for that block alone.
@@ -74,11 +76,15 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the index of the cache's block, along B, H, W and K, for a step."""
+            """Returns the index (along B, H, W and K) of the block of the cache that the step for
+            lane b, block n and head h reads.
+            """
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 
         def segment_spec(place: Callable[[Any], Any]) -> pl.BlockSpec:
-            """Returns the block spec of block place(n) of the segment's tokens for block n."""
+            """Returns the block spec with which the step for block n reads block place(n) of the
+            segment's tokens.
+            """
             return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.block_of_step(n)), 0))
 
         before = segment_spec(lambda n: jnp.maximum(n - 1, 0))

@@ -26,8 +26,8 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 
-# `StateKernelInputs.projected` has its parts at these indices. The first queries attend to states,
-# the second to tokens.
+# These are the indices of the parts of `StateKernelInputs.projected`. The queries at index 1 attend
+# to states, and the queries at index 2 attend to tokens.
 KEYS, QUERIES, VALUES = 0, (1, 2), 3
 # A tile has at most this many rows. The compiler's schedules are shortest with this number.
 ROWS = 256
@@ -54,7 +54,8 @@ class StateKernelInputs(NamedTuple):
 
     Attributes:
       projected: [4, S, K], keys, both kinds of queries, and values of the states, not normalized.
-      scales: [2, 128], the length of normalized queries, or the factor of others.
+      scales: [2, 128], one number for each kind of queries, repeated: the length of the queries
+        after normalization, or without normalization a factor of the queries.
       keys, values: two arrays [W, K], for the tokens of the previous block and of this block.
       gradient: [2, S, K], gradient of `StateKernelOutputs.y`.
       d_states: two arrays [S, K], gradients of the state keys and values that tokens read.
@@ -86,7 +87,7 @@ class StateKernelOutputs(NamedTuple):
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients that a step writes, with the shapes of `StateKernelInputs`.
+    """Gradients that a step writes; each has the shape of the input of the same name.
 
     The gradient of the scales is summed over the lanes of a head.
     """
@@ -210,7 +211,8 @@ def backward_kernel(
       cache_mask: [B], not zero if the lane's previous block is readable.
       inputs: the inputs of the step, including the gradients of its outputs.
       results: references to the gradients.
-      keys_sum, values_sum: [S + 2 W, K], float32 scratch memory.
+      keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of keys and of
+        values.
       settings: static settings.
     """
     lane = pl.program_id(1)
@@ -231,14 +233,15 @@ def add_gradients(
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the gradients of the states, and adds to those of the scales.
+    """Writes the gradients of the states, and adds this lane's contribution to the scales'
+    gradients.
 
     Args:
       seen: True if the previous block is readable.
       inputs: the kernel's inputs.
       results: references to the gradients.
-      sums: float32 [S + 2 W, K], the gradients of keys and of values; each has the states first,
-        then the tokens of both blocks.
+      sums: two arrays, float32 [S + 2 W, K], to which the gradients of keys and of values are
+        written: first for the states, then for the tokens of both blocks.
       settings: static settings.
     """
     both = _key_parts(seen, inputs, settings)

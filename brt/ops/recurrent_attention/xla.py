@@ -37,7 +37,7 @@ def state_attention(
       cache_mask: False if the tokens of the previous block are unreadable.
       normalize_qk: True normalizes keys and queries of the states.
       null_keys: True makes unreadable keys count as zero keys.
-      attention: the implementation of both attentions.
+      attention: the name of the implementation of both attentions; None or "auto" select the best.
 
     Returns:
       The outputs [B, S, 2, H, K], first over states and then over tokens, in the dtype of

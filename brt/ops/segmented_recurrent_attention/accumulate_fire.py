@@ -6,8 +6,8 @@ amount by which the potential exceeds the threshold, relative to the threshold:
     U_j = leak U_{j-1} + X_j;  Y_j = U_j / threshold - 1;  R_j = relu(Y_j) U_j <- U_j - threshold
       [Y_j > 0]
 
-The second line is the reset of neurons that fired. Its comparison has no gradient. The backward
-pass is hand-written and saves only U.
+The last assignment is the reset of neurons that fired. The comparison Y_j > 0 has no gradient. The
+backward pass is hand-written and saves only U.
 
 In shapes, M is the number of segments.
 """
@@ -22,26 +22,29 @@ Scalar = Float[Array, ""]
 def accumulate(
     membrane: Float[Array, "*B K K"], x: Float[Array, "*B K K"], leak: Scalar, threshold: Scalar
 ) -> Float[Array, "*B K K"]:
-    """Returns the membrane potential U of the next segment, before its reset.
+    """Returns the membrane potential U_j at a segment j, before the reset of neurons that fire.
 
-    `membrane` is U of the previous segment before its reset, or zeros for the first segment; x is
-    the input.
+    Args:
+      membrane: the potential U_{j-1} at the previous segment, before its reset; zeros for the first
+        segment.
+      x: the input X_j.
+      leak, threshold: parameters of the neurons.
     """
     return leak * _reset(membrane, threshold) + x
 
 
 def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*B K K"]:
-    """Returns the output R for the membrane potential U; R consists of real numbers, not spikes."""
+    """Returns the output R = relu(U / threshold - 1) for the membrane potential U, real numbers."""
     return jax.nn.relu(membrane / threshold - 1)
 
 
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns the output R of every segment, in the dtype of the inputs (float32), and the firing
-    rate.
+    """Returns the output R of every segment, in the dtype of the inputs, and the firing rate.
 
-    The rate is the share of R above 0 in the existing segments, averaged over sources.
+    The firing rate is the share of entries of R that are above 0, over the existing segments of a
+    source, averaged over sources.
 
     Args:
       inputs: the inputs X of all segments.
@@ -64,7 +67,9 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
     def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the potential of the next segment, as the carry and as the result."""
+        """Returns the potential after a segment's input x is added, twice: as the scan's carry and
+        as the output for the segment.
+        """
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane
 
@@ -94,12 +99,17 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
     direct = jnp.where(fired, gradient / threshold, 0)
 
     def add_segment(later: Array, direct: Array) -> tuple[Array, Array]:
-        """Returns the gradient of U of a segment, as the carry and as the result."""
+        """Returns the gradient of a segment's potential U twice: as the scan's carry and as the
+        output for the segment.
+
+        `later` is the gradient of the next segment's potential, and `direct` the gradient that
+        comes from this segment's output.
+        """
         d_membrane = direct + leak * later
         return d_membrane, d_membrane
 
-    # The derivative of U_{j+1} by U_j is the leak. U_{j+1} also depends on the threshold, which the
-    # reset subtracts from U_j.
+    # The derivative of U_{j+1} with respect to U_j is the leak. U_{j+1} also depends on the
+    # threshold, because the reset subtracts the threshold from U_j.
     _, d_inputs = jax.lax.scan(add_segment, jnp.zeros_like(direct[0]), direct, reverse=True)
     later, before = d_inputs[1:], _reset(membranes, threshold)[:-1]
     d_leak = _dot(later, before)

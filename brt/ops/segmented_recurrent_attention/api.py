@@ -67,17 +67,18 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
     Args:
       queries: already multiplied by any scale.
       windows: the keys and values of each segment.
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
-      t0: the first target position. An array selects the dense form, in which all queries read all
-        segments, because the form with slots needs positions that are known at trace time.
-      target_length: the target length of the batch, for `index_mode = "batch"`; None as in
-        decoding.
+      t0: the first target position. If t0 is an array, every query is multiplied with all segments
+        and the result of its own segment is selected; multiplying a query with its own segment only
+        requires positions that are known at trace time.
+      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
+        None in decoding.
       dropout: dropout of the softmax weights.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
@@ -99,8 +100,9 @@ def prefill(
 ) -> DecodingCache:
     """Returns the cache that `step` reads, computed once for each source.
 
-    `config.cache` selects its form. "auto" selects the table of all states if it is not larger than
-    keys and values (S >= K / 2), and otherwise the neurons at the current segment.
+    `config.cache` selects the form of the cache. "table" stores the states R of all segments.
+    "carry" stores the neurons at the current segment. "auto" selects the table if the table is not
+    larger than the keys and values (S >= K / 2 for segments of S positions), and otherwise "carry".
     """
     return cache.prefill(windows, parameters, config)
 
@@ -108,8 +110,9 @@ def prefill(
 def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
     """Returns the cache with its neurons advanced to target position t, which must never decrease.
 
-    `step` also advances them but does not return the result, so without `advance` every step starts
-    at the cache's position. A cache with a table of all states is returned unchanged.
+    The function `step` also advances the neurons but does not return them, so without `advance`
+    every step repeats the segments since the cache's position. A cache with a table of all states
+    is returned unchanged.
     """
     return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
 
@@ -120,7 +123,8 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of target positions t to t + T of N beams.
+    """Returns the attention output of T target positions, from position t on, for N beams of every
+    source.
 
     The beams share the cache of their source. The result equals that of `attend` with t0 = t (and
     without target length for `index_mode = "batch"`).

@@ -3,12 +3,12 @@
 A cache has one of two forms. In shapes, M is the number of segments, S the number of source
 positions of a segment, T the number of target positions, and N the number of beams of a source.
 
-  table: all states R. These are M H K^2 numbers per source, half as many as its keys and values at
-    S = K, four times as many at S = K / 8.
-  carry: the neurons at the current segment. These are 3 H K^2 numbers, and decoding passes once
-    over each segment that it reaches.
+  table: the cache has all states R, which are M H K^2 numbers per source. This is half as many as
+    the source's keys and values for S = K, and four times as many for S = K / 8.
+  carry: the cache has the neurons at the current segment, which are 3 H K^2 numbers. Decoding
+    computes the neurons once for each segment that it reaches.
 
-A cache belongs to a source and not to its beams, so a reordering of beams does not change it.
+A cache belongs to a source and not to a beam, so a reordering of beams does not change the cache.
 """
 
 from typing import NamedTuple
@@ -57,17 +57,17 @@ class NeuronCarry(NamedTuple):
 
 
 class DecodingCache(NamedTuple):
-    """Everything that decoding steps read of a source.
+    """The arrays that decoding steps read, computed once for each source.
 
     Attributes:
       keys, values: the windows of the segments.
       mask: False for padding.
       counts: the number of segments of each source.
-      shared: keys that all segments see, or None.
-      table: the states R of all segments; None for the other form.
-      carry: the neurons at the current segment; None for the other form.
-      scale: the factor of the recurrence for each output feature, or None.
-      sigma: the share of the segment's softmax attention, or None.
+      shared: keys that queries of all segments see; None if there are none.
+      table: the states R of all segments; None if the cache has the form "carry".
+      carry: the neurons at the current segment; None if the cache has the form "table".
+      scale: the factor of the recurrence for each output feature; None for factor 1.
+      sigma: the weight of the segment's softmax attention; None if it is added with weight 1.
     """
 
     keys: Float[Array, "B M H S K"]
@@ -112,15 +112,17 @@ def prefill(
 def _cache_form(config: CrossConfig, width: int) -> str:
     if config.cache != "auto":
         return config.cache
-    # The table is not larger than the keys and values if 2 S >= K.
+    # If 2 S >= K, the table of all states is not larger than the keys and values.
     return "table" if 2 * config.segment_size >= width else "carry"
 
 
 def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to target position t; other caches are unchanged.
+    """Returns the cache with its neurons advanced to target position t; a cache with a table is
+    returned unchanged.
 
-    `step` also advances them but does not return the result, so without `advance` every step starts
-    at the cache's position. Positions must not decrease.
+    The function `step` also advances the neurons but does not return them, so without `advance`
+    every step repeats the segments since the cache's position. Positions must not decrease from
+    call to call.
     """
     if cache.carry is None:
         return cache
@@ -152,7 +154,9 @@ def _advance_one(
         states = fire(membrane, threshold)
 
     def select(new: Array, old: Array) -> Array:
-        """Returns the new values of sources that advance and the old values of the others."""
+        """Returns an array with the new values of sources that advance and the old values of
+        sources that do not.
+        """
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
     return carry._replace(
@@ -174,18 +178,20 @@ def step(
     t: Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of target positions t to t + T for N beams of every source.
+    """Returns the attention output of T target positions, from position t on, for N beams of every
+    source.
 
     The arguments are those of `api.step`.
     """
     batch, beams, length, heads, width = queries.shape
-    # With a single segment, all queries of a source read one window.
+    # If there is only one segment, all queries of a source read the same window.
     if cache.keys.shape[1] == 1:
         positions = t[None]
         rows = queries.reshape(batch, 1, beams * length, heads, width).swapaxes(2, 3)
     else:
         positions = t + jnp.arange(length, dtype=jnp.int32)
-        rows = queries.transpose(0, 2, 3, 1, 4)  # [B, T, H, N, K]
+        # The axes of `rows` are [B, T, H, N, K].
+        rows = queries.transpose(0, 2, 3, 1, 4)
     index = segment_index(positions, cache.counts, pace(config, None))
     attended = recurrent = None
     if config.use_segment:
@@ -222,7 +228,9 @@ def _states_at(
     def advance_to(
         carry: NeuronCarry, t: Int[Array, ""]
     ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
-        """Returns the neurons at target position t, as the carry, and their states R."""
+        """Returns the neurons at target position t, as the scan's carry, and their states R, as the
+        output for the position.
+        """
         carry = _advance(cache, carry, t, config)
         return carry, carry.states
 

@@ -9,28 +9,31 @@ class CrossConfig:
     """How the target reads the source (segmented recurrent transformer, section 3).
 
     Attributes:
-      kind: the kind of cross-attention. "full" attends to the complete source, and all others to
-        one segment. "srformer" adds a recurrence over the other segments, "xl_memory" the previous
-        segment, and "local_global" the means of all segments.
+      kind: the kind of cross-attention. "full" attends to the complete source, and all other kinds
+        attend to one segment. In addition to the segment, "srformer" has a recurrence over the
+        other segments, "xl_memory" reads the previous segment, and "local_global" reads the means
+        of all segments.
       segment_size: the number of source tokens in a segment.
       q_ref: the target length over which the segments are spread.
-      index_mode: how a target position selects its segment. "fixed" spreads the segments over
-        `q_ref` positions, "batch" over the targets of the batch, and "stride" takes `stride`
-        positions for each segment.
+      index_mode: how a target position selects its segment. "fixed" distributes the segments evenly
+        over `q_ref` target positions, and "batch" over the target positions of the padded batch.
+        With "stride", every `stride` positions read the next segment.
       stride: the number of target tokens per segment if `index_mode` is "stride".
-      segment_count: "static" gives all sources of a batch the number of segments of the padded
-        batch.
-      use_segment: False reads only the recurrence.
+      segment_count: how the segments of a source are counted. "per_example" counts them up to the
+        source's last token; "static" counts the segments of the padded batch for all its sources.
+      use_segment: False omits the softmax attention to the segment, so that only the recurrence is
+        read.
       use_raf: True passes the recurrence's sums through recurrent accumulate-and-fire neurons.
       kv_source: the segments that the recurrence of a segment sums up: "remaining" stands for all
         others, "segment" for the segment itself.
       norm: "feature" divides the recurrence by the norm of the keys, for each output feature.
-      norm_epsilon: its square is added to the squared norm.
-      clamp: the bound of the recurrence's sums; 0 stands for none.
+      norm_epsilon: a number whose square is added to the squared norm.
+      clamp: the bound of the recurrence's sums; 0 stands for no bound.
       mix: how the segment's attention and the recurrence are added up. "sum" adds both, "sigma"
         takes learned shares, and "gated" multiplies the recurrence by a learned factor.
       leak_init, threshold_init: the initial values of the neurons' parameters.
-      raf_parameters: "bounded" keeps the leak in (0, 1) and the threshold above its minimum.
+      raf_parameters: "bounded" maps the stored parameters so that the leak is in (0, 1) and the
+        threshold is above its minimum; "raw" uses the stored parameters unchanged.
       smallest_threshold: the minimum of a bounded threshold.
       kernel_init: the initializer of the neurons' kernel.
       raf_bias: True gives the neurons a bias.
@@ -39,8 +42,9 @@ class CrossConfig:
         "identity" takes it unchanged.
       training_form: how training computes the attention: "dense", "slots" or the cheaper one
         ("auto"). The results are equal.
-      cache: the array that a decoding step reads the states from: "table" has the states of all
-        segments, "carry" those of the current segment; "auto" selects the smaller one.
+      cache: the form in which decoding stores the recurrence: "table" has the states of all
+        segments, and "carry" has the neurons at the current segment. "auto" selects the table
+        unless it is larger than the keys and values.
     """
 
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"]

@@ -1,10 +1,11 @@
 """The recurrence over segments on TPUs: sums, neurons and membrane potentials stay in VMEM.
 
 The grid is (group of heads, source); a group has as many heads as fill the 128 lanes of a register,
-two of 64. A step reads keys and values once, multiplies values by W, computes K_j^T V_j of every
-segment in VMEM, and runs the neurons over the segments. The backward step repeats this, storing the
-membrane potentials in place of the sums, and then goes back over the segments. As in `xla`, the
-comparison of a potential with the threshold has no gradient.
+for example two heads of size 64. A step reads keys and values once, multiplies values by W,
+computes K_j^T V_j of every segment in VMEM, and runs the neurons over the segments. A step of the
+backward kernel repeats this computation, stores the membrane potentials in place of the products,
+and then processes the segments in reverse order. As in `xla`, the comparison of a potential with
+the threshold has no gradient.
 
 In shapes, M is the number of segments and S the number of source positions of a segment.
 """
@@ -43,8 +44,8 @@ _HEAD_DIMS = (64, 128)
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns the reason why the kernel does not support these settings for sources of any size, or
-    None if it does.
+    """Returns the reason why the kernel does not support these settings, whatever the sizes of the
+    source, or None if it does.
     """
     if config.kind != "srformer" or not config.use_raf:
         return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
@@ -77,7 +78,7 @@ def refusal(
         return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
-    # The kernel has two buffers for the block of each input and each output.
+    # The kernel needs two buffers in VMEM for the block of each input and of each output.
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
     return vmem_refusal(taken, "a source")
@@ -193,7 +194,9 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the block spec and the shape of a sum over all sources with this many rows."""
+        """Returns the block spec and the shape of an output with `rows` rows for each group of
+        heads, which is a sum over all sources.
+        """
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 

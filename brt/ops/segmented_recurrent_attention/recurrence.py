@@ -1,9 +1,10 @@
-"""The states R of every segment, which summarize the rest of the source (section 3.2).
+"""The states R of every segment, which summarize the other segments of the source (section 3.2).
 
-A state is the sum of the products A_j = K_j^T V_j of keys and values of all other segments, passed
-through accumulate-and-fire neurons. States depend on the source alone, so a source has one set of
-states for all targets. Gradients are hand-written where autodiff would be slow on CPUs or would mix
-dtypes. No axes are merged, because sources and heads may be sharded.
+Each segment j has the product A_j = K_j^T V_j of its keys and values. The state of a segment is the
+sum of this product over all other segments, passed through accumulate-and-fire neurons. States
+depend on the source alone, so a source has one set of states for all target positions. Gradients
+are hand-written where autodiff would be slow on CPUs or would mix dtypes. No axes are merged,
+because sources and heads may be sharded.
 
 In shapes, M is the number of segments and S the number of source positions of a segment.
 """
@@ -19,13 +20,16 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Float32 parameters of one layer, shared by its heads; None for parameters that are not used.
+    """Float32 parameters of one layer, shared by all heads of the layer; parameters that the
+    configuration does not use are None.
 
     Attributes:
-      kernel: W [K, K], maps value features to the inputs of the neurons.
-      leak, threshold: scalars, as they are stored; `leak_and_threshold` bounds them if configured.
-      bias: [K], added after W.
-      sigma: a scalar, the share of the segment's softmax attention.
+      kernel: [K, K], the matrix W that maps value features to the inputs of the neurons.
+      leak, threshold: scalars, as they are stored; the neurons use the result of
+        `leak_and_threshold`.
+      bias: [K], added to the product with W.
+      sigma: a scalar, the weight of the segment's softmax attention; the recurrence has the weight
+        1 - sigma.
       gate: a scalar, the factor of the recurrence.
     """
 
@@ -42,9 +46,9 @@ class RecurrentStates(NamedTuple):
     attention.
 
     Attributes:
-      states: R, in the dtype of the keys.
-      scale: gate / norm(K) for each output feature, float32, or None.
-      firing_rate: the share of R above 0; None without neurons.
+      states: the states R, in the dtype of the keys.
+      scale: float32, the factor gate / norm(K) of each output feature; None for factor 1.
+      firing_rate: the share of entries of R above 0; None without neurons.
     """
 
     states: Float[Array, "M B H K K"]
@@ -56,8 +60,8 @@ class NeuronMetrics(NamedTuple):
     """Float32 numbers about the neurons for the log; None without neurons.
 
     Attributes:
-      firing_rate: the share of states R above 0.
-      leak, threshold: the parameters of the neurons.
+      firing_rate: the share of entries of the states R above 0.
+      leak, threshold: the parameters that the neurons use.
     """
 
     firing_rate: Float[Array, ""] | None = None
@@ -68,7 +72,9 @@ class NeuronMetrics(NamedTuple):
 def leak_and_threshold(
     parameters: RecurrenceParameters, config: CrossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns leak and threshold as the neurons use them: bounded if `config` says so."""
+    """Returns the leak and the threshold that the neurons use: bounded functions of the stored
+    parameters if `config.raf_parameters` is "bounded", and the stored parameters otherwise.
+    """
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":
         return leak, threshold
@@ -93,8 +99,8 @@ def recurrence(
       parameters: the layer's parameters.
       config: settings of cross-attention.
     """
-    own = key_value_sums(keys, values, parameters, config)
-    inputs = neuron_inputs(own, sum_segments(own), parameters, config)
+    products = key_value_sums(keys, values, parameters, config)
+    inputs = neuron_inputs(products, sum_segments(products), parameters, config)
     rate = None
     if config.use_raf:
         inputs, rate = accumulate_fire(inputs, counts, *leak_and_threshold(parameters, config))
@@ -117,24 +123,26 @@ def key_value_sums(
 
 
 def neuron_inputs(
-    own: Float[Array, "M *B K K"],
+    products: Float[Array, "M *B K K"],
     total: Float[Array, "*B K K"],
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the inputs X_j of the neurons, or the sums P_j themselves without neurons.
+    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32; without
+    neurons, returns P_j.
 
-    P_j is the sum of A_i over all other segments i, and X_j = P_j W + bias.
+    P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
+    `config.kv_source` is "segment".
 
     Args:
-      own: the products A_j of each segment, from `key_value_sums`.
-      total: their sum over all segments.
+      products: the products A_j of all segments, from `key_value_sums`.
+      total: the sum of the products over all segments.
       parameters: the layer's parameters.
       config: settings of cross-attention.
     """
     if config.clamp:
-        own, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (own, total))
-    x = own if config.kv_source == "segment" else _other_segments(own, total)
+        products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
+    x = products if config.kv_source == "segment" else _other_segments(products, total)
     if config.use_raf and config.clamp:
         x = _matmul(x, parameters.kernel)
     if config.use_raf and parameters.bias is not None:
@@ -148,9 +156,9 @@ def output_scale(
     config: CrossConfig,
     squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
-    """Returns the factor of the recurrence's output, or None for 1.
+    """Returns the factor of the recurrence's output for each feature, or None for the factor 1.
 
-    The factor of each feature is the gate times the inverse norm of the keys.
+    The factor is the gate times the inverse of the norm of the keys' feature.
 
     Args:
       keys: the keys.
@@ -170,15 +178,15 @@ def output_scale(
 
 
 def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
-    """Returns the sum over all positions of each squared key feature, in float32."""
+    """Returns, for each feature, the sum of the squared keys over all positions, in float32."""
     squares = jnp.square(keys.astype(jnp.float32))
-    # XLA's CPU backend computes a product with ones faster than a sum over positions.
+    # The sum over positions is a matrix product with ones, which is faster on XLA's CPU backend.
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)
     return jnp.sum(jnp.matmul(ones, squares, precision="highest"), axis=0)
 
 
 def inverse_norm(squares: Float[Array, "B H 1 K"], epsilon: float) -> Float[Array, "B H 1 K"]:
-    """Returns 1 / sqrt(squares + epsilon^2) for each feature, or 1 where this would be 1 / 0.
+    """Returns 1 / sqrt(squares + epsilon^2) for each feature, or 1 where the root is 0.
 
     `squares` is the sum over positions of each squared key feature.
     """
@@ -244,7 +252,7 @@ def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     keys, values = residuals
-    # Without the conversion, the products below would mix dtypes.
+    # The products below would mix two dtypes without the conversion of the gradient.
     gradient = gradient.astype(keys.dtype)
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),

@@ -29,7 +29,7 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
     The arguments are those of `api.attend`; dropout is not supported.
     """
@@ -58,7 +58,7 @@ def _states(
     keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
 
     def clip(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
-        """Returns the sums bounded by `config.clamp`."""
+        """Returns `sums` limited to the range from -config.clamp to config.clamp."""
         return jnp.clip(sums, -config.clamp, config.clamp) if config.clamp else sums
 
     sums = jnp.einsum("mbhsc,mbhse->mbhce", keys, values)
@@ -81,7 +81,7 @@ def _run_neurons(
     c: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
     """Computes section 3.3 segment by segment."""
-    # Cross-attention with neurons always has the kernel.
+    # If a configuration has neurons, its parameters always include the kernel.
     assert p.kernel is not None
     leak, threshold = leak_and_threshold(p, c)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []

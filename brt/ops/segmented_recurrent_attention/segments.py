@@ -18,11 +18,12 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Pace(NamedTuple):
-    """The speed at which target positions advance through the segments; known at trace time.
+    """The number of target positions that read the same segment; known at trace time.
 
     Attributes:
-      positions: the number of target positions for all segments, or for each segment.
-      over_all: True if `positions` is for all segments.
+      positions: the number of target positions that read all segments of a source together, or the
+        number that read each segment.
+      over_all: True if `positions` is the number for all segments together.
     """
 
     positions: int
@@ -47,8 +48,8 @@ class Pace(NamedTuple):
 
 
 def pace(config: CrossConfig, target_length: int | None) -> Pace:
-    """Returns the pace of a batch of targets, or the pace of decoding if
-    `target_length` is None.
+    """Returns the pace for targets that are padded to `target_length` positions, or the pace of
+    decoding if `target_length` is None.
     """
     if config.index_mode == "stride":
         return Pace(config.stride, over_all=False)
@@ -80,14 +81,15 @@ def segment_index(
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     if pace.over_all:
-        # Without the limit, the product could overflow for large positions.
+        # The positions are limited before the multiplication, because the product could overflow
+        # for large positions.
         positions = jnp.minimum(positions, pace.positions) * counts
     return jnp.minimum(positions // pace.positions, counts - 1)
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Returns the segments of a padded source, each of `size` positions; the last is padded with
-    zeros.
+    """Returns the segments of a padded source, each of `size` positions; the last segment is padded
+    with zeros.
     """
     batch, length, *rest = x.shape
     count = -(-length // size)

@@ -22,8 +22,9 @@ class NeuronKernelSettings(NamedTuple):
 
     Attributes:
       width: the size of a head.
-      wide: the total size of the heads of a step, P.
-      remaining: True if neurons read all other segments, False if they read their own.
+      wide: P, the total size of the heads of a step.
+      remaining: True if a segment's neurons read all other segments, False if they read the segment
+        itself.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -37,9 +38,9 @@ class NeuronKernelInputs(NamedTuple):
     """Inputs of a step of the grid, or their block specs; unused inputs are None.
 
     Attributes:
-      keys, values: [M, S, P].
-      kernel: [P, P], W of each head on the diagonal.
-      bias: [1, P], or None.
+      keys, values: [M, S, P], the keys and values of all segments.
+      kernel: [P, P], a block-diagonal matrix with W for each head.
+      bias: [1, P], the bias of the neurons' inputs, or None.
       states: [M, K, P], the gradient of the states; None in the forward pass.
       squares: [1, P], the gradient of the sums of squared keys; None in the forward pass.
     """
@@ -57,7 +58,7 @@ class NeuronKernelOutputs(NamedTuple):
 
     Attributes:
       states: [M, K, P], the states R of all segments.
-      squares: [1, P], float32, sums of squared keys.
+      squares: [1, P], float32, the sums of the squared keys over all positions.
       fired: [1, P], float32, the number of states above 0 in existing segments.
     """
 
@@ -67,15 +68,15 @@ class NeuronKernelOutputs(NamedTuple):
 
 
 class NeuronKernelGradients(NamedTuple):
-    """Gradients of a step of the grid.
+    """Gradients that a step of the grid writes, or to which it adds.
 
-    All but those of keys and values are float32 sums over all sources.
+    The gradients of `kernel`, `bias` and `neuron` are float32 sums over all sources.
 
     Attributes:
-      keys, values: [M, S, P].
-      kernel: [K, P].
-      bias: [1, P], or None.
-      neuron: [2, P], gradients of leak and threshold.
+      keys, values: [M, S, P], the gradients of keys and values.
+      kernel: [K, P], the gradient of W for each head.
+      bias: [1, P], the gradient of the bias, or None.
+      neuron: [2, P], the gradients of leak and threshold.
     """
 
     keys: Any
@@ -94,22 +95,22 @@ def forward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the states of all segments of a source for a group of heads.
+    """Writes the states of all segments of a source for a group of heads to `outputs`.
 
     Args:
       counts: the number of segments of each source.
-      neuron: leak, threshold and the inverse of the threshold.
+      neuron: the leak, the threshold and 1 divided by the threshold.
       inputs: the inputs of the step.
       outputs: references to the outputs.
-      own: [M, K, P], scratch memory for the A_j.
+      own: [M, K, P], scratch memory for A_j of each segment j.
       settings: static settings.
     """
     count = counts[pl.program_id(1)]
     total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes the states of segment j; returns the potentials after it and the counts of states
-        above 0.
+        """Writes the states of segment j. Returns the membrane potentials after segment j, and the
+        numbers of states above 0 up to segment j.
         """
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
@@ -132,10 +133,11 @@ def backward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the gradients of a step.
+    """Writes the gradients of keys and values for one step of the grid to `results`, and adds the
+    step's contribution to the other gradients.
 
     Args:
-      neuron: leak, threshold and the inverse of the threshold.
+      neuron: the leak, the threshold and 1 divided by the threshold.
       inputs: the inputs of the step, including the gradients of its outputs.
       results: references to the gradients.
       own: [M, K, P], scratch memory for A_j, then for U_j before its reset, then for the gradient
@@ -153,7 +155,9 @@ def backward_kernel(
     total = _segment_sums(inputs, own, settings)[0]
 
     def potential_of_segment(j: Any, membrane: Array) -> Array:
-        """Writes U_j before its reset to `own[j]`, and returns it after the reset."""
+        """Writes the potential U_j before the reset to `own[j]`, and returns U_j after the
+        reset.
+        """
         own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
@@ -183,8 +187,8 @@ def backward_kernel(
         results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
     def products_backward(j: Any, d_kernel: Array) -> Array:
-        """Writes the gradients of the keys and values of segment j, and adds to the gradient of the
-        kernel.
+        """Writes the gradients of the keys and values of segment j, and returns the gradient of the
+        kernel after the segment's contribution is added.
         """
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]

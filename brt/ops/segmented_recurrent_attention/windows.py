@@ -1,4 +1,4 @@
-"""The keys and values that the queries of each segment read, and attention to them.
+"""The keys and values that the queries of each segment read, and attention to these keys.
 
 In shapes, M is the number of segments, S the number of keys of a window, and Y a number of keys
 that includes shared keys. O_S is the softmax attention to a segment, and O_R the output of the
@@ -18,8 +18,8 @@ class SharedKeys(NamedTuple):
     """Keys and values that the queries of all segments read in addition to their window.
 
     Attributes:
-      keys, values: Y keys and values of each source.
-      mask: False for padding.
+      keys, values: the Y keys and values of each source.
+      mask: True for usable keys, False for padding.
     """
 
     keys: Float[Array, "B H Y K"]
@@ -31,10 +31,11 @@ class SegmentWindows(NamedTuple):
     """Keys and values that the queries of each segment read; S may be larger than a segment.
 
     Attributes:
-      keys, values: segments are the first axis, as the recurrence needs.
-      mask: False for padding; a query without a usable key gets zeros.
-      counts: the number of segments of each source, 1 to M.
-      shared: further keys that the queries of all segments read, or None.
+      keys, values: the window of each segment. Segments are the first axis, because the recurrence
+        scans over segments.
+      mask: True for usable keys, False for padding; a query without a usable key gets zeros.
+      counts: the number of segments of each source, from 1 to M.
+      shared: additional keys that the queries of all segments read; None for no additional keys.
     """
 
     keys: Float[Array, "M B H S K"]
@@ -51,10 +52,11 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """Returns keys, values and mask of every window, followed by those of the shared keys.
+    """Returns the keys, values and mask of every window after the shared keys are appended to each
+    window.
 
-    `axis` is the axis of the windows in keys, values and mask. Without shared keys, the arguments
-    are returned unchanged.
+    `axis` is the axis of the windows in keys, values and mask. If `shared` is None, keys, values
+    and mask are returned unchanged.
     """
     if shared is None:
         return keys, values, mask
@@ -92,7 +94,8 @@ def attend_to_window(
       keys, values: keys and values of the windows.
       mask: True for usable keys.
       dropout: dropout of the softmax weights.
-      lanes: the axis of the batch's rows in the queries; dropout draws each row separately.
+      lanes: the axis of the queries that has the rows of the batch; dropout draws separate numbers
+        for each row.
     """
     factors = None
     if dropout is not None:
@@ -108,9 +111,9 @@ def attend_to_window(
 def combine_outputs(
     attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
 ) -> Float[Array, "*B"]:
-    """Returns the sum of O_S and O_R, or the only one of them that is not None.
+    """Returns the sum of `attended` (O_S) and `recurrent` (O_R), or the one that is not None.
 
-    With `sigma`, the two are weighted by sigma and 1 - sigma.
+    If `sigma` is not None, O_S is multiplied by sigma and O_R by 1 - sigma.
     """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)

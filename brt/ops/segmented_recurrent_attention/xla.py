@@ -2,11 +2,12 @@
 
 There are two forms:
 
-  dense: every query is multiplied with every window, and other windows are masked. This is as much
-    work as full attention.
-  slots: every query is multiplied with its own window only. A source of m <= M segments repeats
-    each of them M // m times, so that all sources of a batch fill M rows. The queries of a segment
-    are gathered into the G slots of its rows. Keys and values are never gathered for a query.
+  dense: every query is multiplied with the windows of all segments, and all windows but that of the
+    query's segment are masked. This is as much work as full attention.
+  slots: every query is multiplied with the window of its own segment only. Each source has M rows
+    of G slots. A source of m <= M segments repeats each of its segments M // m times, so that the
+    segments of all sources fill M rows. The queries of a segment are gathered into the slots of the
+    segment's rows. Keys and values are never gathered for a query.
 
 In shapes, T is the number of target positions, M the number of segments, and S the number of keys
 of a window.
@@ -49,7 +50,7 @@ def attend(
     dropout: Dropout | None = None,
     recur: Callable[..., RecurrentStates] = recurrence,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of target positions t0 to t0 + T of every source, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
     Args:
       queries, windows, parameters, config, t0, target_length, dropout: as for `api.attend`.
@@ -84,7 +85,8 @@ def _attend_by_form(
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
-        # The slots would depend on t0, which is not known at trace time.
+        # The form with slots is impossible, because the assignment of queries to slots would depend
+        # on t0, which is not known at trace time.
         form = "dense"
     elif count == 1:
         form = "slots"
@@ -96,31 +98,31 @@ def _attend_by_form(
 
 
 def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
-    """Returns G, the number of slots of a row that suffices for every source of 1 to `count`
+    """Returns G, the number of slots of a row. G suffices for every source of 1 to `count`
     segments.
 
     Args:
       count: M, the number of rows.
       length: the number of target positions.
       t0: the first target position.
-      pace: the speed at which target positions advance through the segments.
+      pace: the number of target positions that read a segment.
     """
 
     def needed_slots(segments: int) -> int:
-        """Returns the number of slots that a row needs if the source has this many segments."""
+        """Returns the number of slots that a row needs for a source with this many segments."""
         stay = min(pace.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
 
     return max(needed_slots(segments) for segments in range(1, count + 1))
 
 
-class SlotPlan(NamedTuple):
+class SlotAssignment(NamedTuple):
     """The assignment of queries to the slots of M rows, for each source.
 
     Attributes:
-      segment: the segment of each row.
-      held: the query in each of Y = M * G slots; any query for a slot that is not used.
-      slot: the slot of each query.
+      segment: the index of the segment that each row reads.
+      held: the index of the query in each of Y = M * G slots; an arbitrary query for unused slots.
+      slot: the index of the slot of each query.
     """
 
     segment: Int[Array, "B M"]
@@ -128,17 +130,19 @@ class SlotPlan(NamedTuple):
     slot: Int[Array, "B T"]
 
 
-def plan_slots(counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace) -> SlotPlan:
+def plan_slots(
+    counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace
+) -> SlotAssignment:
     """Returns the assignment of queries to slots.
 
-    A source with m segments has `rows` // m rows for each of them. The queries of a segment have
-    the slots of the segment's rows. The other arguments are those of `row_size`; `counts` has m for
-    each source.
+    A source with m segments has `rows` // m rows for each segment. The queries of a segment are
+    assigned to the slots of the segment's rows. The arguments are the numbers of segments m of each
+    source (`counts`), the number of rows M, and the last three arguments of `row_size`.
     """
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
-    # Slots are for positions from t0 on; positions before t0 that read a segment need none.
+    # Only target positions from t0 on have slots. Target positions before t0 need no slots.
     first = (
         jnp.maximum(pace.first_position(segment, each) - t0, 0) + (row - segment * repeats) * size
     )
@@ -147,7 +151,7 @@ def plan_slots(counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: 
     position = jnp.arange(length, dtype=jnp.int32)
     own = segment_index(position + t0, counts, pace)
     since = position[None] - jnp.maximum(pace.first_position(own, each) - t0, 0)
-    return SlotPlan(segment, held, own * repeats * size + since)
+    return SlotAssignment(segment, held, own * repeats * size + since)
 
 
 def _attend_by_slots(
@@ -165,7 +169,7 @@ def _attend_by_slots(
     if count > 1:
         segment, held, slot = plan_slots(windows.counts, count, length, t0, pace)
         queries = _gather_once(queries, held, slot)
-        # With `segment_count = "static"`, row r already has segment r.
+        # With `segment_count = "static"`, row r reads segment r, so no segment is repeated.
         if config.segment_count == "per_example":
             keys, values, mask = (
                 _repeat_segments(x, segment) for x in (windows.keys, windows.values, windows.mask)
@@ -270,7 +274,8 @@ def _attend_densely(
     count, size = windows.keys.shape[0], windows.keys.shape[3]
     by_head = queries.swapaxes(1, 2)
     own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, pace)
-    is_own = own[:, :, None] == jnp.arange(count)[None, None]  # [B, T, M]
+    # The axes of `is_own` are [B, T, M].
+    is_own = own[:, :, None] == jnp.arange(count)[None, None]
     attended = recurrent = None
     if config.use_segment:
         keys, values = (
@@ -288,7 +293,8 @@ def _attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        # The shape is [B, H, T, M, K]. A query is zero for all segments but its own.
+        # The axes of `masked_queries` are [B, H, T, M, K]. A query is zero for all segments except
+        # its own.
         masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
         recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)

@@ -32,7 +32,9 @@ def _by_head_and_block(
     def attend_by_token(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
     ) -> Array:
-        """Returns the output [B, T, H, K] for queries [B, T, H, K]."""
+        """Returns the output [B, T, H, K] of `function` for queries [B, T, H, K] and for keys k and
+        values that have heads before tokens. With a scale, the queries are normalized first.
+        """
         if scale is not None:
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
@@ -73,7 +75,8 @@ def attend(
       queries: already multiplied by any scale.
       keys: the keys.
       values: the values.
-      scale: if not None, queries are normalized to this length first.
+      scale: the length of each head's queries after normalization; None for queries that are not
+        normalized.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -98,10 +101,13 @@ def attend_to_blocks(
     Args:
       queries: already multiplied by any scale.
       keys, values: keys and values of both blocks.
-      cache_mask: False if the first block is unreadable.
+      cache_mask: True if the queries of a row may read the first block.
       null_keys: True makes unreadable keys count as zero keys with zero values.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
+
+    Returns:
+      The outputs in the dtype of `values`.
     """
     return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
 
@@ -113,7 +119,7 @@ def _attend(
     """Dispatches attention to keys and values by head, on each device for its own part."""
 
     def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
-        """Returns the output for the arrays of one device."""
+        """Returns the attention output for one device's shards of the arrays."""
         return dispatch.run(
             OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
         )

@@ -35,7 +35,8 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-# There are at most this many keys. The logits of a tile of rows and all keys must fit into VMEM.
+# The kernels accept at most this many keys, because the logits of a tile of rows and all keys must
+# fit into VMEM.
 _MAX_SLOTS = 2048
 # A tile has at most this many rows. The compiler's schedules are shortest with this number.
 _ROWS = 256
@@ -47,7 +48,7 @@ def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
     """Returns the reason why the kernels do not support these inputs, or None if they do."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    # With `cache_mask`, the keys are those of two blocks.
+    # If there is a `cache_mask`, the keys belong to two blocks.
     key_multiple = 128 if cache_mask is None else 256
     if queries % 128 or keys % key_multiple or max(queries, keys) > _MAX_SLOTS:
         return (
@@ -105,7 +106,7 @@ class _Settings(NamedTuple):
     Attributes:
       masks: True if the first half of the keys may be unreadable.
       null_keys: True if unreadable keys count as zero keys with zero values.
-      interpret: runs on any device, slowly.
+      interpret: True runs the kernels on any device, slowly.
     """
 
     masks: bool
@@ -117,11 +118,11 @@ class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
     q: Float[Array, "B H T K"]
-    # In keys and values, the first axis is the blocks of all lanes.
+    # The first axis of `k` and `v` has the blocks of all lanes.
     k: Float[Array, "X H S K"]
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
-    # `scale` is the length of the queries if the kernel normalizes them.
+    # The kernel normalizes the queries to the length `scale`; None means no normalization.
     scale: Float[Array, " H"] | None
 
     @property
@@ -135,13 +136,15 @@ class _Arguments(NamedTuple):
         return self.q.shape[2] // self.blocks
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Returns the shape of arrays with one number per query, which are row
-        vectors of blocks.
+        """Returns the shape of an array with one number per query: a row vector for each block of
+        queries.
         """
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
-        """Returns the lengths of queries, one row of 128 equal numbers per head, or None."""
+        """Returns the length to which each head's queries are normalized, repeated to a row of 128
+        numbers; None if queries are not normalized.
+        """
         if self.scale is None:
             return None
         wide = self.scale.astype(jnp.float32)[:, None, None]
@@ -165,7 +168,8 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
         products=2,
     )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    # If the kernel normalizes the queries, the backward pass needs them as they were before.
+    # If the kernel normalizes the queries, the backward pass needs the queries as they were before
+    # the normalization.
     if arguments.scale is not None:
         arguments = arguments._replace(q=input_residual(q))
     return tokens_first(y), (arguments, y, lse)
@@ -254,7 +258,7 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns x with zeros in its first half if that half is unreadable."""
+        """Returns x, with zeros in the first half if the first half of the keys is unreadable."""
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 

@@ -17,10 +17,10 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query, in the dtype of v.
+    """Returns the attention output of every query over all readable keys, in the dtype of v.
 
-    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
-    `cache_mask`, every key is readable.
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. If `cache_mask` is
+    None, every key is readable.
     """
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
     if cache_mask is None:

@@ -1,8 +1,9 @@
 """Softmax attention over all keys in plain XLA, with a hand-written backward pass.
 
-Autodiff would save three arrays of Q x S, and a scan would stack each of them. The hand-written
-pass saves one. The softmax's gradient subtracts a sum over S keys, which equals a sum over the K
-numbers of the output and its gradient; the pass computes the latter.
+Autodiff would save three arrays of Q x S, and a scan would stack each of these arrays. The
+hand-written backward pass needs one of them. The gradient of a softmax subtracts, for each query, a
+sum over S keys. This sum equals the dot product of the query's output and the output's gradient,
+which is a sum over K numbers only and is computed instead.
 
 In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
 of a head; *B has the rows of the batch and, if there are several, their blocks.
@@ -25,10 +26,10 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query, in the dtype of v.
+    """Returns the attention output of every query over all readable keys, in the dtype of v.
 
-    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
-    `cache_mask`, every key is readable.
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. If `cache_mask` is
+    None, every key is readable.
     """
     mask = None
     if cache_mask is not None:
@@ -54,8 +55,8 @@ def attend_by_head(
       queries: already multiplied by any scale.
       keys: the keys.
       values: the values.
-      mask: None stands for all keys; a row must have at least one True.
-      dropout: factors of the softmax weights.
+      mask: True for keys that a query sees, at least one for each query; None for all keys.
+      dropout: factors by which the softmax weights are multiplied; None for no dropout.
       null_keys: True makes masked keys count as zero keys with zero values.
     """
     return _attend(queries, keys, values, mask, dropout, null_keys)
@@ -77,7 +78,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
     if mask is not None:
-        # The shape becomes [*B, 1, 1, S] or [*B, 1, Q, S].
+        # The mask gets the shape [*B, 1, 1, S] or [*B, 1, Q, S].
         mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
         logits = jnp.where(mask, logits, 0.0 if null_keys else MASKED)
     weights = jax.nn.softmax(logits, axis=-1)

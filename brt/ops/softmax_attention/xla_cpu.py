@@ -1,10 +1,11 @@
 """Softmax attention over all keys for XLA's CPU backend, with logits as [keys, queries].
 
-Maxima then go down columns, many of them side by side, and all six products multiply [M, K] by [K,
-N] in memory order; XLA's CPU backend takes up to twice as long for other orders. Only arrays as
-wide as a head are transposed for this. The product with the values also computes the sums of the
-weights, by a column of ones. The backward pass saves exp(logits - maximum) instead of the softmax,
-because dividing arrays as tall as a head is cheaper.
+With this layout a maximum is taken over a column, and many columns are processed side by side. All
+six matrix products multiply [M, K] by [K, N] in memory order; XLA's CPU backend takes up to twice
+as long for other orders. Only arrays as wide as a head are transposed for this purpose. The product
+with the values also computes the sums of the weights, by a column of ones. The backward pass saves
+exp(logits - maximum) instead of the softmax, because the division by the sums is cheaper for the
+output, whose columns are only as tall as a head.
 
 In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
 of a head; *B has the rows of the batch and, if there are several, their blocks.
@@ -27,10 +28,10 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query, in the dtype of v.
+    """Returns the attention output of every query over all readable keys, in the dtype of v.
 
-    The arguments are those of `api.attend_to_blocks`, with heads before tokens. Without
-    `cache_mask`, every key is readable.
+    The arguments are those of `api.attend_to_blocks`, with heads before tokens. If `cache_mask` is
+    None, every key is readable.
     """
     if cache_mask is None:
         return _attend(q, k, v, None)

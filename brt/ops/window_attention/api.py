@@ -40,7 +40,9 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function` for the concatenated keys and values."""
+        """Returns the result of `function`, called with the cached and the new keys as one array,
+        and the values likewise. With a scale, queries and keys are normalized first.
+        """
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
         )
@@ -55,7 +57,9 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an implementation as `_with_joined_keys` does; dropout masks become factors."""
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
-        """Returns the result of `function` with dropout's factors as the last input."""
+        """Returns the result of `function`, called with the factors of the dropout mask in place of
+        the mask, which is the last of `inputs`.
+        """
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
@@ -106,8 +110,8 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
     The logits are q.k + bias, without a scale.
 
@@ -124,14 +128,16 @@ def window_part(
       attend_to_self: True if the nearest key is the token itself.
       null_keys: True makes unreadable keys count as zero keys with zero values instead of being
         ignored, as the original code does at the start of a document.
-      scale: if not None, keys are normalized first, and queries are normalized to this length.
+      scale: the length of each head's queries after normalization, where keys are normalized to
+        length 1; None for no normalization.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
     Returns:
       The attention output [B, T, H, K] in the dtype of `values`, with zeros where a token sees no
         key, and the float32 log-sum-exp [B, T, H] of the logits, which dropout does not affect.
-        More keys can be added by `partial_attention.merge_parts`.
+        The function `partial_attention.merge_parts` combines the result with attention to other
+        keys.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -155,12 +161,19 @@ def window_part_step(
     null_keys: bool = False,
     normalize_keys: bool = False,
 ) -> AttentionPart:
-    """Returns the attention output of one token, row `position` of a block, and its log-sum-exp.
+    """Returns the attention output of one token of each row over the token's window, and the
+    log-sum-exp of the token's logits.
 
-    `keys` and `values` are a ring buffer. Slots up to `position` have the current block, including
-    the token's own key. The other slots still have the previous block, which `cache_mask` makes
-    readable or not. If tokens do not see themselves, the token's own slot still has the previous
-    block. `normalize_keys` is True if the logits are those of normalized keys.
+    Args:
+      query: the query of the token, already multiplied by any scale.
+      keys, values: a ring buffer with a slot for each position of a block. Slots up to `position`
+        have the current block, including the token's own key. The other slots still have the
+        previous block. Without `attend_to_self`, the token's own slot also has the previous block.
+      bias: as for `window_part`.
+      cache_mask: True if the token may read the previous block.
+      position: the index of the token in its block.
+      attend_to_self, null_keys: as for `window_part`.
+      normalize_keys: True if the logits are to be computed with normalized keys.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
@@ -169,9 +182,12 @@ def window_part_step(
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
     own = slots <= position - nearest
-    mask = (own[None] | cache_mask[:, None])[:, None]  # [B, 1, W]
+    # The axes of `mask` are [B, 1, W].
+    mask = (own[None] | cache_mask[:, None])[:, None]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
-    if normalize_keys:  # Scaling logits saves writing a normalized copy of all keys.
+    # To normalize the keys, the logits are divided by the keys' norms. This saves writing a
+    # normalized copy of all keys.
+    if normalize_keys:
         logits *= inverse_norms(keys).swapaxes(1, 2)
     if null_keys:
         logits = jnp.where(mask, logits, 0.0)
