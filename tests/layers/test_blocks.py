@@ -5,26 +5,20 @@ A document is read in one piece, in segments, and token by token, always with th
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import flax.linen as nn
+import decay_layer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decay_layer import Decay
 
-from brt.config import Config, Kernels, Model, Sampling, Training
-from brt.config import kinds as sections
-from brt.config.fields import adaptable
-from brt.config.kinds import KindSection
+from brt.config import Config, Model, Sampling, Training
 from brt.errors import ConfigError
 from brt.generation.session import Session
-from brt.layers import kinds
-from brt.layers.basic import ONES, parameter
-from brt.layers.kinds import LayerKind
 from brt.layers.sections import Recurrence
-from brt.layers.state import LayerOutput
 from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
@@ -33,63 +27,6 @@ from brt.types import Variables
 TOLERANCE = 2e-5  # of hidden vectors and states of magnitude 1, float32
 LANES, TOKENS, VOCABULARY = 2, 48, 16
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decay(KindSection):
-    """A recurrence over tokens: a decaying sum of everything that was read."""
-
-    kind: ClassVar[str] = "decay"
-    any_window: ClassVar[bool] = True
-
-    layers: tuple[int, ...] = adaptable(())
-
-
-class DecayState(NamedTuple):
-    total: jax.Array  # [B, D]
-
-
-class DecayLayer(nn.Module):
-    """y_t = x_t + w s_t and s_t = s_(t-1) / 2 + x_t: the state changes with every token."""
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
-    def setup(self) -> None:
-        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
-
-    def __call__(
-        self, x: jax.Array, *, state: DecayState, document_start: jax.Array, **_: Any
-    ) -> LayerOutput:
-        length = x.shape[1] // document_start.shape[1]
-        starts = jnp.zeros(x.shape[:2], bool).at[:, ::length].set(document_start)
-
-        def step(total: jax.Array, token: tuple) -> tuple:
-            total = jnp.where(token[1][:, None], 0, total) / 2 + token[0]
-            return total, total
-
-        total, sums = jax.lax.scan(step, state.total, (x.swapaxes(0, 1), starts.T))
-        return LayerOutput(x + sums.swapaxes(0, 1) * self.weight[None, None], DecayState(total))
-
-    def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, state)
-
-    def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
-        total = block.total / 2 + x[:, 0]
-        return LayerOutput(x + (total * self.weight[None])[:, None], DecayState(total))
-
-    def end_block(self, x: None, *, block: DecayState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, block)
-
-
-DECAY = LayerKind(
-    DecayLayer,
-    lambda model, batch, dtype: DecayState(jnp.zeros((batch, model.model_dim), dtype)),
-    lambda model: DecayState(("lanes", None)),  # type: ignore[arg-type]
-    parts={"state": ("total",)},
-    flops=lambda model: 2 * model.model_dim,
-    section=Decay,
-)
 PLAIN = Model(
     layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=16, vocab_size=VOCABULARY, window=8,
     relative_buckets=4, relative_max_distance=8, dtype="float32",
@@ -110,11 +47,8 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
-        patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
-        kinds.register_kind("decay", DECAY)
+def _registered() -> Iterator[None]:
+    with decay_layer.registered():
         yield
 
 

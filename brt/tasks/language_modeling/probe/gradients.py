@@ -3,11 +3,12 @@
 import dataclasses
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt import tree_utils
@@ -20,8 +21,10 @@ from brt.models.decoder import new_state
 from brt.tasks.interface import Aux, LossInputs
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.loss import loss
-from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
+from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Batch, Variables
+
+States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by layer index.
 
 
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
@@ -34,9 +37,9 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
     Returns:
       JSON with these entries. `parameters`: number of parameters. `starved`: names of parameters
         without any gradient. `not_finite`: names of parameters with a gradient that is not finite.
-        `states`: for every recurrent layer, `blocks`, the norms of d nats of block n / d states
-        before the segment, for each block n, and `through`, the norm that remains of a unit
-        gradient that flows back through the states of the layer alone. `verdict`: a sentence that
+        `states`: for every layer with a recurrent state, `blocks`, the norms of d nats of block n /
+        d state before the segment, for each block n, and `through`, the norm that remains of a unit
+        gradient that flows back through the state of the layer alone. `verdict`: a sentence that
         sums this up.
     """
     config = _without_dropout(config)
@@ -147,36 +150,38 @@ def _backward(
 def _state_reach(
     config: Config, variables: Variables, carried: StackState, batch: Batch
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
-    """Returns gradient norms at the states before the segment, by recurrent layer.
+    """Returns gradient norms at the recurrent states before the segment, by layer.
 
     The first dict has the gradient norm of each block's nats in the first lane. The second one has
-    the norm of a random unit cotangent of the layer's final states, pulled back through the
+    the norm of a random unit cotangent of the layer's final state, pulled back through the
     segment.
     """
-    before = recurrent_vectors(config.model, carried)
+    before = layer_states(config.model, carried)
     if not before:
         return {}, {}
 
-    def read(vectors: dict[int, Array]) -> tuple[Float[Array, " N"], dict[int, Array]]:
-        """Returns the nats of each block in the first lane, and the state vectors after the
-        segment.
-        """
-        state = with_vectors(config.model, carried, vectors)
+    def read(states: States) -> tuple[Float[Array, " N"], States]:
+        """Returns the nats of each block in the first lane, and its states after the segment."""
+        state = with_states(config.model, carried, states)
         nats, after = block_nats(config, variables, state, batch)
-        return nats[0], {k: v[0] for k, v in recurrent_vectors(config.model, after).items()}
+        return nats[0], jax.tree.map(lambda x: x[0], layer_states(config.model, after))
 
     (nats, after), pull_back = jax.vjp(read, before)
     blocks, probes = nats.size, nats.size + len(after)
     nat_cotangents = jnp.eye(probes, blocks, dtype=nats.dtype)
     state_cotangents = {}
-    for row, (layer, vectors) in enumerate(after.items(), start=blocks):
-        unit = jax.random.normal(jax.random.key(layer), vectors.shape)
-        unit = unit / jnp.linalg.norm(unit)
-        state_cotangents[layer] = jnp.zeros((probes, *unit.shape)).at[row].set(unit)
+    for row, (layer, arrays) in enumerate(after.items(), start=blocks):
+        noise = [jax.random.normal(jax.random.key(layer), array.shape) for array in arrays]
+        length = optax.tree.norm(noise)
+        state_cotangents[layer] = [
+            jnp.zeros((probes, *x.shape), array.dtype).at[row].set(x / length)
+            for x, array in zip(noise, arrays, strict=True)
+        ]
 
-    def norms(cotangent: tuple[Array, dict[int, Array]]) -> dict[int, Float[Array, ""]]:
-        """Returns the norm of the gradient at each layer's states for one cotangent of `read`."""
-        return jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, pull_back(cotangent)[0]))
+    def norms(cotangent: tuple[Array, States]) -> dict[int, Float[Array, ""]]:
+        """Returns the norm of the gradient at each layer's state for one cotangent of `read`."""
+        (gradients,) = pull_back(cotangent)
+        return {layer: optax.tree.norm(arrays) for layer, arrays in gradients.items()}
 
     # lax.map runs one backward pass after the other, which bounds the memory.
     reach = jax.lax.map(norms, (nat_cotangents, state_cotangents))

@@ -29,7 +29,7 @@ from brt.distributed.mesh import place_like
 from brt.layers.runs import StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
-from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_metrics
+from brt.tasks.language_modeling.probe.states import layer_states, state_metrics
 from brt.types import Batch, Variables
 
 PARTS = ("state", "cache", "memory")
@@ -54,7 +54,7 @@ class InterventionResult:
       tokens, bytes: number of scored tokens in the block, and of their bytes.
       foreign: False where the "shuffled" intervention had no other lane to take the memory from.
       nats: nats of the blocks for each intervention; the key None is the unchanged model.
-      states: metrics of the states of each recurrent layer, averaged over lanes and segments.
+      states: metrics of each layer's recurrent state, averaged over lanes and segments.
     """
 
     segment_blocks: int
@@ -217,7 +217,7 @@ class _Streams:
         return np.broadcast_to(foreign[:, None], document.shape), nats
 
     def state_means(self) -> dict[int, dict[str, float]]:
-        """Returns the mean of each metric of the states, by recurrent layer.
+        """Returns the mean of each metric of the recurrent states, by layer.
 
         The result is empty if no lane ended in a document.
         """
@@ -228,8 +228,8 @@ class _Streams:
         }
 
     def _layer_metrics(self, carried: StackState) -> dict[int, dict[str, Array]]:
-        vectors = recurrent_vectors(self._config.model, carried)
-        return {layer: state_metrics(v)._asdict() for layer, v in vectors.items()}
+        states = layer_states(self._config.model, carried)
+        return {layer: state_metrics(arrays)._asdict() for layer, arrays in states.items()}
 
     def _add_metrics(self) -> None:
         if not self._active.any():

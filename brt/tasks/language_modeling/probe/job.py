@@ -45,7 +45,7 @@ def probe_report(
     """Returns the results of all probes as JSON: protocol, memory, positions, gradients and layers.
 
     `memory` has a row for each combination of a part of the memory and its replacement; `layers`
-    has a row for each recurrent layer.
+    has a row for each layer with a recurrent state.
 
     Args:
       config: config of the model.
@@ -138,8 +138,8 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
 def layers(
     config: Config, variables: Variables, store: TokenStore, result: InterventionResult
 ) -> list[dict[str, Any]]:
-    """Returns a description of the gate, the memory horizon and the states of each recurrent
-    layer.
+    """Returns a description of the gate, the memory horizon and the state of each layer with a
+    recurrent state.
     """
     window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)

@@ -1,18 +1,20 @@
-"""Memory horizon of recurrent layers, measured by perturbing their states.
+"""Memory horizon of layers with a recurrent state, measured by perturbing that state.
 
 A gate that depends on its input has no fixed half-life. Therefore one lane reads a text
-unchanged, and for each recurrent layer another lane reads the same text with slightly perturbed
-states of that layer. The share of the difference that remains after k blocks is measured. The
-method works for every kind of gate and includes what self-attention of the states preserves.
+unchanged, and for each layer with a recurrent state another lane reads the same text with a
+slightly perturbed state of that layer. The share of the difference that remains after k blocks is
+measured. The method works for every kind of gate and includes what self-attention of the states
+preserves.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import islice, takewhile
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 
 from brt.config import Config, Model
@@ -23,7 +25,7 @@ from brt.distributed.mesh import place_like
 from brt.layers.runs import StackState
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
-from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
+from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Variables
 
 BLOCKS = 16  # The number of blocks that are read after the perturbation.
@@ -31,10 +33,10 @@ _SIZE = 0.01  # The size of the perturbation relative to the root mean square of
 
 
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
-    """Returns the share of a perturbation that remains after 1, 2 ... blocks, by recurrent layer.
+    """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
     The blocks are those of the longest document in `store`. The lists are shorter or empty if that
-    document is too short.
+    document is too short, and empty for states that are zero.
     """
     model = config.model
     batches = evaluation_batches(
@@ -45,7 +47,7 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
     document = takewhile(lambda b: b[1] == longest and b[0].scored.all(), batches)
     blocks = [batch for batch, _ in islice(document, before + BLOCKS)]
     before = min(before, len(blocks) - 1)
-    layers = sorted(jax.eval_shape(lambda: recurrent_vectors(model, new_state(model, 1))))
+    layers = sorted(jax.eval_shape(lambda: layer_states(model, new_state(model, 1))))
     if not layers or before < 1:
         return {layer: [] for layer in layers}
     read = jax.jit(lambda *args: block_nats(config, *args)[1])
@@ -61,7 +63,8 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
         carried = read(variables, carried, lanes)
         if index >= before:
             for layer, distance in _distances(model, carried).items():
-                remaining[layer].append(distance / initial[layer])
+                if initial[layer] > 0:  # A state of zeros is not perturbed.
+                    remaining[layer].append(distance / initial[layer])
     return remaining
 
 
@@ -85,22 +88,26 @@ def half_life_blocks(remaining: list[float]) -> float | None:
 
 
 def _perturb(model: Model, carried: StackState) -> StackState:
-    """Adds noise to the states of the i-th recurrent layer in lane 1 + i."""
-    vectors = recurrent_vectors(model, carried)
-    for lane, layer in enumerate(sorted(vectors), start=1):
-        states = vectors[layer][lane]
-        noise = jax.random.normal(jax.random.key(layer), states.shape)
-        size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(states)))
-        vectors[layer] = vectors[layer].at[lane].add(size * noise)
-    return with_vectors(model, carried, vectors)
+    """Adds noise to the recurrent state of the i-th layer that has one, in lane 1 + i."""
+    states = layer_states(model, carried)
+    for lane, layer in enumerate(sorted(states), start=1):
+
+        def noisy(array: Float[Array, "B ..."], lane: int = lane, layer: int = layer) -> Array:
+            """Returns the array with noise in a lane, relative to its root mean square there."""
+            noise = jax.random.normal(jax.random.key(layer), array.shape[1:])
+            size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(array[lane])))
+            return array.at[lane].add(size * noise)
+
+        states[layer] = list(map(noisy, states[layer]))
+    return with_states(model, carried, states)
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """Returns for each layer the distance of its perturbed states from those of lane 0."""
+    """Returns for each layer the distance of its perturbed state from that of lane 0."""
 
-    def distance(vectors: Float[Array, "B S D"], lane: int) -> float:
-        """Returns the distance between the states of a lane and those of lane 0."""
-        return float(jnp.sqrt(jnp.sum(jnp.square(vectors[lane] - vectors[0]))))
+    def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
+        """Returns the distance between the state of a lane and that of lane 0."""
+        return float(optax.tree.norm([(x[lane] - x[0]).astype(jnp.float32) for x in arrays]))
 
-    vectors: dict[int, Any] = recurrent_vectors(model, carried)
-    return {layer: distance(vectors[layer], lane) for lane, layer in enumerate(sorted(vectors), 1)}
+    states = layer_states(model, carried)
+    return {layer: distance(states[layer], lane) for lane, layer in enumerate(sorted(states), 1)}

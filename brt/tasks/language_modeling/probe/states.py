@@ -1,19 +1,20 @@
-"""Metrics of recurrent layers that are computed from parameters and carried states alone."""
+"""Metrics of recurrent states that are computed from parameters and carried states alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, PyTreeDef
 
 from brt.config import Config, Model
 from brt.distributed import rules
 from brt.layers import kinds
-from brt.layers.runs import StackState, runs
+from brt.layers.runs import Run, StackState, parts, runs
 from brt.layers.sections import Recurrence
+from brt.layers.state import LayerState
 
 # The number of lanes for which training computes the metrics. The Gram matrices of all lanes would
 # need much memory.
@@ -36,12 +37,17 @@ class StateMetrics(NamedTuple):
     similarity: Float[Array, " B"]
 
 
-def state_metrics(vectors: Float[Array, "B S D"]) -> StateMetrics:
+def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
     """Returns the metrics of a layer's state vectors, computed from one matrix product.
 
     An eigendecomposition would be slow.
+
+    Args:
+      states: the arrays of the layer's recurrent state. The vectors are the rows of the largest
+        array; an array [B, D] is one vector.
     """
-    v = vectors.astype(jnp.float32)
+    largest = max(states, key=lambda array: array.size)
+    v = largest.reshape(len(largest), -1, largest.shape[-1]).astype(jnp.float32)
     count = v.shape[1]
     squares = jnp.square(v).sum(2)
     lengths = jnp.sqrt(squares)
@@ -55,28 +61,46 @@ def state_metrics(vectors: Float[Array, "B S D"]) -> StateMetrics:
     return StateMetrics(lengths.mean(1), rank, cosines / max(count * (count - 1), 1))
 
 
-def recurrent_vectors(model: Model, carried: StackState) -> dict[int, Float[Array, "B S D"]]:
-    """Returns the state vectors of each recurrent layer in a carried state, by layer index."""
-    vectors, first = {}, 0
-    for (_, kind, count, _), state in zip(runs(model), carried, strict=True):
-        if kinds.of(kind).recurs:
-            vectors |= {first + i: state.vectors[:, i] for i in range(count)}
-        first += count
-    return vectors
+def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Array, "B ..."]]]:
+    """Returns the recurrent state of each layer that has one, by layer index.
+
+    The recurrent state of a layer consists of the floating-point arrays in the part "state" of its
+    carried state (`LayerKind.parts`): state vectors that change with every block or token.
+    """
+    states: dict[int, list[Array]] = {}
+    first = 0
+    for run, state in zip(runs(model), carried, strict=True):
+        if arrays := [leaf for leaf in _state_leaves(run, state)[0] if _is_float(leaf)]:
+            states |= {first + i: [leaf[:, i] for leaf in arrays] for i in range(run.layers)}
+        first += run.layers
+    return states
 
 
-def with_vectors(
-    model: Model, carried: StackState, vectors: Mapping[int, Float[Array, "B S D"]]
+def with_states(
+    model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
-    """Returns the carried state with other state vectors; the inverse of `recurrent_vectors`."""
+    """Returns the carried state with other recurrent states; the inverse of `layer_states`."""
     after, first = [], 0
-    for (_, kind, count, _), state in zip(runs(model), carried, strict=True):
-        if kinds.of(kind).recurs:
-            stacked = jnp.stack([vectors[first + i] for i in range(count)], axis=1)
-            state = state._replace(vectors=stacked)
-        after.append(state)
-        first += count
+    for run, state in zip(runs(model), carried, strict=True):
+        leaves, fields = _state_leaves(run, state)
+        layers = [iter(states.get(first + i, ())) for i in range(run.layers)]
+        replaced = [
+            jnp.stack([next(layer) for layer in layers], axis=1) if _is_float(leaf) else leaf
+            for leaf in leaves
+        ]
+        after.append(state._replace(**jax.tree.unflatten(fields, replaced)))
+        first += run.layers
     return tuple(after)
+
+
+def _state_leaves(run: Run, state: LayerState) -> tuple[list[Array], PyTreeDef]:
+    """Returns the arrays of the part "state" of a run's state, and their structure."""
+    names = run.layer_kind.parts.get("state", ())
+    return jax.tree.flatten({name: getattr(state, name) for name in names})
+
+
+def _is_float(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Array, " D"]]:
@@ -87,7 +111,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     """
     decays, first = {}, 0
     for name, kind, count, _ in runs(model):
-        if kinds.of(kind).recurs and model.of(Recurrence).gate == "fixed":
+        if kinds.of(kind).section is Recurrence and model.of(Recurrence).gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
             # softplus(-b) equals -log sigmoid(b).
@@ -108,7 +132,7 @@ def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D
 
 
 class StateProbe:
-    """Function from parameters and carry to the metrics of recurrent layers that training logs.
+    """Function from parameters and carry to the metrics of recurrent states that training logs.
 
     It reads a few lanes and is compiled once. The half-life is the median over channels. It is
     defined for fixed gates only, because other gates depend on the text.
@@ -117,12 +141,12 @@ class StateProbe:
     def __init__(self, config: Config):
         self._model = config.model
         self._metrics = rules.jit(self._compute)
-        self._recurs = any(kinds.of(kind).recurs for kind in config.model.layer_types)
+        self._has_states = "state" in parts(config.model)
 
     def _compute(self, params: PyTree[Array], carried: StackState) -> dict[str, Array]:
         values = {}
-        for layer, vectors in recurrent_vectors(self._model, carried).items():
-            for name, value in state_metrics(vectors[:_LANES])._asdict().items():
+        for layer, states in layer_states(self._model, carried).items():
+            for name, value in state_metrics([x[:_LANES] for x in states])._asdict().items():
                 values[f"probe/layer_{layer}/state_{name}"] = jnp.mean(value)
         for layer, decay in fixed_gate_decay(self._model, params).items():
             tokens = half_life_tokens(decay, self._model.block_length)
@@ -130,5 +154,5 @@ class StateProbe:
         return values
 
     def __call__(self, params: PyTree[Array], carried: StackState) -> dict[str, Any]:
-        """Returns metrics by tag; empty if no layer is recurrent."""
-        return self._metrics(params, carried) if self._recurs else {}
+        """Returns metrics by tag; empty if no layer has a recurrent state."""
+        return self._metrics(params, carried) if self._has_states else {}

@@ -54,7 +54,7 @@ def span(row: dict[str, Any]) -> str:
 def _layers(report: dict[str, Any]) -> Iterator[str]:
     if not report["layers"]:
         return
-    yield "recurrent layers: number of tokens after which half of a perturbation of the states is"
+    yield "recurrent states: number of tokens after which half of a perturbation of the states is"
     yield "left; the vectors' length, effective rank, mean cosine; gradient through a segment"
     yield _row("layer", "half-life", "length", "rank", "cosine", "gradient")
     through = {row["layer"]: row["through"] for row in report["gradients"]["states"]}

@@ -14,9 +14,9 @@ from brt.tasks.language_modeling.probe.states import (
     StateProbe,
     fixed_gate_decay,
     half_life_tokens,
-    recurrent_vectors,
+    layer_states,
     state_metrics,
-    with_vectors,
+    with_states,
 )
 
 TOLERANCE = 1e-5  # float32, relative
@@ -26,18 +26,18 @@ def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
     same = jnp.tile(jnp.asarray([[3.0, 4.0, 0.0]]), (4, 1))
     axes = jnp.concatenate([2 * jnp.eye(3), jnp.zeros((1, 3))])
     compiled = jax.jit(state_metrics)
-    metrics = compiled(jnp.stack([same, axes]))
+    metrics = compiled([jnp.stack([same, axes])])
     np.testing.assert_allclose(metrics.norm, [5, 6 / 4], rtol=TOLERANCE)
     np.testing.assert_allclose(metrics.rank, [1, 3], rtol=TOLERANCE)
     assert metrics.similarity[0] == pytest.approx(1)
-    orthogonal = compiled(5 * jnp.eye(3)[None])
+    orthogonal = compiled([5 * jnp.eye(3)[None]])
     assert orthogonal.rank[0] == pytest.approx(3) and abs(orthogonal.similarity[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 8, 5)])
 def test_figures_are_those_of_a_decomposition(shape: tuple[int, ...]) -> None:
     vectors = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)
-    metrics = state_metrics(jnp.asarray(vectors))
+    metrics = state_metrics([jnp.asarray(vectors)])
     for lane, rows in enumerate(vectors):
         energy = np.linalg.svd(rows, compute_uv=False) ** 2
         assert metrics.rank[lane] == pytest.approx(energy.sum() ** 2 / (energy**2).sum(), rel=1e-5)
@@ -62,7 +62,7 @@ def test_the_half_life_of_a_known_gate(layout: str, gates: int, tiny: Config, pa
 
 def test_training_logs_recurrent_layers_only(tiny: Config, params: Any) -> None:
     carried = new_state(tiny.model, 2)
-    carried = with_vectors(tiny.model, carried, {0: jnp.ones((2, 6, 16))})
+    carried = with_states(tiny.model, carried, {0: [jnp.ones((2, 6, 16))]})
     values = StateProbe(tiny)(params, carried)
     names = ("state_norm", "state_rank", "state_similarity", "gate_half_life_tokens")
     assert set(values) == {f"probe/layer_0/{name}" for name in names}
@@ -75,8 +75,8 @@ def test_training_logs_recurrent_layers_only(tiny: Config, params: Any) -> None:
 def test_vectors_are_found_and_put_back_by_layer(tiny: Config) -> None:
     model = with_settings(tiny.model, {"layers": 5, "Recurrence.layers": (0, 2, 3)})
     carried = new_state(model, 2)
-    vectors = recurrent_vectors(model, carried)
+    vectors = layer_states(model, carried)
     assert sorted(vectors) == [0, 2, 3]
-    marked = {layer: v + layer for layer, v in vectors.items()}
-    found = recurrent_vectors(model, with_vectors(model, carried, marked))
+    marked = {layer: [v[0] + layer] for layer, v in vectors.items()}
+    found = layer_states(model, with_states(model, carried, marked))
     jax.tree.map(np.testing.assert_array_equal, found, marked)

@@ -1,0 +1,88 @@
+"""A kind of layer that changes its state with every token, for tests: a recurrence over tokens."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from brt.config import Kernels, Model
+from brt.config import kinds as sections
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
+from brt.layers import kinds
+from brt.layers.basic import ONES, parameter
+from brt.layers.kinds import LayerKind
+from brt.layers.state import LayerOutput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decay(KindSection):
+    """A recurrence over tokens: a decaying sum of everything that was read."""
+
+    kind: ClassVar[str] = "decay"
+    any_window: ClassVar[bool] = True
+
+    layers: tuple[int, ...] = adaptable(())
+
+
+class DecayState(NamedTuple):
+    total: jax.Array  # [B, D]
+
+
+class DecayLayer(nn.Module):
+    """y_t = x_t + w s_t and s_t = s_(t-1) / 2 + x_t: the state changes with every token."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
+
+    def __call__(
+        self, x: jax.Array, *, state: DecayState, document_start: jax.Array, **_: Any
+    ) -> LayerOutput:
+        length = x.shape[1] // document_start.shape[1]
+        starts = jnp.zeros(x.shape[:2], bool).at[:, ::length].set(document_start)
+
+        def step(total: jax.Array, token: tuple) -> tuple:
+            total = jnp.where(token[1][:, None], 0, total) / 2 + token[0]
+            return total, total
+
+        total, sums = jax.lax.scan(step, state.total, (x.swapaxes(0, 1), starts.T))
+        return LayerOutput(x + sums.swapaxes(0, 1) * self.weight[None, None], DecayState(total))
+
+    def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, state)
+
+    def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
+        total = block.total / 2 + x[:, 0]
+        return LayerOutput(x + (total * self.weight[None])[:, None], DecayState(total))
+
+    def end_block(self, x: None, *, block: DecayState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, block)
+
+
+DECAY = LayerKind(
+    DecayLayer,
+    lambda model, batch, dtype: DecayState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model: DecayState(("lanes", None)),  # type: ignore[arg-type]
+    parts={"state": ("total",)},
+    flops=lambda model: 2 * model.model_dim,
+    section=Decay,
+)
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Registers the kind until the end of the context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+        patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
+        kinds.register_kind("decay", DECAY)
+        yield

@@ -1,0 +1,53 @@
+"""Probes of layers whose state changes with every token, and of windows that are not blocks."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import decay_layer
+import numpy as np
+import pytest
+from decay_layer import Decay
+
+from brt.config import Config
+from brt.data.preparation import Dataset
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import ByteTokenizer
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.states import StateProbe
+from brt.tasks.language_modeling.probe.text import text
+from brt.types import Variables
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with decay_layer.registered():
+        yield
+
+
+def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
+    tiny: Config, store: TokenStore, random_params: Callable
+) -> None:
+    """Below the recurrence over tokens is a window of three blocks."""
+    model = dataclasses.replace(
+        tiny.model, layers=2, layer_windows=(12, 0), kinds=(Decay(layers=(1,)),)
+    )
+    config, variables = dataclasses.replace(tiny, model=model), Variables(random_params(model))
+    dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})
+    report = job.probe_report(config, variables, dataset, "test")
+    assert [(row["part"], row["how"]) for row in report["memory"]] == [
+        (part, how) for part in ("state", "cache") for how in ("zeroed", "shuffled", "frozen")
+    ]
+    assert all(row["difference"] != 0 for row in report["memory"])
+    assert report["gradients"]["starved"] == []
+    (layer,), (gradients,) = report["layers"], report["gradients"]["states"]
+    assert layer["layer"] == gradients["layer"] == 1 and layer["gate"] is None
+    # Every token halves the state, and the layer below does not read it.
+    np.testing.assert_allclose(layer["retention"][:2], [2**-4, 2**-8], rtol=0.01)
+    assert layer["half_life_tokens"] == pytest.approx(1, rel=0.01)
+    assert gradients["through"] == pytest.approx(2**-8, rel=0.01)
+    assert len(gradients["blocks"]) == 2 and min(gradients["blocks"]) > 0
+    assert layer["state"]["norm"] > 0 and layer["state"]["rank"] == pytest.approx(1)
+    assert "recurrent states" in text({**report, "workdir": "run", "step": 1})
+    logged = StateProbe(config)(variables.params, new_state(model, 2))
+    assert set(logged) == {f"probe/layer_1/state_{name}" for name in layer["state"]}
