@@ -171,7 +171,7 @@ def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, in
     if batch is None:
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
-    shapes = runs.shaped(config, topology.devices)
+    shapes = runs.compute_shapes(config, topology.devices)
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
     positions = reader.positions(batch) if reader else jax.tree.leaves(batch)[0].size

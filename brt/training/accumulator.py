@@ -22,7 +22,7 @@ class MetricAccumulator:
     The state is saved in checkpoints, so that a resumed run reports the same numbers.
 
     Args:
-      saved: result of `state`; None at step 0.
+      saved: the totals in a checkpoint, as the method `state` returned them; None at step 0.
       spike_factor: Training.spike_factor.
       on_skip: called with the number of every step that left the train state unchanged, and with
         the reason.
@@ -43,7 +43,11 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Continues from a saved state, or from zero; drops the metrics of a running step."""
+        """Replaces all totals, and drops the metrics of a step that is still running.
+
+        Args:
+          saved: the totals in a checkpoint, as `state` returned them; None resets all to zero.
+        """
         self.tokens_seen = self.skipped = 0
         self._restart()
         self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())
@@ -57,11 +61,17 @@ class MetricAccumulator:
         self._pending: tuple[int, StepMetrics] | None = None
 
     def limit(self, step: int) -> float:
-        """Returns the loss above which the step with this number counts as bad."""
+        """Returns the loss, in nats per token, above which the step `step` counts as bad."""
         return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Takes the metrics of a step that is still running, and counts those of the step before.
+        """Stores the metrics of a step, and adds the metrics of the step before to the totals.
+
+        The call does not wait for the step that it stores, which may still be running.
+
+        Args:
+          step: number of the step, counted from 1.
+          metrics: what the train step returned.
 
         Raises:
           BadStep: the loss or gradients of the step before were not finite, or its loss jumped.
@@ -70,7 +80,11 @@ class MetricAccumulator:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Waits for the running step and counts its metrics; raises the errors of `add`."""
+        """Waits for the step that `add` stored, and adds the step's metrics to the totals.
+
+        Raises:
+          BadStep: the loss or gradients of the step were not finite, or its loss jumped.
+        """
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -105,14 +119,15 @@ class MetricAccumulator:
         )
 
     def bits_per_token(self) -> float:
-        """Returns the mean bits per token since the last report, without starting a new
-        interval.
-        """
+        """Returns the mean bits per token of the steps since the last call of `report`."""
         self.flush()
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages since the last report, by tag, and starts a new interval."""
+        """Returns the averages of the metrics since the last call, by tag, and resets them.
+
+        "data/tokens" is no average but the number of scored tokens since step 0.
+        """
         tokens = max(self._tokens, 1.0)
         values = {
             "train/loss": self._nats / tokens,
@@ -130,7 +145,10 @@ class MetricAccumulator:
         self._others = Counter()
 
     def state(self) -> dict[str, Any]:
-        """Returns the totals as JSON for a checkpoint; `flush` has to be called before."""
+        """Returns the totals as JSON, for a checkpoint.
+
+        `flush` has to be called first, because a step that is still stored is not included.
+        """
         return {
             "tokens_seen": self.tokens_seen,
             "nats": self._nats,

@@ -28,17 +28,20 @@ from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
-RECENT = 64  # The number of recent steps whose median loss counts as normal.
-FEWEST = 16  # A loss is not called a jump before so many losses are known.
+# The median loss of this number of recent steps counts as normal.
+RECENT = 64
+# Before this number of losses is known, no loss counts as a jump.
+FEWEST = 16
 _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": list}
 
 
 class BadStep(NonFiniteError):
-    """The error that the update of a step must not be used.
+    """An error which says that the update of a training step must not be used.
 
-    Attributes:
-      step: its number, from 1.
+    Args:
+      step: number of the bad step, counted from 1.
       reason: a phrase that says what is wrong with the step.
+      remedy: a phrase that says what the user can do; a part of the message.
     """
 
     def __init__(self, step: int, reason: str, remedy: str):
@@ -55,7 +58,7 @@ class RecentLosses:
 
     Args:
       factor: Training.spike_factor; 0 for no limit.
-      saved: result of `state`.
+      saved: steps and losses in a checkpoint, as the method `state` returned them.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -63,13 +66,14 @@ class RecentLosses:
         self._losses = deque(((int(s), float(x)) for s, x in saved), maxlen=RECENT + 1)
 
     def add(self, step: int, loss: float) -> None:
-        """Adds the loss of a step that was not bad."""
+        """Adds the loss, in nats per token, of a step that was not bad."""
         if self._factor:
             self._losses.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """Returns the loss above which the loss of a step is a jump; infinity while too few are
-        known.
+        """Returns the loss above which the loss of the step `step` is a jump.
+
+        The limit is infinite while fewer than FEWEST losses are known.
         """
         known = [loss for other, loss in self._losses if other < step - 1][-RECENT:]
         if len(known) < FEWEST:
@@ -77,7 +81,7 @@ class RecentLosses:
         return float(np.float32(self._factor * statistics.median(known)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Returns the steps and losses as JSON, for a checkpoint."""
+        """Returns the pairs of step and loss as JSON, for a checkpoint."""
         return list(self._losses)
 
 
@@ -87,9 +91,10 @@ class BadSteps:
     Args:
       training: the run's settings.
       file: bad_batches.jsonl, which process 0 writes.
-      start: the step that the run starts from. Later skipped steps are forgotten, since the run
-        reaches them again.
-      describe: function from a step (counted from 0) to a description of its batch's documents.
+      start: the step that the run starts from. Records of skipped steps after `start` are deleted,
+        because the run reaches these steps again.
+      describe: function from the index of a batch (0 for step 1) to a description of the documents
+        in the batch.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -109,10 +114,13 @@ class BadSteps:
         return self._training.on_bad_step == "rollback"
 
     def skip_to(self, step: int) -> int:
-        """Returns the step at which the run continues if batches must be left out, otherwise 0.
+        """Returns the step at which the run continues if it has to leave out the next batches.
 
         Args:
           step: number of completed steps.
+
+        Returns:
+          The number of the last step whose batch is left out; 0 if the next batch is used.
         """
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
@@ -175,7 +183,11 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of bad_batches.jsonl; raises CheckpointError if the file is damaged."""
+    """Returns the records of the file bad_batches.jsonl; [] if the file does not exist.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
     records = []
     try:
         for line in filter(None, untrusted.read_file(file).split(b"\n")):

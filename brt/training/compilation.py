@@ -10,8 +10,8 @@ import jax
 from brt import user_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# Compiler options for programs on CPUs. Options that this version of jaxlib does not know are left
-# out.
+# XLA receives these compiler options for programs on CPUs, without the options that the installed
+# version of jaxlib does not know.
 _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         # XLA's newer library for CPUs multiplies many small matrices, as attention does, on a
@@ -40,10 +40,10 @@ def use_cache() -> None:
 
 @functools.cache
 def options() -> Mapping[str, str]:
-    """Returns the compiler options of the programs that train on the current backend.
+    """Returns XLA's options for the train step on the current backend: a value for each name.
 
-    Evaluation uses no options: tasks jit their functions themselves, and jax accepts options only
-    at the outermost jit.
+    Only training passes options to XLA. Evaluation does not, because tasks jit their functions
+    themselves, and jax accepts compiler options only at the outermost jit.
     """
     if jax.default_backend() != "cpu":
         return _NONE

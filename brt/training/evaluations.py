@@ -13,7 +13,7 @@ from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
-SPLIT = "validation"  # The split that is evaluated during training.
+SPLIT = "validation"  # Training evaluates this split.
 _REPORT = {
     "step?": int,
     "ablation?": {"protocol?": dict},
@@ -25,9 +25,9 @@ class Evaluated(NamedTuple):
     """The report of an evaluation, in the forms in which it was written.
 
     Attributes:
-      report: the metrics with their step, JSON.
-      text: the report for people, with a title.
-      line: step, split and the most important metrics in a line.
+      report: the metrics and the step of the checkpoint, as JSON.
+      text: the report as text for people, with a title.
+      line: one line with the step, the split and the most important metrics.
     """
 
     report: dict[str, Any]
@@ -38,13 +38,14 @@ class Evaluated(NamedTuple):
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
     """Returns the tag under which metrics of a split are logged.
 
-    If training evaluates only a part of the split, metrics of the whole split get a tag of their
-    own, because numbers of the two protocols must not share a curve.
+    If training usually evaluates only a part of the split, metrics of the whole split get another
+    tag, because the two kinds of numbers cannot be compared and must not share a curve.
 
     Args:
-      split: the split.
-      evaluator: the evaluator.
-      whole: True if the whole split was evaluated.
+      split: name of the split.
+      evaluator: the evaluator of the split; `evaluator.partial` is True if it usually evaluates a
+        part.
+      whole: True if the metrics are those of the whole split.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
@@ -52,12 +53,12 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that the task selects from a report, by `<tag>/<name>`.
+    """Returns the metrics of an evaluation that are logged as curves, by `<tag>/<name>`.
 
     Args:
-      task: the task.
-      evaluator, split, whole: determine the tag; see `tag`.
-      report: the report.
+      task: the task, whose `select_metrics` chooses the metrics.
+      evaluator, split, whole: arguments of `tag`, which determine the tag.
+      report: all metrics of the evaluation.
     """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
@@ -70,17 +71,18 @@ def write(
     result: EvaluationResult,
     tell: Callable[[Evaluated], object] = lambda evaluated: None,
 ) -> Evaluated:
-    """Writes the files of an evaluation, with the metrics last, and returns its report.
+    """Writes the files of an evaluation, and returns the evaluation's report.
 
-    Since the file of metrics is written last, it shows that the rows, the text and the picture are
-    complete. With several processes, only the first one writes.
+    The file of metrics is written last, so its existence shows that the files of rows, text and
+    plot are complete. With several processes, only the first process writes.
 
     Args:
       workdir: the run directory.
       step: the step of the evaluated checkpoint.
       split: the evaluated split.
-      result: the evaluation.
-      tell: called with the report before it is written, so that it is shown even if writing fails.
+      result: what the evaluator returned.
+      tell: called with the report before the files are written, so that the user sees the report
+        even if writing fails.
 
     Raises:
       ConfigError: the directory cannot be written.
@@ -105,9 +107,10 @@ def write(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the metrics that `write` wrote.
+    """Returns the content of a JSON file that `write` wrote: the metrics and the step.
 
     Raises:
-      OSError, ValueError: the file cannot be read, or is not a report.
+      OSError: the file cannot be read.
+      ValueError: the file is not the report of an evaluation.
     """
     return untrusted.read_json(path, _REPORT)

@@ -11,10 +11,15 @@ from brt.training.workdir import Workdir
 
 
 def export(directory: Path) -> Exported:
-    """Returns a model to export: weights that brt.convert wrote, or a run's newest checkpoint.
+    """Returns the model of a directory in the form that other libraries read.
+
+    Args:
+      directory: a run directory, whose newest checkpoint is exported, or a directory of weights
+        that brt.convert wrote.
 
     Raises:
-      CheckpointError: the directory has neither, or other libraries have no such model.
+      CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have
+        no such model.
     """
     if not reader.present(Workdir(directory).checkpoints):
         return convert.load_converted(directory)

@@ -16,24 +16,31 @@ EVERY_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
-    """Context that keeps a JSON file up to date: at each new phase, and every few seconds.
+def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
+    """Context in which a thread writes the status of the run to a JSON file again and again.
 
-    The file holds `phase`, `step` (completed steps), `beside` (the phase of the background thread,
-    "" if it is idle), `moved` (time of the last progress) and `time` (when the file was written),
-    both in seconds since 1970, `pid` and `host`. After the block `phase` is "ended". The file is
-    replaced as a whole, so that no reader sees half of it. If it cannot be written, training
-    continues, and `time` stays old.
+    The file is written at the beginning of each phase and every EVERY_SECONDS seconds. Its keys:
+
+        phase   the current phase; "ended" after the context
+        step    number of completed steps
+        beside  the phase of the thread that saves in the background; "" while the thread is idle
+        moved   time of the last progress, in seconds since 1970
+        time    time at which the file was written, in seconds since 1970
+        pid     number of the process
+        host    name of the machine
+
+    The file is replaced as a whole, so that no reader sees half of it. If the file cannot be
+    written, training continues.
 
     Args:
       path: the file.
-      phases: the status to write.
+      phases: tracks the status that is written.
     """
     over, changed = threading.Event(), threading.Event()
     phases.listen(lambda now: changed.set())
 
     def keep_updated() -> None:
-        """Writes the file again and again until the block has ended."""
+        """Writes the file again and again until the context ends; the thread runs this function."""
         while not over.is_set():
             _write(path, phases.now)
             changed.wait(EVERY_SECONDS)
@@ -47,7 +54,7 @@ def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
     finally:
         over.set()
         changed.set()
-        # The wait is limited, because the file system may hang.
+        # The main thread waits for a limited time only, because the file system may hang.
         hanging.join(thread, EVERY_SECONDS)
 
 

@@ -1,6 +1,8 @@
 """Hooks: functions that the training loop calls before and after each step.
 
-`brt.training.loop` lists them in their order. A hook decides itself whether it is time to act.
+`brt.training.loop` lists the hooks in the order of the calls. A hook is called at every step and
+decides itself whether there is something to do at the current step. Its argument is the session:
+the running run with its train state, its settings and its open files.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,11 @@ Hook: TypeAlias = Callable[[Session], None]
 
 
 def stop_if_requested(session: Session) -> None:
-    """Saves and ends the run if a signal asks for it; raises Preempted."""
+    """Saves a checkpoint and ends the run if a signal (SIGTERM or Ctrl-C) has arrived.
+
+    Raises:
+      Preempted: a signal has arrived.
+    """
     if session.requests.stop():
         session.save(wait=True)
         raise _preempted(session)
@@ -38,7 +44,11 @@ def stop_profile(session: Session) -> None:
 
 
 def report(session: Session) -> None:
-    """Writes the metrics of an interval to metrics.jsonl and shows them."""
+    """Writes the mean metrics of the last steps to metrics.jsonl and shows them to the user.
+
+    This happens every Training.log_every steps and after the last step. The loss of the first step
+    is shown, too, but not written.
+    """
     step, every = session.completed, session.run.config.training.log_every
     reported = step == session.steps or step % every == 0
     if step == session.first + 1 and step % every:
@@ -70,7 +80,7 @@ def report(session: Session) -> None:
 
 
 def probe(session: Session) -> None:
-    """Writes metrics of the recurrent states and gates to metrics.jsonl."""
+    """Writes metrics of the recurrent states and gates, every Training.probe_every steps."""
     every = session.run.config.training.probe_every
     if session.probe is None or not session.is_time(every):
         return
@@ -83,9 +93,10 @@ def probe(session: Session) -> None:
 def evaluate(session: Session) -> None:
     """Evaluates held-out data and writes the metrics, every Training.evaluate_every steps.
 
-    After the last step, all data are evaluated even if usually only a part is. A request to stop
-    interrupts the evaluation, of which then nothing is written. A resumed run evaluates the step of
-    its checkpoint only if that is missing in metrics.jsonl.
+    After the last step, all held-out data are evaluated, even if the earlier evaluations used only
+    a part of the data. A request to stop interrupts the evaluation, and nothing of the evaluation
+    is written. A resumed run repeats the evaluation at its checkpoint only if metrics.jsonl lacks
+    the result.
     """
     if not session.evaluates_now:
         return
@@ -112,9 +123,10 @@ def evaluate(session: Session) -> None:
 
 
 def sample(session: Session) -> None:
-    """Writes a text that the model generates to the workdir's samples.
+    """Generates a text with the model, every Training.sample_every steps, and writes it to a file.
 
-    A resumed run draws the sample of the step of its checkpoint only if the file is missing.
+    The file is samples/<step>.txt in the run directory. A resumed run repeats the sample at its
+    checkpoint only if the file is missing.
     """
     if not session.is_time(session.run.config.training.sample_every):
         return
@@ -139,7 +151,14 @@ def save(session: Session) -> None:
 
 
 def answer_requests(session: Session) -> None:
-    """Saves, or ends the run, if the user created a file that asks for it; may raise Preempted."""
+    """Fulfils requests that the user made by creating a file in the run directory.
+
+    `checkpoint_now` requests a checkpoint. `stop_after_evaluation` requests a checkpoint and the
+    end of the run after an evaluation.
+
+    Raises:
+      Preempted: the run has to end before its last step.
+    """
     step, requests = session.completed, session.requests
     if requests.checkpoint():
         session.save(wait=True)

@@ -1,4 +1,8 @@
-"""Describes a workdir: its checkpoints and whether they are intact, its config, its metrics."""
+"""Describes a run directory for `brt.inspect`: its checkpoints, its config and its metrics.
+
+`survey` collects the description as JSON, `check` raises an error if the described checkpoint is
+damaged, and `text` formats the description for people.
+"""
 
 import contextlib
 import math
@@ -35,13 +39,14 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
       step: the step of the checkpoint to describe; None for the newest intact one.
 
     Returns:
-      JSON. `steps` lists all checkpoints, `checkpoints` says of each whether it is intact
-      ("whole"). The keys of the described checkpoint (`step`, `parameters`, `config` ...) are
-      missing if it is damaged.
+      The description, as JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an
+      entry for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has
+      the last value of each metric. The keys that describe one checkpoint (`step`, `parameters`,
+      `config` ...) are missing if that checkpoint is damaged.
 
     Raises:
       ConfigError: the workdir does not exist.
-      CheckpointError: no trainer wrote the metadata of the described checkpoint.
+      CheckpointError: the metadata of the described checkpoint are not those of a training run.
     """
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
@@ -54,7 +59,8 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
             break
         except CheckpointError:
             if step is not None or intact[-1] in reader.present(directory):
-                raise  # Otherwise a trainer has removed the checkpoint, and the survey is repeated.
+                raise
+            # A trainer has removed the checkpoint in the meantime, so the survey is repeated.
     result: dict[str, Any] = {
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],
@@ -66,9 +72,9 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
 
 def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
-    """Verifies all checkpoints that a trainer does not remove in the meantime.
+    """Verifies all checkpoints, and returns the results for those that still exist at the end.
 
-    If a trainer has replaced all of them, those that replaced them are verified.
+    If a trainer has replaced all checkpoints in the meantime, the new checkpoints are verified.
     """
     while True:
         checkpoints = [_verified(directory, step) for step in reader.present(directory)]
@@ -79,10 +85,10 @@ def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
-    """Returns the number of all parameters of a checkpoint, and of those outside the embedding.
+    """Returns the number of all parameters of a checkpoint, and the number without the embedding.
 
     Args:
-      meta: the checkpoint's metadata.
+      meta: the checkpoint's metadata, which list the shape of every array.
     """
     return counts_of_sizes(
         {
@@ -105,17 +111,19 @@ def state_hash(workdir: Workdir, step: int) -> str:
 def add_state_hash(
     workdir: Workdir, result: dict[str, Any], step: int | None = None
 ) -> dict[str, Any]:
-    """Returns the result of `survey` with the `state_hash` of the described checkpoint.
+    """Returns the result of `survey` with an additional entry `state_hash`.
 
-    If a trainer has removed that checkpoint since, the newest one is described and hashed.
+    If a trainer has removed the described checkpoint since the survey, the newest checkpoint is
+    described and hashed instead.
 
     Args:
       workdir: the run directory.
-      result: the result of `survey`, in which `check` found nothing.
-      step: the step that the user requested, which is not replaced by another; None for the newest.
+      result: the result of `survey`, for which `check` raised no error.
+      step: the step of the checkpoint that the user requested, which no other checkpoint may
+        replace; None if the user requested the newest one.
 
     Raises:
-      CheckpointError: the checkpoint cannot be read, or `step` was removed.
+      CheckpointError: the checkpoint cannot be read, or the requested checkpoint was removed.
     """
     while True:
         try:
@@ -128,10 +136,10 @@ def add_state_hash(
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
-    """Verifies all bytes of a run's prepared data.
+    """Verifies the checksums of all bytes of a run's prepared data.
 
     Returns:
-      For each split, a phrase that says where its data are.
+      For each split, a phrase with the directory of its data, which says that they are intact.
 
     Raises:
       DataError: the data are damaged or missing.
@@ -147,19 +155,20 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
 
 
 def check(result: dict[str, Any], step: int | None = None) -> None:
-    """Raises CheckpointError if a checkpoint is damaged.
+    """Raises CheckpointError if a checkpoint is damaged or does not exist.
 
     Args:
-      result: the result of `survey`.
+      result: the result of `survey`, which verified all checkpoints.
       step: the step of the checkpoint; None for the newest one.
     """
     steps, directory = result["steps"], Workdir(Path(result["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
-        # If there still is no such checkpoint, `find` raises an error that lists the existing ones.
-        found = reader.find(directory, step)
+        # If the checkpoint still does not exist, `reader.find` raises an error that lists the
+        # existing checkpoints.
+        checkpoint = reader.find(directory, step)
         raise CheckpointError(
-            f"checkpoint {found.step} of {directory} was saved while the others were verified; run "
-            "the same command again"
+            f"checkpoint {checkpoint.step} of {directory} was saved while the others were "
+            "verified; run the same command again"
         )
     entry = result["checkpoints"][-1 if step is None else steps.index(step)]
     if not entry["whole"]:
@@ -170,7 +179,7 @@ def check(result: dict[str, Any], step: int | None = None) -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Returns the result of `survey` as text for people."""
+    """Returns the result of `survey` as lines of text for people."""
     lines = [result["workdir"], ""]
     for entry in result["checkpoints"]:
         state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
@@ -222,7 +231,7 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """Returns the last value of each metric of a metrics.jsonl, by tag."""
+    """Returns the last value of each metric in the file metrics.jsonl at `path`, by tag."""
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record

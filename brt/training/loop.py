@@ -29,21 +29,23 @@ BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
     stop_profile, report, probe, evaluate, sample, save, answer_requests,
 )  # fmt: skip
-# These hooks are called if the last batches of a run are left out.
+# The loop calls these hooks if the run leaves out its last batches after a bad step.
 AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
-    """Trains in a run directory until Training.steps; resumes from its newest checkpoint.
+    """Trains in a run directory until step Training.steps.
+
+    If the directory has checkpoints, the run continues from the newest one.
 
     Args:
       config: config of the run.
       path: the run directory.
-      allowed: settings, as "Training.seed", that may differ from the checkpoint's although that
-        makes a different run.
+      allowed: names of settings, such as "Training.seed", that may differ from the config of the
+        checkpoint, although the run is then no longer the same run.
 
     Returns:
-      The run, and its directory.
+      The run, and the paths of its directory.
 
     Raises:
       Preempted: the run was asked to stop, and everything is saved.
@@ -66,7 +68,11 @@ def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Ru
 
 
 def _advance(session: Session) -> None:
-    """Trains a step or leaves batches out; after a bad step, rewinds the run if it is to do so."""
+    """Trains one step with its hooks, or leaves out batches that were recorded as bad.
+
+    If the step is bad and Training.on_bad_step is "rollback", the run returns to its newest
+    checkpoint.
+    """
     try:
         if session.skip_bad_batches():
             _call(AFTER_LAST_SKIP if session.completed == session.steps else (), session)

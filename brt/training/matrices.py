@@ -1,4 +1,9 @@
-"""Views of kernels with an axis of heads as matrices, for optimizers that work on matrices."""
+"""Reshapes kernels with an axis of heads to matrices, for optimizers that work on matrices.
+
+Optimizers such as Muon and Adafactor treat the two axes of a matrix differently. Attention kernels
+have more than two axes: D (the model dimension), H (heads), K (the dimension of a head), and n if
+several kernels are stacked. H, K and n are merged into one axis.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,15 +12,17 @@ from jaxtyping import Array
 
 from brt.distributed.rules import Names
 
-# The names of the axes of every parameter, by the parameter's path.
+# `Axes` maps the path of every parameter to the names of the parameter's axes.
 Axes = Mapping[str, Names]
 
-# The names of the axes that are merged into one axis of the matrix.
+# Axes with these names are merged into one axis of the matrix.
 _MERGED = ("heads", "whole_heads", "stack", "head_dim")
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a kernel as a matrix: [D, H, K] -> [D, HK], [n, H, K, D] -> [HnK, D].
+    """Returns the shape that a kernel has after it was reshaped to a matrix.
+
+    For example, [D, H, K] becomes [D, HK], and [n, H, K, D] becomes [HnK, D].
 
     Args:
       axes: names of the kernel's axes.
@@ -29,9 +36,13 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def matrix_names(axes: Names) -> Names:
-    """Returns the names of the axes of a kernel as a matrix.
+    """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
-    The merged axis is called "heads" if the kernel has heads, and is then sharded as they are.
+    The merged axis is called "heads" if the kernel has an axis of heads, so that the merged axis is
+    sharded like heads. Otherwise its name is None.
+
+    Args:
+      axes: names of the kernel's axes.
     """
     if "head_dim" not in axes:
         return axes
@@ -41,20 +52,24 @@ def matrix_names(axes: Names) -> Names:
 
 
 def as_matrix(axes: Names, x: Array) -> Array:
-    """Returns a kernel as a matrix.
+    """Returns a kernel, reshaped to a matrix with the shape of `matrix_shape`.
 
     Heads come first within the merged axis, so that a device with some of the heads has adjacent
-    rows of the matrix.
+    rows or columns of the matrix.
+
+    Args:
+      axes: names of the kernel's axes; () for an array that stays as it is.
+      x: the kernel.
     """
     return x.transpose(_order(axes)).reshape(matrix_shape(axes, x.shape)) if axes else x
 
 
 def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the kernel whose matrix is given; the inverse of `as_matrix`.
+    """Returns a matrix, reshaped to the kernel from which `as_matrix` made it.
 
     Args:
       axes: names of the kernel's axes.
-      matrix: result of `as_matrix`.
+      matrix: result of `as_matrix`, or an update of the same shape.
       shape: shape of the kernel.
     """
     if not axes:

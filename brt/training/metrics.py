@@ -24,30 +24,34 @@ from brt.training.workdir import Workdir
 
 _TENSORBOARD_FLUSH_SECONDS = 10
 _RECORD = {"step": int, str: untrusted.NUMBER | None}
-_SHOWN = 3  # The number of damaged lines that a message names.
+_SHOWN = 3  # A message names at most this number of damaged lines.
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A further receiver of metrics, which never raises; metrics.jsonl is the complete record."""
+    """Receives the metrics of a run in addition to metrics.jsonl, such as a tracking service.
+
+    A tracker raises no errors, because metrics.jsonl has the complete record.
+    """
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Adds metrics to a step; None stands for a number that is not finite."""
+        """Records metrics of a step, by tag; None stands for a number that is not finite."""
 
     def close(self) -> None:
-        """Ends the tracker; nothing is written afterwards."""
+        """Ends the tracker; `write` is not called afterwards."""
 
 
 class MetricsWriter:
     """Writes metrics to metrics.jsonl, one line per step, and to TensorBoard and other trackers.
 
-    Each step has one line however often the run is restarted: lines after `resume_step` were
-    written by a start whose later steps are lost, and are dropped. If lines are damaged, a copy of
-    the file is kept as metrics.damaged_1.jsonl. If TensorBoard fails, training continues after one
-    warning. `perf/time` is the time at which a line was begun, in seconds since 1970.
+    Each step has one line, however often the run is restarted: a new writer removes the lines of
+    steps after `resume_step`, because the run trains these steps again. If lines are damaged, the
+    writer copies the file to metrics.damaged_1.jsonl before it removes them. If TensorBoard fails,
+    training continues after one warning. `perf/time` is the time at which the first metric of a
+    step was written, in seconds since 1970.
 
     Args:
-      workdir: the run directory.
+      workdir: the run directory, which contains metrics.jsonl.
       resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
       warn: called with a message about damaged lines, or about TensorBoard's failure.
       trackers: further receivers of the metrics.
@@ -76,12 +80,14 @@ class MetricsWriter:
             self._line = _drop_after(self._path, step)
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
-        if self._line:  # The last line is written again, because its step may get more metrics.
+        if self._line:
+            # The next write replaces the last line, because its step may get more metrics.
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
-        """Drops the metrics of later steps from metrics.jsonl and TensorBoard; trackers
-        keep them.
+        """Removes the metrics of steps after `step` from metrics.jsonl and TensorBoard.
+
+        Other trackers keep these metrics.
         """
         with self._explain_errors():
             self._file.close()
@@ -89,11 +95,16 @@ class MetricsWriter:
         self._tensorboard.rewind(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
-        """Adds metrics to the step written last, or to a later step.
+        """Writes metrics of a step.
 
-        They are in the file when the call returns. Numbers that are not finite become null.
+        The metrics are in the file when the call returns. Numbers that are not finite become null.
+
+        Args:
+          step: the step of the previous call, whose line gets more metrics, or a later step.
+          values: scalars by tag, such as "train/loss".
 
         Raises:
+          ValueError: `step` is before the step of the previous call.
           CheckpointError: metrics.jsonl cannot be written.
         """
         last = self._line.get("step", -1)
@@ -113,9 +124,7 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Returns True if `step` is the step written last, and its line contains the
-        metric `tag`.
-        """
+        """Returns True if the last line of metrics.jsonl is that of `step` and has `tag`."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
@@ -137,25 +146,28 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, ordered by step; damaged lines are left out."""
+    """Returns the records of the file metrics.jsonl at `path`, ordered by step.
+
+    A record has the entry "step" and a number, or None, for each tag. Damaged lines are left out.
+    """
     valid = filter(None, map(_record, _lines(path)))
     records = {record["step"]: record for record in valid}
     return [records[step] for step in sorted(records)]
 
 
 def damaged_lines(path: Path) -> list[int]:
-    """Returns the numbers, from 1, of the damaged lines of a metrics.jsonl.
+    """Returns the numbers, from 1, of the damaged lines of the file metrics.jsonl at `path`.
 
-    A last line that a crash interrupted is not counted.
+    An incomplete last line does not count, because the end of a process may have interrupted it.
     """
     *lines, last = _lines(path) or [b""]
-    torn = re.fullmatch(rb"{[^}\0]*", last)  # A match means that writing the line was interrupted.
-    lines += [] if torn else [last]
+    interrupted = re.fullmatch(rb"{[^}\0]*", last)
+    lines += [] if interrupted else [last]
     return [i for i, line in enumerate(lines, 1) if line.strip() and not _record(line)]
 
 
 def describe_damage(damaged: Sequence[int]) -> str:
-    """Returns a phrase that names the first few damaged lines."""
+    """Returns a phrase that names the first few of the damaged lines, given their numbers."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 
@@ -164,6 +176,8 @@ class Rate(NamedTuple):
     """Speed of training over an interval, without pauses.
 
     Attributes:
+      tokens_per_second: tokens per second.
+      step_seconds: mean number of seconds of a step.
       flops_per_second: FLOPs per second; None if the FLOPs of a step are not known.
     """
 
@@ -176,6 +190,9 @@ class Throughput:
     """Measures the speed of training: tokens per second, without pauses.
 
     Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
+
+    Args:
+      clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -186,7 +203,12 @@ class Throughput:
         self._flops: int | None = 0
 
     def step(self, tokens: int, flops: int | None = None) -> None:
-        """Counts a step; if its FLOPs are None, the FLOPs of the interval are not known."""
+        """Counts a step.
+
+        Args:
+          tokens: number of tokens of the step.
+          flops: FLOPs of the step; if they are None, the FLOPs of the whole interval are unknown.
+        """
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._steps += 1
@@ -194,24 +216,22 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context whose time (compiling, evaluating, saving or sampling) is not time of
-        training.
-        """
+        """Context whose time does not count as training, such as the time of an evaluation."""
         begin = self._clock()
         try:
             yield
         finally:
             now = self._clock()
             self._paused += now - begin
-            # A pause before the first step is for compiling, which happens once. It does not count
-            # for `seconds_left`.
+            # The run compiles before its first step. Since this pause occurs only once,
+            # `seconds_left` must not count on further pauses of that length.
             if not self._all_steps:
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
         """Returns the speed since the last call, and starts a new interval.
 
-        There has to be a step between two calls.
+        At least one step has to be counted between two calls.
         """
         now = self._clock()
         seconds = now - self._started - self._paused
@@ -222,7 +242,7 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected seconds for a number of steps, with pauses as frequent as so far."""
+        """Returns the expected seconds for `steps` more steps, with pauses as often as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
@@ -232,9 +252,10 @@ class TensorBoard:
     tensorboardX's own writer uses a thread, and would block the trainer if that thread died.
 
     Args:
-      directory: receives the file of events, and is created if missing.
-      resume_step: events of later steps, which an earlier start wrote, are hidden.
-      warn: called once when writing fails; nothing is written afterwards.
+      directory: the directory for the file of events, which is created if it does not exist.
+      resume_step: the step that the run resumes from; TensorBoard hides events of later steps.
+      warn: called with a message when writing fails for the first time; no events are written
+        afterwards.
     """
 
     def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):
@@ -250,13 +271,13 @@ class TensorBoard:
         self.rewind(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Hides the events of later steps."""
+        """Writes an event that makes TensorBoard hide the events of steps after `step`."""
         with self._tolerate_errors():
             purge = SessionLog(status=SessionLog.START)
             self._add(Event(step=step + 1, session_log=purge))
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Adds metrics to a step; None stands for a number that is not finite."""
+        """Writes metrics of a step, by tag; None stands for a number that is not finite."""
         with self._tolerate_errors():
             for tag, value in metrics.items():
                 value = math.nan if value is None else value
@@ -266,7 +287,7 @@ class TensorBoard:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file of events."""
         with self._tolerate_errors():
             if self._writer:
                 self._writer.close()

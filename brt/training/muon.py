@@ -13,16 +13,17 @@ from brt.config import Optimizer
 from brt.distributed.rules import constrain
 from brt.training.matrices import Axes, as_matrix, from_matrix, matrix_shape
 
-# The names of axes of tables. Rows of a table are looked up and not multiplied, so Nadam updates
-# tables, not Muon.
+# A parameter that has an axis with one of these names is a table. Its rows are looked up and not
+# multiplied, so Nadam instead of Muon updates the table.
 _TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
-# The root mean square of an update, which matches that of AdamW (Liu et al., 2025, section 2.2).
+# Updates are scaled to this root mean square, so that learning rates of AdamW can be used (Liu et
+# al., 2025, section 2.2).
 _RMS = 0.2
 _MOMENTUM = 0.95
-# Coefficients of x, x^3 and x^5 in the polynomials that make a matrix orthogonal, one for each
-# step. Each is the best polynomial for the range to which the steps before have mapped singular
-# values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last one is the
-# limit of the sequence, and is repeated if more steps are requested.
+# A matrix is made orthogonal by iterating polynomials. Each row has the coefficients of x, x^3 and
+# x^5 for one iteration. The polynomial is the best one for the range to which the iterations before
+# have mapped singular values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1).
+# The last polynomial is the limit of the sequence, and is repeated in further iterations.
 _POLYNOMIALS = (
     (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
     (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
@@ -34,14 +35,14 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.GradientTransformation:
     """Returns Muon for the matrices of each layer, combined with Nadam for all other parameters.
 
-    Nadam updates tables, biases and norms. All matrices of the same shape, of whichever layer, are
-    made orthogonal by one batched matmul, because many small matmuls in sequence leave most of a
-    device idle. Devices that share parameters distribute these matrices, and each device has whole
-    matrices.
+    Nadam updates tables, biases and norms. Matrices of the same shape are concatenated over all
+    layers, and batched matmuls make them orthogonal, because many small matmuls in sequence leave
+    most of a device idle. If parameters are sharded, each device makes some of these matrices
+    orthogonal, and never a part of a matrix.
 
     Args:
       optimizer: settings.
-      schedule: function from a step to its learning rate.
+      schedule: function from the number of completed updates to the learning rate.
       axes: names of the parameters' axes, by path.
     """
     steps = optimizer.orthogonal_steps

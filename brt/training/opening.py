@@ -36,6 +36,7 @@ from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.profiling import Profile
 from brt.training.progress import Progress
+from brt.training.provenance import describe_process
 from brt.training.requests import Requests
 from brt.training.run import Run
 from brt.training.start import checkpoints, config_changes, data_manifest
@@ -49,10 +50,23 @@ class OpenRun:
     """A run whose files are open, at the step from which it trains.
 
     Attributes:
-      state: the train state; each training step takes over its memory.
+      run: config, task, data, devices and optimizer of the run.
+      workdir: the run directory, or a temporary one for all processes but the first.
+      state: the train state. A training step donates its memory to the next state.
       completed: number of completed steps, as in `state`.
-      resumed: True until the first step of a run that was restored from a checkpoint.
-      probe: computes metrics of the model's recurrent state; None if the task has no such metrics.
+      resumed: True between the restoring of a checkpoint and the next step.
+      writer: writes checkpoints.
+      metrics: writes metrics.jsonl.
+      progress: shows the progress to the user, and writes log.txt.
+      phases: tracks the phase that the run is in.
+      requests: requests of the user, by signals or files, to stop or to save.
+      profile: records a profiler trace.
+      batches: iterator over the batches of this process.
+      accumulator: totals of the metrics since the last report.
+      bad_steps: the bad steps so far.
+      evaluator: evaluates held-out data and draws samples.
+      probe: function from parameters and carry to metrics of the recurrent state; None if the task
+        has no such metrics.
       provenance: versions, machine, command and config changes, for provenance.json.
     """
 
@@ -89,11 +103,13 @@ def open_files(
     Args:
       run: the run.
       workdir: the run directory, as `enter_workdir` returned it.
-      checkpoint: the newest one before the workdir was locked; None if there was none.
-      allowed: settings that may differ from the checkpoint's; see `Session.open`.
+      checkpoint: the checkpoint that was the newest before the workdir was locked; None if there
+        was none.
+      allowed: names of settings that may differ from the config of the checkpoint; see
+        `Session.open`.
       stop: receives SIGTERM and Ctrl-C.
-      phases: receives the phases "restoring" and "seeking".
-      stack: closes the files.
+      phases: tracks the phases "restoring" and "seeking".
+      stack: the exit stack that closes the files at the end of the run.
 
     Raises:
       BrtError: the run cannot start.
@@ -106,7 +122,7 @@ def open_files(
         in_background=phases.in_background,
     )  # fmt: skip
     stack.enter_context(writer)
-    provenance = workdirs.provenance()
+    provenance = describe_process()
     checkpoint, changes = _find_again(run, workdir, checkpoint, allowed)
     meta, start = (checkpoint.meta, checkpoint.step) if checkpoint else (None, 0)
     provenance["config_changes"] = config_changes.history(meta, changes)
@@ -153,11 +169,12 @@ def open_files(
 def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
     """Locks the run directory for this trainer, and returns the directory to write to.
 
-    With several processes, all but the first write to a temporary directory (a shadow).
+    With several processes, only the first process writes to the run directory. Each of the others
+    gets a temporary directory to write to.
 
     Args:
       workdir: the run directory, which exists.
-      stack: releases the lock and removes the shadow.
+      stack: the exit stack that releases the lock and removes the temporary directory.
 
     Raises:
       ConfigError: another trainer holds the lock, or processes do not share the directory.
@@ -172,20 +189,20 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
 def _find_again(
     run: Run, workdir: Workdir, checkpoint: VerifiedCheckpoint | None, allowed: Collection[str]
 ) -> tuple[VerifiedCheckpoint | None, ConfigChanges | None]:
-    """Returns the checkpoint to resume from, and how the run's config differs from it.
+    """Returns the checkpoint to resume from, and the differences between its config and the run's.
 
     Args:
-      checkpoint: the newest one before the workdir was locked.
+      checkpoint: the checkpoint that was the newest before the workdir was locked.
       allowed: settings that may differ; see `config_changes.check_resumable`.
 
     Raises:
-      ConfigError: a setting differs that must not.
+      ConfigError: a setting differs that must not differ.
       CheckpointError: checkpoints exist, and none is intact.
     """
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
-        # Either another trainer saved a checkpoint before this one had the lock, or the newest
-        # checkpoint is damaged.
+        # Either another trainer saved a checkpoint before this process locked the directory, or the
+        # newest checkpoint is damaged.
         warned = checkpoint.problems if checkpoint else ()
         checkpoint = checkpoints.newest(workdir.path, warned)
     if checkpoint is None:
@@ -218,9 +235,9 @@ def _open_batches(
     progress: Progress,
     stack: contextlib.ExitStack,
 ) -> BatchIterator:
-    """Opens the iterator of batches at the position of the checkpoint, and says so."""
+    """Opens the iterator of batches at the position of the checkpoint, and tells the user."""
     start = restored.step if restored else 0
-    batches = iterate(runs.own_reader(run), start)
+    batches = iterate(runs.local_reader(run), start)
     stack.callback(batches.close)
     if restored:
         saved = restored.meta["data"]
@@ -255,6 +272,9 @@ def _write_description(
 
 
 def _evaluator(run: Run) -> Evaluator:
-    """Returns the evaluator of held-out data; without any, of training data, to draw samples."""
+    """Returns the evaluator of held-out data.
+
+    If there are no held-out data, the evaluator has training data, and only draws samples.
+    """
     split = SPLIT if SPLIT in run.dataset.splits else "train"
     return run.task.evaluator(EvaluationRequest(run.config, run.dataset, split, compare_exact=True))

@@ -19,11 +19,17 @@ Parameters: TypeAlias = PyTree[Array]
 def learning_rate(
     optimizer: Optimizer, steps: int
 ) -> Callable[[Int[Array, ""] | Float[Array, ""]], Float[Array, ""]]:
-    """Returns the function from a step, counted from 1, to its learning rate.
+    """Returns the learning-rate schedule: a function from a step, counted from 1, to a scalar.
 
-    A linear warm-up is followed by one of the schedules: "rsqrt" is 1 / sqrt(step) as in the paper;
-    "cosine" and "linear" decrease to `final_learning_rate` at step `steps` and stay there. Rounding
-    never takes them beyond it, so that no learning rate is negative.
+    After a linear warm-up, the learning rate follows Optimizer.schedule:
+
+        rsqrt     learning_rate / sqrt(step), as in the Block-Recurrent Transformer's paper
+        cosine    half a cosine that reaches `final_learning_rate` at step `steps`
+        linear    a line that reaches `final_learning_rate` at step `steps`
+        constant  learning_rate
+
+    "cosine" and "linear" stay at `final_learning_rate` after step `steps`. Rounding never takes them beyond
+    this value, so no learning rate is negative.
 
     Args:
       optimizer: settings.
@@ -43,7 +49,7 @@ def learning_rate(
     shape, decays = shapes[optimizer.schedule], optimizer.schedule in ("cosine", "linear")
 
     def rate(step: Int[Array, ""] | Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the learning rate of a step."""
+        """Returns the learning rate of a step, which is counted from 1."""
         t = jnp.maximum(jnp.asarray(step, jnp.float32), max(warmup, 1))
         warm = jnp.minimum(jnp.asarray(step, jnp.float32) / max(warmup, 1), 1.0)
         if not decays:
@@ -68,9 +74,11 @@ class LayerwiseState(NamedTuple):
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
     """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
 
-    Adafactor clips and scales by the root mean square of a parameter. Over a stack of layers that
-    would mix the layers, and the model would train differently than without stacking. It also
-    factors the second moments of matrices, for which the columns of all heads form one matrix.
+    A model may store the parameters of equal layers as one array with an axis of layers. Adafactor
+    clips and scales updates by the root mean square of a parameter. If it did so for a stack, the
+    layers would influence each other, and the model would train differently than without stacking.
+    Adafactor also factors the second moments of matrices, so kernels with an axis of heads are
+    reshaped to matrices.
 
     Args:
       transform: the optimizer that is applied to each layer.
@@ -78,8 +86,11 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     """
 
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
-        """Returns parameters outside of stacks, and stacked ones by the number of layers, all by
-        path.
+        """Separates the parameters that are stacked by layer from all others.
+
+        Returns:
+          A dict from paths to the other parameters; and for each number of layers, as a string, a
+          dict from paths to the parameters in stacks of this number of layers.
         """
         outside, stacked = {}, {}
         for name, leaf in flatten_dict(tree, sep="/").items():
@@ -90,8 +101,8 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
             group[name] = as_matrix(names, leaf)
         return outside, stacked
 
-    def joined(updates: dict[str, Array], like: Parameters) -> Parameters:
-        """Returns updates by path as a tree with the shapes of `like`."""
+    def unflatten(updates: dict[str, Array], like: Parameters) -> Parameters:
+        """Returns the updates, which are matrices by path, as a tree with the shapes of `like`."""
         shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
         kernels = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
         return unflatten_dict(kernels, sep="/")
@@ -114,29 +125,30 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
                 group, state.stacked[depth], p_stacked[depth]
             )
             updates |= layer_updates
-        return joined(updates, gradients), LayerwiseState(outside_state, stacked_states)
+        return unflatten(updates, gradients), LayerwiseState(outside_state, stacked_states)
 
     return optax.GradientTransformation(init, update)
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
-    """Returns the optimizer of a run, whose `update` needs the parameters.
+    """Returns the optimizer of a run: Adafactor, AdamW or Muon, with its learning-rate schedule.
 
-    Adafactor is that of the original: second moments are factored; updates are clipped to a root
-    mean square of 1, multiplied by the learning rate and the scale of the parameter, and smoothed
-    by momentum.
+    Its `update` needs the parameters as third argument. Adafactor is used as in the original code
+    of the paper: second moments are factored. Updates are clipped to a root mean square of 1,
+    multiplied by the learning rate and the scale of the parameter, and smoothed by momentum.
 
     Args:
       optimizer: settings.
       steps: Training.steps.
-      axes: names of the parameters' axes, by path (see `parameter_axes`). The axes of parameters
-        without names are taken as they are.
+      axes: names of the parameters' axes, by path; see `state.parameter_axes`. Parameters without
+        names are not reshaped to matrices.
     """
     rate = learning_rate(optimizer, steps)
 
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
-        """Returns the learning rate after `count` steps."""
-        return rate(count + 1)  # optax counts steps from 0, where a warm-up would yield the rate 0.
+        """Returns the learning rate of the step after `count` completed steps."""
+        # optax counts steps from 0, and the learning rate of step 0 would be 0.
+        return rate(count + 1)
 
     if optimizer.name == "muon":
         transform = muon.build(optimizer, schedule, axes)

@@ -1,20 +1,23 @@
-"""Tracks the phase that a run is in: the training loop sets it, all other parts read it."""
+"""Tracks the phase that a run is in, such as compiling or evaluating.
+
+The training loop sets the phase. The watchdog, the heartbeat file and the progress bar read it.
+"""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# The phases in which a run makes no visible progress until the phase ends.
+# In these phases a run shows no sign of progress until the phase ends.
 WITHOUT_PROGRESS = (
     "starting", "compiling", "restoring", "seeking", "saving", "committing", "ending",
 )  # fmt: skip
-# The phases that regularly check for requests to stop.
+# In these phases a run regularly checks for requests to stop.
 _INTERRUPTIBLE = ("stepping", "evaluating", "sampling")
 
 
 class RunStatus(NamedTuple):
-    """What a run is doing at a moment.
+    """The activity of a run at one moment.
 
     Attributes:
       phase: "starting", "compiling", "restoring", "seeking", "stepping", "evaluating", "sampling",
@@ -22,7 +25,8 @@ class RunStatus(NamedTuple):
       step: number of completed training steps.
       last_progress: `time.monotonic` of the last sign of progress: a completed step, an evaluated
         batch, or the beginning of a phase.
-      background: the phase of the thread that saves in the background; "" while that is idle.
+      background: the phase of the thread that saves in the background; "" while this thread is
+        idle.
     """
 
     phase: str
@@ -32,10 +36,13 @@ class RunStatus(NamedTuple):
 
 
 class PhaseTracker:
-    """The current status of a run.
+    """Holds the current status of a run, and notifies listeners of new phases.
 
     The main thread changes the status. Every thread may read `now`, which is replaced as one value
     and therefore never inconsistent.
+
+    Args:
+      clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -50,22 +57,29 @@ class PhaseTracker:
         return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Registers a function that is called at the beginning of every phase with the
-        new status.
-        """
+        """Registers a function that is called with the new status whenever a phase begins."""
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins a phase, with another number of completed steps if `step` is given."""
+        """Begins a phase.
+
+        Args:
+          phase: name of the phase; see `RunStatus`.
+          step: the new number of completed steps; None if it is unchanged.
+        """
         completed = self._status.step if step is None else step
         self._status = RunStatus(phase, completed, self._clock())
         self._notify()
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """Context that enters a phase, and enters the previous phase again at its end.
+        """Context that begins a phase, and begins the previous phase again at the context's end.
 
-        If the block raises an error, the status stays in the phase in which the error occurred.
+        If an error is raised within the context, the status keeps the phase of the error.
+
+        Args:
+          phase: name of the phase.
+          step: the new number of completed steps; None if it is unchanged.
         """
         previous = self._status.phase
         self.enter(phase, step)
@@ -74,7 +88,10 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context in which `background` of the status is the phase of the calling thread."""
+        """Context in which the attribute `background` of the status is `phase`.
+
+        The thread that saves in the background uses this context.
+        """
         self._background = phase
         self._notify()
         try:
@@ -84,7 +101,11 @@ class PhaseTracker:
             self._notify()
 
     def progressed(self, step: int | None = None) -> None:
-        """Records progress within a phase; cheap enough to call for every step or batch."""
+        """Records progress within a phase; cheap enough to be called for every step or batch.
+
+        Args:
+          step: the new number of completed steps; None if it is unchanged.
+        """
         completed = self._status.step if step is None else step
         self._status = self._status._replace(step=completed, last_progress=self._clock())
 

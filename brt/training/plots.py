@@ -13,7 +13,9 @@ from brt.tasks.report import Metric
 from brt.training.metrics import read_metrics
 from brt.training.workdir import Workdir, check_writable, write_bytes
 
-Baseline = tuple[str, float]  # The name and value of a simpler method on the same data, such as xz.
+# A baseline is the name of a simpler method, such as xz, and its value of the metric on the same
+# data.
+Baseline = tuple[str, float]
 _TRAIN, _HELD_OUT, _BASELINE = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 
 
@@ -24,7 +26,7 @@ def draw(
     units_per_token: float,
     baseline: Baseline | None = None,
 ) -> list[Path]:
-    """Draws the curves of a run, writes them to plots/, and returns the paths of the files.
+    """Draws the curves of a run as PNG files in plots/, and returns the paths of the files.
 
     Args:
       workdir: the run directory.
@@ -59,8 +61,8 @@ def _bits_figure(
     smooth = smoothed(train)
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
-    # The first twentieth does not determine the limits of the axis, because its large losses would
-    # compress the rest.
+    # The first twentieth of each curve does not determine the limits of the axis, because the large
+    # losses at the beginning would compress the rest of the curve.
     shown = [smooth[len(smooth) // 20 :]]
     # Metrics of a whole split and of a part of it have different names, so both may be drawn.
     splits = sorted(

@@ -1,4 +1,4 @@
-"""Turns SIGTERM and Ctrl-C into a request to stop at the next step."""
+"""Turns SIGTERM and Ctrl-C into a request to stop training after the current step."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from types import TracebackType
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-QUIT_AT_ONCE = 130  # The exit code that shells report for programs that Ctrl-C ended.
+QUIT_AT_ONCE = 130  # Shells report this exit code for programs that Ctrl-C ended.
 
 
 def _announce(message: str) -> None:
@@ -21,10 +21,13 @@ def _announce(message: str) -> None:
 
 @contextlib.contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Context in which SIGTERM raises Preempted, because there is nothing to save."""
+    """Context in which SIGTERM raises Preempted in the main thread.
+
+    Commands use this context outside of training, where there is nothing to save.
+    """
 
     def stop(*_: object) -> None:
-        """Raises Preempted."""
+        """Handles the signal by raising Preempted."""
         raise Preempted("SIGTERM: stopped outside of training; run the same command again")
 
     old = signal.signal(signal.SIGTERM, stop)
@@ -38,13 +41,13 @@ class StopSignal:
     """Context in which the first signal requests a stop, and a later Ctrl-C quits at once.
 
     A thread answers the signals, because Python's own handlers run only when the main thread
-    returns from compiling or computing, which may take minutes. Outside of the main thread Python
-    cannot catch signals, and the context does nothing.
+    returns from compiling or computing, which may take minutes. If the context is entered outside
+    of the main thread, where Python cannot catch signals, the context does nothing.
 
     Args:
-      announce: called in that thread with a message about what happens next.
-      uninterruptible: returns the current phase if that has to end before the run can stop
-        ("compiling"), otherwise "".
+      announce: called in the thread with a message about what happens next.
+      uninterruptible: returns the name of the current phase, such as "compiling", if the phase has
+        to end before the run can stop; otherwise "".
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class StopSignal:
 
     @property
     def requested(self) -> str | None:
-        """Name of the first signal; None before it arrives."""
+        """Name of the first signal, such as "SIGTERM"; None before a signal arrives."""
         return self._requested
 
     def __enter__(self) -> "StopSignal":

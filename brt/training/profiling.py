@@ -1,4 +1,4 @@
-"""Peak performance of devices, and profiler traces of some training steps."""
+"""Utilization of the devices' peak performance, and profiler traces of some training steps."""
 
 import contextlib
 
@@ -6,10 +6,10 @@ import jax
 
 from brt.training.workdir import Workdir, refuse_links
 
-# The peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by jax's name of the
-# device.
+# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, for each
+# of jax's names of devices.
 _PEAKS = {
-    # The data sheet of TPU v3 is about a chip; a device of jax is one of its two cores.
+    # The data sheet of TPU v3 describes a chip. A device of jax is one of the chip's two cores.
     "TPU v3": 123e12 / 2,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -26,7 +26,7 @@ _PEAKS = {
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device; None if the table lacks the device, as it does CPUs."""
+    """Returns the peak FLOP/s of a device; None if it is not known, as for CPUs."""
     kind = device.device_kind
     if kind in _PEAKS:
         return _PEAKS[kind]
@@ -35,7 +35,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns the share of the peak FLOP/s that the model uses, as a metric by tag.
+    """Returns {"perf/mfu": the share of the devices' peak FLOP/s that the model uses}.
 
     The result is {} if the FLOPs of a step or the peak of the devices are not known.
 
@@ -54,25 +54,25 @@ class Profile:
 
     Args:
       steps: the first and the last step to trace; () for none.
-      workdir: the run directory; a trace is written to its TensorBoard directory.
+      workdir: the run directory, in whose directory `tensorboard` the trace is written.
     """
 
     def __init__(self, steps: tuple[int, ...], workdir: Workdir):
         self._steps, self._workdir, self._running = steps, workdir, False
 
     def before(self, step: int) -> None:
-        """Starts the trace if `step`, which is about to run, is the first one to trace."""
+        """Starts the trace if `step`, the step that is about to run, is the first one to trace."""
         if self._steps and step == self._steps[0] and not self._running:
             refuse_links(self._workdir)  # The profiler would follow symbolic links.
             jax.profiler.start_trace(str(self._workdir.tensorboard))
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends the trace if `step` is the last one to trace, once `wait_for` is computed.
+        """Ends the trace if `step` is the last step to trace.
 
         Args:
           step: the step that was started last.
-          wait_for: arrays that the step computes.
+          wait_for: arrays that the step computes; the trace ends when they are computed.
 
         Returns:
           True if the trace was ended.
@@ -87,6 +87,6 @@ class Profile:
         """Ends a trace that is still running."""
         if self._running:
             self._running = False
-            # An error means that another part of the program has stopped the trace.
+            # jax raises RuntimeError if another part of the program has already stopped the trace.
             with contextlib.suppress(RuntimeError):
                 jax.profiler.stop_trace()

@@ -1,4 +1,8 @@
-"""Shows the progress of a run: a bar on a terminal, lines elsewhere, and everything in log.txt."""
+"""Shows the progress of a run.
+
+On a terminal the progress is shown as a moving bar, in other streams as lines. All lines are also
+written to log.txt in the run directory.
+"""
 
 import contextlib
 import datetime
@@ -16,19 +20,22 @@ from brt import durable
 from brt.formatting import clock, short
 from brt.training.phases import RunStatus
 
-_SILENT = ("starting", "stepping")  # These phases are not announced; other lines report them.
-_TIMED = ("restoring", "compiling")  # The duration of these phases is reported.
+# The beginning of these phases is not announced, because other messages report it.
+_SILENT = ("starting", "stepping")
+# After these phases, a message says how long the phase took.
+_TIMED = ("restoring", "compiling")
 
 
 class Progress:
-    """Shows the progress of a run, and logs it.
+    """Shows the progress of a run to the user, and writes it to a log.
 
     Args:
       steps: Training.steps.
       initial_step: the step that the run resumes from.
-      log: the file to which every line is appended, with its time.
+      log: the file to which every line is appended, together with the current time.
       stream: receives the bar and the lines; None for stderr.
-      bar: True draws a moving bar; None draws one if the stream is a terminal of known width.
+      bar: True draws a moving bar, False writes lines; None draws a bar if the stream is a terminal
+        of known width.
 
     Raises:
       OSError: the log cannot be opened because the disk fails or denies access.
@@ -84,7 +91,14 @@ class Progress:
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of the steps since the last report, in the bar or as a line."""
+        """Shows the metrics of the steps since the last report, in the bar or as a line.
+
+        Args:
+          step: number of completed steps.
+          bits_per_token: mean training loss since the last report.
+          tokens_per_second: speed since the last report.
+          seconds_left: expected time until the end of the run.
+        """
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
@@ -92,17 +106,17 @@ class Progress:
         self._show_metrics(step, metrics)
 
     def began(self, step: int, bits_per_token: float) -> None:
-        """Shows the loss of the first step, long before the first interval of steps ends."""
+        """Shows the loss of the first step, so that the user need not wait for the first report."""
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """Shows an evaluation of held-out data, which stays in the bar until the next one."""
+        """Shows the summary of an evaluation; the bar shows it until the next evaluation."""
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
 
     def message(self, text: str) -> None:
-        """Shows a line permanently, above the bar, and logs it."""
+        """Shows a line, which stays visible above the bar, and writes the line to log.txt."""
         self._show(text)
         self._write_log(text)
 
@@ -111,9 +125,12 @@ class Progress:
         self._write_log(text)
 
     def phase(self, now: RunStatus) -> None:
-        """Announces a phase when it begins, and reports how long restoring and compiling took.
+        """Announces the beginning of a phase; after restoring or compiling, says how long it took.
 
-        On a terminal the bar shows the name of the phase until it ends.
+        On a terminal the bar shows the name of the phase until the phase ends.
+
+        Args:
+          now: the status of the run at the beginning of the phase.
         """
         if now.phase == self._phase:
             return
@@ -175,7 +192,10 @@ class Progress:
 
 
 def _has_width(stream: io.TextIOBase) -> bool:
-    """Returns True if a bar can be drawn; some terminals, such as that of `script`, are 0 wide."""
+    """Returns True if the stream is a terminal with a width above 0.
+
+    Some terminals, such as the one that the command `script` provides, have the width 0.
+    """
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:  # A stream that is not a file raises io.UnsupportedOperation, an OSError.

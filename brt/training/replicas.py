@@ -4,8 +4,9 @@ Every replica computes the loss and the gradients of its own lanes as a single d
 one sum over the replicas (`psum`) follows. If this were left to the SPMD partitioner, every loop
 that uses a parameter would reduce the parameter's gradient in every iteration.
 
-If devices share parameters (`Mesh.fsdp`, `Mesh.tensor`), the partitioner has to do it all: it
-cannot split an embedding lookup inside a replica (jax 0.10 aborts).
+If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
+distribute the whole computation, because it cannot partition an embedding lookup inside of a
+`shard_map` over replicas (jax 0.10 aborts). Then this module counts one replica.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,13 +23,14 @@ from brt.distributed.rules import Names
 from brt.ops import dispatch
 
 _AXIS = rules.REPLICAS
-LANES = PartitionSpec(_AXIS)  # The spec of an array whose first axis is lanes (rows).
-# The names of the axes along which optimizer states may be sharded.
+# This spec shards an array whose first axis is lanes (rows of the batch).
+LANES = PartitionSpec(_AXIS)
+# Optimizer states may be sharded along axes with these names.
 _SHARDED = "embed", "mlp", "vocab"
 
 
 def count(mesh: rules.Mesh | None = None) -> int:
-    """Returns the number of replicas; 1 if devices share parameters.
+    """Returns the number of replicas; 1 if parameters are sharded over devices.
 
     Args:
       mesh: the mesh; None for the mesh that is set.
@@ -42,10 +44,12 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
     """Returns True if each replica holds only a shard of the optimizer's state.
 
     This is the first stage of ZeRO (Rajbhandari et al. 2019). By default it is not used on CPUs,
-    which send every array separately, so that communication would cost more than is saved.
+    where every array is sent separately, so that communication would take more time than sharding
+    saves.
 
     Args:
-      optimizer: settings; `state` is "auto", "shared" or "whole".
+      optimizer: settings. Optimizer.state is "shared" for shards, "whole" for a copy of the whole
+        state on each replica, or "auto" for the default of the backend.
       mesh: the mesh; None for the mesh that is set.
     """
     if count(mesh) == 1:
@@ -58,8 +62,8 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
 def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
     """Returns the spec that shards a parameter, or an array of the optimizer, over replicas.
 
-    The first large axis that the number of replicas divides is sharded; without one, the array is
-    replicated.
+    The first axis that is called "embed", "mlp" or "vocab", and whose size is a multiple of the
+    number of replicas, is sharded. If the array has no such axis, it is replicated.
 
     Args:
       names: names of the array's axes.
@@ -73,23 +77,28 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 
 
 def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
-    """Returns the `shard_spec` of every parameter.
+    """Returns the `shard_spec` of every parameter, as a tree like that of the parameters.
 
     Args:
       params: the parameters.
       axes: names of the parameters' axes, by path.
     """
 
-    def spec_of(path: tuple, leaf: Array) -> PartitionSpec:
-        """Returns the spec of a parameter."""
+    def parameter_shard_spec(path: tuple, parameter: Array) -> PartitionSpec:
+        """Returns the `shard_spec` of one parameter, whose path in the tree is `path`."""
         names = axes.get("/".join(key.key for key in path), ())
-        return shard_spec(names, leaf.shape, count())
+        return shard_spec(names, parameter.shape, count())
 
-    return jax.tree.map_with_path(spec_of, params)
+    return jax.tree.map_with_path(parameter_shard_spec, params)
 
 
 def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Returns the arrays of a tree with `with_sharding_constraint` applied to each."""
+    """Applies `jax.lax.with_sharding_constraint` to each array of a tree, with the spec of its own.
+
+    Args:
+      tree: arrays.
+      specs: a spec for each array.
+    """
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
@@ -101,22 +110,27 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
       names: names of the axes of each array.
     """
 
-    def spec_of(_: Array, names: Names) -> PartitionSpec:
-        """Returns the spec of an array with these names of axes."""
+    def lane_spec(_: Array, names: Names) -> PartitionSpec:
+        """Returns the spec of an array whose axes are called `names`."""
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
 
-    return jax.tree.map(spec_of, tree, names)
+    return jax.tree.map(lane_spec, tree, names)
 
 
 def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Returns `jax.shard_map` of a function over the replicas.
 
-    An output without the replicas' axis in its spec has to be the same on all replicas; this is
-    not checked.
+    An output whose spec lacks the replicas' axis has to be the same on all replicas; this is not
+    checked.
+
+    Args:
+      function: called by each replica with the replica's shards of the arguments.
+      in_specs: specs of the arguments, or prefixes of their trees.
+      out_specs: specs of the outputs, or prefixes of their trees.
     """
     shape = jax.sharding.get_abstract_mesh().shape
-    # Axes of size 1 are made manual, too, because jax refuses kernels inside a shard_map some of
-    # whose axes are automatic.
+    # The axes of size 1 are manual axes of the shard_map, too, because jax refuses Pallas kernels
+    # inside of a shard_map that has automatic axes.
     trivial = {axis for axis, size in shape.items() if size == 1}
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS} | trivial,
@@ -129,11 +143,13 @@ def psum(
 ) -> PyTree[Array]:
     """Returns the sum over the replicas of every array of a tree; called inside of `shard_map`.
 
-    CPUs send every array separately and mostly wait, so on CPUs all arrays are sent as one.
+    On CPUs all arrays are concatenated and sent as one, because the time of a message hardly
+    depends on its size there.
 
     Args:
       tree: arrays of one replica.
-      optimizer_shards: if given, each replica receives only its shard of every sum, by these specs.
+      optimizer_shards: specs of shards; each replica receives only its shard of every sum. None if
+        each replica receives the whole sums.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:

@@ -13,7 +13,8 @@ from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"
 STOP = "stop_after_evaluation"
-# The seconds between two looks for files, which are slow on network file systems.
+# Looking for files is slow on network file systems, so two looks are at least this number of
+# seconds apart.
 _LOOK_SECONDS = 1.0
 _NEVER = (
     "this run makes no evaluations (Training.evaluate_every, or no held-out data); stop it with "
@@ -24,17 +25,18 @@ _NEVER = (
 class Requests:
     """Requests to a run by signals and files; all processes of the run answer at the same step.
 
-    Only the first process looks for files and tells the others. A file is removed after the request
-    has been fulfilled, so that a run which is killed before answers the request when it is started
-    again.
+    A user requests a checkpoint, or a stop after the next evaluation, by creating a file in the run
+    directory. Only the first process looks for these files, and tells the other processes. The file
+    is removed after the request has been fulfilled. If the run is killed before, it fulfils the
+    request when it is started again.
 
     Args:
       stop: receives SIGTERM and Ctrl-C.
       workdir: the directory in which users create the files.
-      phases: is notified of progress whenever the run checks for requests.
-      evaluates: True if the run makes evaluations at all.
+      phases: the tracker in which every check for requests is recorded as progress.
+      evaluates: True if the run makes evaluations.
       say: called with a message for the user.
-      stack: closes the threads through which several processes agree.
+      stack: the exit stack that closes the threads through which several processes agree.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Requests:
         self._stop, self._workdir, self._phases, self._say = stop, workdir, phases, say
         self._evaluates = evaluates
         self._next_look, self._announced_stop = 0.0, False
-        # The requests to stop and to save on which several processes agree.
+        # With several processes, the pair holds the requests to stop and to save on which all
+        # processes agree.
         self._agreed: tuple[AgreedRequest, AgreedRequest] | None = None
         if processes.several():
             self._agreed = (
@@ -60,7 +63,7 @@ class Requests:
                 stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns the name of the signal that asks the run to stop now; None if there is none.
+        """Returns the name of the signal that asks the run to stop now; None without a signal.
 
         The result is the same on all processes.
         """
@@ -68,9 +71,9 @@ class Requests:
         return self._agreed[0].due() if self._agreed else self._stop.requested
 
     def checkpoint(self) -> bool:
-        """Returns True if a checkpoint is requested now; the same on all processes.
+        """Returns True if the user requested a checkpoint.
 
-        The method has to be called after every step.
+        The result is the same on all processes. The method has to be called after every step.
         """
         looks = self._is_time_to_look()
         if looks and not self._announced_stop and self._exists(STOP):
@@ -82,19 +85,20 @@ class Requests:
         return looks and self._exists(CHECKPOINT)
 
     def checkpoint_done(self, step: int) -> None:
-        """Removes the file that requested a checkpoint, after the checkpoint of `step`
-        was saved.
-        """
+        """Removes the file that requested a checkpoint, after step `step` was saved."""
         self._fulfil(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
         if self._agreed:
             self._agreed[1].done()
 
     def stop_after_evaluation(self) -> bool:
-        """Returns True if the run has to stop after this evaluation; the same on all processes."""
+        """Returns True if the user requested a stop after an evaluation.
+
+        The result is the same on all processes. The method is called after each evaluation.
+        """
         return bool(processes.from_first(self._exists(STOP)))
 
     def stop_after_evaluation_done(self, step: int) -> None:
-        """Removes the file that requested a stop after an evaluation, after `step` was saved."""
+        """Removes the file that requested a stop, after step `step` was evaluated and saved."""
         self._fulfil(STOP, f"{STOP}: step {step} is evaluated and saved")
 
     def _checkpoint_of_first(self) -> str | None:

@@ -31,7 +31,7 @@ from brt.training.step import StepMetrics, train_step
 
 
 class Shapes(NamedTuple):
-    """The part of a run that does not depend on its data.
+    """Devices, optimizer and array shapes of a run, which do not depend on the run's data.
 
     Attributes:
       mesh: the devices.
@@ -52,8 +52,8 @@ class Run(NamedTuple):
       task: the task that Training.task names.
       dataset: the splits and the tokenizer.
       reader: the batches of the training data.
-      weights: the weights of Training.init_from; None if it names none.
-      mesh, optimizer, abstract: see `Shapes`.
+      weights: the weights that Training.init_from names; None if the setting is empty.
+      mesh, optimizer, abstract: devices, optimizer, and shapes of the train state; see `Shapes`.
     """
 
     config: Config
@@ -69,40 +69,48 @@ class Run(NamedTuple):
 def build(
     config: Config, *, checkpoint: VerifiedCheckpoint | None = None, progress: bool = True
 ) -> Run:
-    """Prepares the data of a run, computes its shapes, and returns the run.
+    """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
     Args:
       config: the config.
-      checkpoint: the one that the run resumes from. It knows the model of Training.init_from, even
-        if those weights have been removed since.
-      progress: True reports how far the preparation of the data is.
+      checkpoint: the checkpoint that the run resumes from; None for a new run. The checkpoint
+        describes the model of the weights that Training.init_from names, which may have been
+        removed in the meantime.
+      progress: True shows the progress of preparing the data.
 
     Raises:
       ConfigError: settings contradict each other, the data or the weights.
-      CheckpointError: Training.init_from names no weights, or those of another kind of model.
+      CheckpointError: Training.init_from names a place without weights, or weights of another kind
+        of model.
       DataError: the data cannot be read.
     """
     compilation.use_cache()
     weights = _weights(config, checkpoint)
     config, dataset, reader = prepare(config, weights, progress=progress)
-    return Run(config, tasks.from_config(config), dataset, reader, weights, *shaped(config))
+    shapes = compute_shapes(config)
+    return Run(config, tasks.from_config(config), dataset, reader, weights, *shapes)
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the shapes of a run without opening its data; None if they depend on the data."""
+    """Returns the shapes of a run without opening the run's data.
+
+    The result is None if the shapes cannot be known without the data, for example because the data
+    determine the size of the vocabulary.
+    """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
         return None
     tasks.check(config)
-    return shaped(config)
+    return compute_shapes(config)
 
 
-def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
-    """Returns the mesh, the optimizer and the shapes of a run.
+def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
+    """Returns the mesh and the optimizer of a run, and the shapes of its train state.
 
     Args:
       config: the config, in which all sizes are filled in.
-      devices: the devices of its mesh, which may be abstract; None for those of this machine.
+      devices: the devices of the mesh, which may be descriptions of hardware that this machine
+        lacks; None for the devices of this machine.
     """
     mesh = meshes.build(config.mesh, tasks.from_config(config).sharded_sizes(config), devices)
     axes = parameter_axes(config)
@@ -119,19 +127,20 @@ def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shape
 def prepare(
     config: Config, weights: Weights | None = None, *, progress: bool = True
 ) -> tuple[Config, Dataset, Reader]:
-    """Opens the data of a run, which are prepared first if necessary.
+    """Opens the data of a run, which are tokenized and stored first if necessary.
 
     Args:
       config: the config.
-      weights: the weights of Training.init_from; None if it names none.
-      progress: True reports how far the preparation of the data is.
+      weights: the weights that Training.init_from names; None if the setting is empty.
+      progress: True shows the progress of preparing the data.
 
     Returns:
-      The config, in which sizes that depend on the data are filled in; the splits and the
-      tokenizer; the batches of the training data.
+      A tuple: the config, in which sizes that depend on the data are filled in; the dataset with
+      the splits and the tokenizer; and the reader of the training batches.
 
     Raises:
-      ConfigError, DataError: the cases that `build` describes.
+      ConfigError: settings contradict each other, the data or the weights.
+      DataError: the data cannot be read.
     """
     task = tasks.from_config(config)
     if weights:
@@ -153,12 +162,14 @@ def _weights(config: Config, checkpoint: VerifiedCheckpoint | None) -> Weights |
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
-    """Returns the train state at step 0, on the devices that its shardings name.
+    """Returns the train state at step 0, on the devices of the run.
+
+    Parameters are initialized randomly, or taken from the weights that Training.init_from names.
 
     Args:
       run: the run.
-      say: called with a message if the weights of Training.init_from lack parameters of the model,
-        or have others.
+      say: called with a message if the weights lack parameters of the model, or have parameters
+        that the model lacks.
 
     Raises:
       CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
@@ -190,8 +201,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     )
 
 
-def own_reader(run: Run) -> Reader:
-    """Returns the run's reader, restricted to the lanes of this process's devices."""
+def local_reader(run: Run) -> Reader:
+    """Returns the run's reader, restricted to the lanes (rows) of this process's devices."""
     if not processes.several():
         return run.reader
     lanes = meshes.local_lanes(run.mesh, run.config.training.batch_size)
@@ -199,29 +210,37 @@ def own_reader(run: Run) -> Reader:
 
 
 def put(run: Run, batch: Any) -> Any:
-    """Returns a batch of `own_reader` as arrays on the devices, sharded by lane (row)."""
+    """Puts a batch of `local_reader` onto the devices, sharded by lane (row).
+
+    Args:
+      run: the run.
+      batch: NumPy arrays whose first axis is the lanes of this process.
+
+    Returns:
+      The batch as jax arrays, whose first axis is the lanes of all processes.
+    """
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
     lanes = run.config.training.batch_size
-    own_lanes = meshes.local_lanes(run.mesh, lanes)
-    return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own_lanes, lanes), batch)
+    local_lanes = meshes.local_lanes(run.mesh, lanes)
+    return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, local_lanes, lanes), batch)
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number, the same in all processes, as an array on the devices."""
+    """Returns a number, which is the same in all processes, as a replicated jax array []."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
     """Returns the train step, lowered and ready to be compiled, for batches of a given shape.
 
-    The step's arguments are those of `step_inputs`, a batch, the random key, and the limit of the
-    loss if `skips_spikes`.
+    The arguments of the lowered step are the two results of `step_inputs`, a batch, the random key
+    and, if `skips_spikes` is True, the limit of the loss.
 
     Args:
       config: the config of the run.
-      shapes: the run's mesh, optimizer and train state.
-      batch: arrays or shapes of all lanes, or of some of them.
+      shapes: the run's mesh, optimizer and shapes of the train state.
+      batch: arrays or shapes, whose first axis is all lanes or a part of the lanes.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
@@ -232,17 +251,19 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 
     # If replicas shard the optimizer, the new parameters are the output of an all-gather, which
-    # cannot use the memory of the old parameters. Donating the old ones would only add a copy.
+    # cannot use the memory of the old parameters. Donating the old parameters would only add a
+    # copy.
     donated = (1,) if replicas.shards_optimizer(config.optimizer, mesh) else (0, 1)
-    # The second output sharding, a single one, applies to all leaves of the metrics.
+    # `out_shardings` has a sharding for each array of the state, and one for all metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
     def with_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
-        """Returns the shape, dtype and sharding of an array of the batch with the lanes of all
-        processes.
+        """Returns the shape, dtype and sharding that an array of the batch has on the devices.
+
+        The first axis is the lanes of all processes, even if `x` has only some of the lanes.
         """
         shape = (config.training.batch_size, *x.shape[1:])
-        # jax converts an int64 of NumPy, for example a sum, to int32 when it puts a batch onto
+        # NumPy's sums have the dtype int64, which jax converts to int32 when a batch is put onto
         # devices.
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=lanes)
 
@@ -256,20 +277,25 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the train state without them; each is an argument of the step.
+    """Returns the parameters, and the train state with None in their place.
 
-    They are separate arguments so that their memory can be donated separately.
+    Both are arguments of the compiled step. They are separate, so that their memory can be donated
+    separately.
     """
     return state.params, state._replace(params=None)
 
 
 def skips_spikes(config: Config) -> bool:
-    """Returns True if the step takes a limit of the loss, above which it changes nothing."""
+    """Returns True if a step whose loss exceeds a limit leaves the train state unchanged."""
     return config.training.on_bad_step == "skip" and bool(config.training.spike_factor)
 
 
 class CompiledStep:
-    """The train step, compiled once for each shape of batch. A call donates the state."""
+    """The train step, compiled once for each shape of batch.
+
+    Args:
+      run: the run whose config, devices and optimizer the step uses.
+    """
 
     def __init__(self, run: Run):
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
@@ -278,28 +304,32 @@ class CompiledStep:
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
-        """Compiles the step for batches of this shape, unless that was done before."""
+        """Compiles the step for batches with the shapes of `batch`, unless that was done before."""
         if (shape := _shape(batch)) not in self._compiled:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
             lowered = lowered_step(self._run.config, shapes, batch)
             self._compiled[shape] = lowered.compile(compilation.options())
-            # All processes start the step together, because one that waits in a collective for a
-            # process that still compiles would soon give up.
+            # All processes start the step together, because a process that waits in a collective
+            # operation for a process that still compiles would soon give up.
             processes.wait_for_all("compiled")
 
     def prepared(self, batch: Any) -> bool:
-        """Returns True if the step is compiled for batches of this shape."""
+        """Returns True if the step is compiled for batches with the shapes of `batch`."""
         return _shape(batch) in self._compiled
 
     def __call__(
         self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, StepMetrics]:
-        """Runs a step.
+        """Runs a step; compiles it first if necessary.
 
         Args:
           state: the train state, which is donated.
           batch: the result of `put`.
-          limit: the loss above which the step is skipped, if `skips_spikes`.
+          limit: the loss in nats per token above which the step leaves the state unchanged; used
+            only if `skips_spikes` is True.
+
+        Returns:
+          The train state after the step, and the step's metrics.
         """
         self.prepare(batch)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
@@ -307,14 +337,17 @@ class CompiledStep:
 
 
 def compiled_step(run: Run) -> CompiledStep:
-    """Returns the train step, compiled for the largest batch."""
+    """Returns the train step of a run, compiled for the largest batch of the run's reader."""
     step = CompiledStep(run)
     step.prepare(run.reader.largest())
     return step
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes without lanes: all batches have the same lanes, some in each process."""
+    """Returns the shapes of a batch's arrays without the axis of lanes.
+
+    The number of lanes is the same in all batches of a process, so it need not be compared.
+    """
     return tuple(x.shape[1:] for x in batch)
 
 

@@ -1,4 +1,4 @@
-"""Reports about a run: its sizes before it starts, and a summary after it ends."""
+"""Reports about a run: counts and sizes before the run starts, and a summary after it ends."""
 
 import importlib.util
 import shlex
@@ -21,11 +21,13 @@ from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
-Baseline = tuple[str, float]  # The name and value of a simpler method on the same data, such as xz.
+# A baseline is the name of a simpler method, such as xz, and its value of the metric on the same
+# data.
+Baseline = tuple[str, float]
 
 
 def parameters(run: Run | Shapes) -> str:
-    """Returns a table of all parameters and their shapes."""
+    """Returns a table, as text, of all parameters with their shapes and sizes."""
     return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
 
 
@@ -33,7 +35,8 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
     """Returns counts and sizes of a run that has not started, as JSON.
 
     Args:
-      run: the run; its `Shapes` if the data are not open, whose sizes are then left out.
+      run: the run; or the `Shapes` of a run whose data are not open, for which the report has no
+        sizes of the data.
       directory: the run directory, whose free disk space is reported; None for the current
         directory.
     """
@@ -65,10 +68,14 @@ def _existing(directory: str | None) -> str:
 
 
 def draw(run: Run, workdir: Workdir) -> Baseline | None:
-    """Draws the plots if Training.plots says so; returns the baseline that they show."""
+    """Draws the plots of a run if Training.plots is True.
+
+    Returns:
+      The baseline that the plots show; None if the task has none.
+    """
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
-        # Importing the module takes most of a second, so only runs with plots import it.
+        # Importing the module `plots` takes most of a second, so only runs with plots import it.
         from brt.training import plots
 
         units = run.task.units_per_token(run.dataset)
@@ -78,14 +85,14 @@ def draw(run: Run, workdir: Workdir) -> Baseline | None:
 
 
 def finish(run: Run, workdir: Workdir, begin: float) -> str:
-    """Draws the plots, and returns a summary of the run.
+    """Draws the plots of a run that has ended, and returns a summary as text.
 
     The summary has the last evaluation, the data, the files of the run, and commands to type next.
 
     Args:
       run: the run.
       workdir: the run directory.
-      begin: `time.perf_counter` at the start of the command.
+      begin: value of `time.perf_counter()` at the start of the command.
 
     Raises:
       CheckpointError: data.json or provenance.json is damaged.
@@ -153,7 +160,7 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
 
 
 def _next_steps(run: Run, path: str) -> list[str]:
-    """Returns the task's commands, for the best held-out split that exists."""
+    """Returns the commands that the task suggests, for the test split or, without one, another."""
     split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
     commands = run.task.next_steps(path)
     return [command.replace("--split=test", f"--split={split}") for command in commands]
@@ -164,6 +171,6 @@ def _has_content(path: Path) -> bool:
 
 
 def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
-    """Returns the text of the last evaluation if the task shows examples, else nothing."""
+    """Returns [text of the last evaluation] if the task shows examples, otherwise []."""
     path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
     return [untrusted.read_file(path).decode()] if run.task.shows_examples and path.exists() else []

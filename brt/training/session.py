@@ -1,4 +1,4 @@
-"""A run while it trains: it steps, saves, leaves batches out, and rewinds after a bad step."""
+"""The session: a run while it trains, with the operations that the training loop calls."""
 
 import contextlib
 import dataclasses
@@ -27,22 +27,24 @@ from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.run import CompiledStep
 from brt.training.start import checkpoints, config_changes
-from brt.training.watchdog import attended
+from brt.training.watchdog import monitored
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Session(OpenRun):
     """A run while it trains.
 
-    `open` restores or creates the run and opens its files, `step` trains on a batch, `rewind`
-    returns to the newest checkpoint after a bad step, `close` ends a run that did not fail.
+    The context `open` restores or creates the run and opens its files. `compile` compiles the train
+    step, `step` trains on a batch, `save` writes a checkpoint, `rewind` returns to the newest
+    checkpoint after a bad step, and `close` waits for the last checkpoint.
 
     Attributes:
-      steps: Training.steps, at which the run ends.
-      first: `completed` when the current series of steps began: at the start of the run, when it
-        was resumed, or when batches were left out.
+      steps: Training.steps, the step at which the run ends.
+      first: number of completed steps when the current series of steps began. A series begins when
+        the run is started or resumed, after batches were left out, and after a rewind.
       cut_short: True if a request to stop interrupted the evaluation or the sample of this step.
       program: the compiled train step; None before `compile`.
+      throughput: measures the speed of training.
     """
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
@@ -61,14 +63,14 @@ class Session(OpenRun):
 
         Args:
           config: config of the run.
-          path: the run directory; if it has a checkpoint, the run resumes from the newest one.
-          allowed: settings, as "Training.seed", that may differ from the checkpoint's although that
-            makes a different run.
+          path: the run directory; if it has checkpoints, the run resumes from the newest one.
+          allowed: names of settings, such as "Training.seed", that may differ from the config of
+            the checkpoint, although the run is then no longer the same run.
 
         Raises:
           BrtError: the run cannot start.
         """
-        # Trackers may refuse the config, so they are checked before data are prepared.
+        # Tracking services may refuse the config, so this is checked before data are prepared.
         trackers.requested(config, reader.warn_on_stderr)
         config_changes.check_names(allowed)
         checkpoint = checkpoints.newest(path)
@@ -80,16 +82,16 @@ class Session(OpenRun):
         ):
             workdir = opening.enter_workdir(workdirs.create(path), stack)
             watchdog_seconds = run.config.training.watchdog_seconds
-            stack.enter_context(attended(workdir, phases, watchdog_seconds))
+            stack.enter_context(monitored(workdir, phases, watchdog_seconds))
             stack.enter_context(meshes.use(run.mesh))
             parts = opening.open_files(run, workdir, checkpoint, allowed, stop, phases, stack)
             session = cls(**vars(parts))
-            del parts  # `parts` refers to the first train state, whose memory is needed.
+            del parts  # The reference would keep the memory of the first train state in use.
             stack.callback(phases.enter, "ending")
             yield session
 
     def compile(self) -> None:
-        """Compiles the train step and begins the series of steps."""
+        """Compiles the train step, and enters the phase "stepping"."""
         with self.pause("compiling"):
             self.program = runs.compiled_step(self.run)
         chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.auto_choices().items())
@@ -99,8 +101,10 @@ class Session(OpenRun):
     def step(self) -> None:
         """Trains on the next batch.
 
+        Steps run asynchronously, so the metrics of a step are known only in the next call.
+
         Raises:
-          BadStep: the step before was bad, which is known only now.
+          BadStep: the step before was bad.
           CheckpointError: a save in the background failed.
         """
         assert self.program, "compile() comes first"
@@ -121,14 +125,14 @@ class Session(OpenRun):
         self.progress.step(number)
 
     def _count(self, batch: Any) -> None:
-        """Counts the tokens and FLOPs of a step, of which this process has a part of the lanes."""
+        """Counts the tokens and FLOPs of a step, summed over the lanes of all processes."""
         run = self.run
         parts = run.config.training.batch_size // len(batch[0])
         flops = run.task.flops(run.config, batch)
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the next batches if bad_batches.jsonl says so.
+        """Leaves out the next batches if the run has rolled back because of a bad step there.
 
         Returns:
           True if batches were left out.
@@ -156,7 +160,7 @@ class Session(OpenRun):
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
           CheckpointError: no checkpoint is intact.
         """
-        del self.state  # The memory of the train state is needed for the restored one.
+        del self.state  # The restored train state needs the memory of the present one.
         with self.pause("restoring"):
             self.writer.wait()
             # All processes wait until process 0 has renamed the newest checkpoint.
@@ -191,8 +195,8 @@ class Session(OpenRun):
           wait: return only when the checkpoint is complete.
 
         Raises:
-          BadStep: the state is not finite, and the run rolls back after bad steps.
-          NonFiniteError: the state is not finite.
+          BadStep: the state is not finite, and the run returns to a checkpoint after bad steps.
+          NonFiniteError: the state is not finite, and the run ends after bad steps.
           CheckpointError: this save, or the one before it, failed.
         """
         self.accumulator.flush()
@@ -209,7 +213,7 @@ class Session(OpenRun):
                 self.writer.wait()
 
     def _metadata(self) -> dict[str, object]:
-        """Returns what a checkpoint stores in addition to arrays, as JSON."""
+        """Returns the metadata that a checkpoint stores in addition to arrays, as JSON."""
         return {
             "seed": self.run.config.training.seed,
             "data": self.batches.get_state(),
@@ -235,13 +239,15 @@ class Session(OpenRun):
 
     @contextlib.contextmanager
     def pause(self, phase: str) -> Iterator[None]:
-        """Context that enters a phase, whose time does not count for the speed of training."""
+        """Context for a phase, such as "saving", whose time does not count as training time."""
         with self.phases.during(phase), self.throughput.pause():
             yield
 
     def is_time(self, every: int) -> bool:
-        """Returns True if the current step is the last one or a multiple of `every`; never if it is
-        0.
+        """Returns True if the current step is a multiple of `every`, or the last step of the run.
+
+        Args:
+          every: an interval in steps; 0 stands for never, and the result is False.
         """
         at_end = self.completed >= self.steps
         return bool(every) and (at_end or self.completed % every == 0)

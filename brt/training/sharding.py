@@ -1,4 +1,4 @@
-"""Shardings of the train state."""
+"""Computes the shardings of the train state: the mesh axes over which each array is sharded."""
 
 import jax
 import numpy as np
@@ -15,26 +15,31 @@ from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
-# Adafactor's factored moments lack one axis of the matrix. If its axes are sorted by size, the
-# missing one is the last or the second last.
+# Adafactor's factored moments lack one axis of the matrix. The table gives the position of the
+# missing axis after the axes of the matrix have been sorted by size.
 _DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 
 def state_shardings(
     mesh: jax.sharding.Mesh, config: Config, state: TrainState, axes: Axes
 ) -> TrainState:
-    """Returns the sharding of every array of a train state.
+    """Returns the sharding of every array of a train state, as a train state of shardings.
 
     Args:
       mesh: mesh of the run.
       config: config of the run.
       state: shapes and dtypes of the train state.
-      axes: names of the parameters' axes; see `parameter_axes`.
+      axes: names of the parameters' axes, by path; see `state.parameter_axes`.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
     def optimizer_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Returns the sharding of an array of the optimizer's state."""
+        """Returns the sharding of one array of the optimizer's state.
+
+        Args:
+          path: keys that lead to the array in the optimizer's state.
+          leaf: shape and dtype of the array.
+        """
         names = _moment_names(path, leaf.shape, axes, shapes)
         spec = rules.spec(names, leaf.shape, mesh)
         if replicas.shards_optimizer(config.optimizer, mesh):
@@ -58,7 +63,7 @@ def state_shardings(
 def parameter_shardings(
     mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
 ) -> PyTree[NamedSharding]:
-    """Returns the sharding of every parameter, by the names of its axes.
+    """Returns the sharding of every parameter, which follows from the names of its axes.
 
     Args:
       mesh: mesh of the run.
@@ -66,12 +71,17 @@ def parameter_shardings(
       axes: names of the parameters' axes, by path.
     """
 
-    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Returns the sharding of a parameter."""
+    def parameter_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        """Returns the sharding of one parameter.
+
+        Args:
+          path: keys that lead to the parameter in the tree.
+          leaf: shape of the parameter.
+        """
         names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
         return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
 
-    return jax.tree.map_with_path(sharding_of, params)
+    return jax.tree.map_with_path(parameter_sharding, params)
 
 
 def _moment_names(
@@ -84,7 +94,7 @@ def _moment_names(
 
     Args:
       path: path of the array in the optimizer's state.
-      shape: the array's.
+      shape: shape of the array.
       axes: names of the parameters' axes, by path.
       shapes: shapes of the parameters, by path.
 
@@ -103,7 +113,7 @@ def _moment_names(
     if size == shape:
         return names if rules.is_matrix(names) else replicated
     factored = [_DROPPED_AXIS[key] for key in keys if key in _DROPPED_AXIS]
-    # This slice removes the axis of stacked layers, if there is one.
+    # The slice removes the axis of stacked layers, if the parameter has one.
     matrix = slice(int(names[:1] == ("layers",)), None)
     if not factored or len(size[matrix]) < 2:
         return replicated

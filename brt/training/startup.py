@@ -10,9 +10,9 @@ from brt.training.workdir import Workdir
 
 
 def describe(run: Run, workdir: Workdir) -> str:
-    """Returns a line about a run: devices, parameters, tokens, memory of the state, directory.
+    """Returns a line about a run: devices, parameters, tokens, memory and directory.
 
-    The memory does not include activations.
+    The memory is that of the train state, without activations.
     """
     total, non_embedding = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())
@@ -29,7 +29,10 @@ def describe(run: Run, workdir: Workdir) -> str:
 
 
 def idle_devices(run: Run) -> str:
-    """Returns a sentence about the setting that would use idle devices; "" if no device is idle."""
+    """Returns a message which says that devices are idle and which setting would use them.
+
+    The message is "" if no device is idle.
+    """
     available, used = len(jax.devices()), run.mesh.size
     if used == available:
         return ""

@@ -14,19 +14,21 @@ from brt import tasks
 from brt.config import Config
 from brt.types import Variables
 
-EMBEDDINGS = (  # The paths at which models keep their token embedding.
+# The token embedding of a model has one of these paths in the tree of parameters.
+EMBEDDINGS = (
     "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
 )  # fmt: skip
 
 
 class TrainState(NamedTuple):
-    """Everything that a training step changes. The position in the data follows from `step`.
+    """All arrays that a training step changes. The position in the data follows from `step`.
 
     Attributes:
       step: int32, number of completed steps.
       params: float32 parameters, by the names of the model's modules.
       optimizer: state of the optimizer.
-      carry: caches and recurrent states of all lanes (rows); empty for models without any.
+      carry: caches and recurrent states of all lanes (rows of the batch), which the next step
+        continues from; empty for models without caches and states.
       model_state: statistics that the model learns without gradients.
     """
 
@@ -38,7 +40,7 @@ class TrainState(NamedTuple):
 
     @property
     def variables(self) -> Variables:
-        """The learned values of the model."""
+        """The learned arrays of the model: parameters and model state."""
         return Variables(self.params, self.model_state)
 
 
@@ -47,15 +49,16 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
 
     Args:
       config: config of the run.
-      key: random key; None for that of Training.seed.
+      key: random key; None for the key of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
     return tasks.from_config(config).initial_params(config, key)
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each parameter, by path; parameters without names are left
-    out.
+    """Returns the names of the axes of each parameter, by the parameter's path.
+
+    Parameters whose axes have no names are left out.
     """
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
@@ -69,7 +72,7 @@ def initial_state(
     Args:
       config: config of the run.
       optimizer: optimizer of the run.
-      key: random key; None for that of Training.seed.
+      key: random key; None for the key of Training.seed.
     """
     task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
@@ -82,10 +85,10 @@ def initial_state(
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
-    """Returns the number of all parameters, and of those outside the token embedding.
+    """Returns the number of all parameters, and the number without the token embedding.
 
     Args:
-      params: arrays, or their shapes.
+      params: tree of arrays, or of their shapes.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves}
@@ -93,7 +96,7 @@ def parameter_counts(params: PyTree) -> tuple[int, int]:
 
 
 def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the number of all parameters, and of those outside the token embedding.
+    """Returns the number of all parameters, and the number without the token embedding.
 
     Args:
       sizes: number of elements of each parameter, by path.

@@ -14,8 +14,8 @@ from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas
 from brt.training.state import TrainState, parameter_axes
 
-# The number that is folded into the random key for dropout. Another number would change the results
-# of every run.
+# The random key of dropout is the run's key with this number folded in. Another number would change
+# the results of every run.
 DROPOUT = 1
 
 
@@ -43,40 +43,57 @@ def _loss_and_gradients(
     """Computes the loss and its gradients, accumulated over microbatches of the lanes."""
     loss = tasks.from_config(config).loss
 
-    def of_microbatch(
+    def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
-        """Returns the results of the loss function and the gradients for a microbatch."""
+        """Returns, for one microbatch, the results of the task's loss, and the gradients.
 
-        def loss_of(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-            """Returns the loss and its other results as a function of the parameters alone."""
+        Args:
+          carry: carry of the microbatch's lanes.
+          model_state: the model state before the microbatch.
+          batch: the microbatch.
+          key: random key.
+        """
+
+        def summed_loss(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
+            """Returns the summed loss as a function of the parameters alone, and the `Aux`."""
             return loss(config, params, LossInputs(batch, key, carry, model_state))
 
-        (_, aux), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(state.params)
         return aux, gradients
 
     count = config.training.gradient_accumulation
     if count == 1:
-        return of_microbatch(carry, state.model_state, batch, key)
+        return microbatch_gradients(carry, state.model_state, batch, key)
 
     def split(x: Array) -> Array:
-        """Returns an array [lanes, ...] as [microbatches, lanes of a microbatch, ...]."""
+        """Reshapes an array from [lanes, ...] to [microbatches, lanes of a microbatch, ...]."""
         # Microbatch i consists of the lanes i, i + count, ..., so that every device has lanes of
         # each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
-    def body(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
-        """Adds the results of a microbatch to the sums."""
+    def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
+        """Adds the results of a microbatch to the sums; the body of the scan over microbatches.
+
+        Args:
+          sums: model state; and sums over the microbatches so far of nats, tokens and gradients.
+          microbatch: index, carry and batch of the microbatch.
+
+        Returns:
+          The new sums; and the microbatch's new carry and metrics.
+        """
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(key, index)
-        aux, gradients = of_microbatch(carry, model_state, part, part_key)
+        aux, gradients = microbatch_gradients(carry, model_state, part, part_key)
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
     zero = jnp.zeros((), jnp.float32)
     sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, state.params)
     parts = jnp.arange(count), jax.tree.map(split, carry), jax.tree.map(split, batch)
-    (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(body, sums, parts)
+    (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(
+        add_microbatch, sums, parts
+    )
     carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), carries)
     return Aux(nats, tokens, carry, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 
@@ -100,8 +117,21 @@ def _over_replicas(
     if replicas.count() == 1 or jax.tree.leaves(state.model_state):
         return _loss_and_gradients(state, carry, batch, key, config)
 
-    def of_replica(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
-        """Returns sums over all replicas, and the carry of the replica's own lanes."""
+    def summed_gradients(
+        params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
+    ) -> tuple:
+        """Computes the loss and gradients of a replica's lanes, and sums them over the replicas.
+
+        Args:
+          params: the parameters.
+          carry: carry of the replica's lanes.
+          batch: the part of the batch with the replica's lanes.
+          key: random key.
+
+        Returns:
+          Nats, tokens, metrics and gradients, over all replicas; and the new carry of the replica's
+          lanes.
+        """
         replica_state = state._replace(params=params)
         aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
         sums = aux.nats, aux.count, aux.metrics
@@ -116,7 +146,7 @@ def _over_replicas(
     replicated = PartitionSpec()
     lanes = replicas.lane_specs(carry, tasks.from_config(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.shard_map(
-        of_replica,
+        summed_gradients,
         (replicated, lanes, replicas.LANES, replicated),
         ((replicated, replicated, replicated, optimizer_shards or replicated), lanes),
     )(state.params, carry, batch, key)
@@ -140,8 +170,8 @@ def train_step(
     Args:
       state: the train state before the step.
       batch: arrays whose first axis is lanes or rows.
-      key: random key of Training.seed, the same at every step. It is an argument so that runs which
-        differ only in their seed share one compiled program.
+      key: random key of Training.seed, the same at every step. The key is an argument, so that runs
+        with different seeds share one compiled program.
       limit: the loss above which the step is skipped; None if no loss is too high.
       config: config of the run.
       optimizer: optimizer of the run.
@@ -186,7 +216,7 @@ def train_step(
 def _unless_bad(
     before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the old state with the new step number if the step is bad, else the new state.
+    """Returns the new state, or the old state with the new step number if the step is bad.
 
     A step is bad if its loss, gradients or new state are not finite, or its loss exceeds `limit`.
     """

@@ -1,6 +1,7 @@
-"""Sends the metrics of a run to Weights & Biases and MLflow, if the section Logging names them.
+"""Sends the metrics of a run to Weights & Biases and MLflow, if the config section Logging asks so.
 
-A resumed run continues the same run of the service, whose id is stored in trackers.json.
+Such a service calls each sequence of metrics a run, too. The id of the service's run is stored in
+trackers.json in the run directory, so that a resumed run continues it.
 """
 
 import importlib
@@ -28,7 +29,7 @@ class _Service:
       warn: called once when the service fails; nothing is sent to it afterwards.
     """
 
-    name: str  # The name of the module, and of brt's extra that installs the module.
+    name: str  # The Python module, and the extra of brt that installs the module, have this name.
     _begin: Callable[[Config, Workdir, str | None], str]
     _log: Callable[[int, Mapping[str, float | int]], None]
     _end: Callable[[], None]
@@ -37,25 +38,28 @@ class _Service:
         self._module, self._warn, self._on = module, warn, True
 
     def refuses(self) -> str:
-        """Returns the reason why the service cannot record anything on this machine; ""
-        if it can.
-        """
+        """Returns the reason why the service cannot record metrics here; "" if it can."""
         return ""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Sends metrics, without those that are not finite."""
+        """Sends the metrics of a step to the service, except for metrics that are not finite."""
         finite = {tag: value for tag, value in metrics.items() if value is not None}
         self._tolerated(lambda: self._log(step, finite))
 
     def close(self) -> None:
-        """Ends the run of the service."""
+        """Ends the run in the service."""
         self._tolerated(self._end)
 
     def begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str | None:
-        """Starts a run of the service, or continues the one with this id.
+        """Starts or continues a run in the service.
+
+        Args:
+          config: config of the run, which the service records.
+          workdir: the run directory, whose name becomes the name of the run in the service.
+          run_id: id of the service's run that is continued; None to start a new one.
 
         Returns:
-          The id of the run; None if the service failed.
+          The id of the service's run; None if the service failed.
         """
         return self._tolerated(lambda: self._begin(config, workdir, run_id))
 
@@ -91,9 +95,9 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """Returns the reason why the database or directory cannot be opened; "" if it can.
+        """Returns the reason why MLflow's database or directory cannot be opened; "" if it can.
 
-        A server is not contacted yet.
+        If MLflow records on a server, the server is not contacted.
         """
         where = self._module.get_tracking_uri()
         try:
@@ -121,11 +125,11 @@ class _Mlflow(_Service):
 
 
 def requested(config: Config, warn: Warn) -> list[_Service]:
-    """Returns the services that the section Logging names; none of them starts a run yet.
+    """Returns the tracking services that the config asks for; `start` starts runs in them.
 
     Args:
       config: config of the run.
-      warn: called when a service fails later.
+      warn: called with a message if a service fails later.
 
     Raises:
       ConfigError: a service is not installed, or cannot record anything on this machine.
@@ -153,14 +157,14 @@ def requested(config: Config, warn: Warn) -> list[_Service]:
 
 
 def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
-    """Starts the services that the section Logging names, and returns them as trackers.
+    """Starts a run in each tracking service that the config asks for, and returns the services.
 
-    A service continues the run that an earlier start of the same run began.
+    If the run directory was trained before, the service continues its earlier run.
 
     Args:
       config: config of the run.
       workdir: the run directory.
-      warn: called when a service fails.
+      warn: called with a message if a service fails.
 
     Raises:
       ConfigError: a service is not installed, or cannot record anything on this machine.
@@ -176,7 +180,9 @@ def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
 
 
 def read_ids(file: Path) -> dict[str, str]:
-    """Returns the ids of runs in trackers.json by service; {} if there is no file.
+    """Returns the content of trackers.json: the id of the service's run, by the service's name.
+
+    The result is {} if the file does not exist.
 
     Raises:
       CheckpointError: the file is damaged.

@@ -17,29 +17,35 @@ from brt.training import heartbeat
 from brt.training.phases import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
 
-HUNG = 70  # The exit code of a process that hung: EX_SOFTWARE of sysexits.h.
-# Phases that show no progress until they end may take this multiple of the limit.
+HUNG = 70  # A process that hung ends with this exit code (EX_SOFTWARE of sysexits.h).
+# Phases that show no progress until they end may take this multiple of the time limit.
 PATIENCE = 4
-_CHECKS = 10  # The number of checks within the limit.
-_LONGEST_PAUSE = 5.0  # The largest number of seconds between two checks.
+# The watchdog checks the progress this number of times within the time limit, but at least once in
+# _LONGEST_PAUSE seconds.
+_CHECKS = 10
+_LONGEST_PAUSE = 5.0
+# A process that ends waits at most this number of seconds while it tells the other processes.
 _GOODBYE_SECONDS = 5.0
-_SLACK = 10.0  # The number of seconds that a busy machine may delay the watchdog's thread.
-_STDERR = 2  # The file descriptor is used because sys.stderr may have been replaced.
+# A busy machine may delay the watchdog's thread by this number of seconds.
+_SLACK = 10.0
+# Stacks are written to the file descriptor, because sys.stderr may have been replaced.
+_STDERR = 2
 
 
 @contextlib.contextmanager
-def attended(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[None]:
-    """Context in which this process writes its heartbeat file, and its progress is watched.
+def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[None]:
+    """Context in which this process writes a heartbeat file, and a watchdog checks its progress.
 
     Args:
-      workdir: the run directory, whose directory `heartbeat` receives the files.
-      phases: the status to report and watch; other processes of the run can ask for it too.
-      seconds: Training.watchdog_seconds; see `watching`.
+      workdir: the run directory, in whose directory `heartbeat` the files are written.
+      phases: tracks the status that is reported and watched. The other processes of the run can
+        request the status, too.
+      seconds: Training.watchdog_seconds, the time limit of `watching`.
     """
     index = str(jax.process_index())
     processes.report_activity(lambda: _described(phases.now))
     with (
-        heartbeat.written(workdir.heartbeat / f"{index}.json", phases),
+        heartbeat.write_regularly(workdir.heartbeat / f"{index}.json", phases),
         watching(phases, float(seconds), workdir.heartbeat / f"{index}.stacks.txt"),
     ):
         yield
@@ -47,37 +53,40 @@ def attended(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[N
 
 @contextlib.contextmanager
 def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[None]:
-    """Context that ends this process with exit code HUNG if it makes no progress for `seconds`.
+    """Context in which a thread ends this process if the process makes no progress for too long.
 
     Progress is a completed step, an evaluated batch, a sampled token or the beginning of a phase.
     Phases without such signs (`phases.WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
     which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the limit.
-    The stacks of all Python threads go to stderr and to a file.
+    Before the process ends with the exit code HUNG, the stacks of all Python threads are written to
+    stderr and to a file.
 
-    A thread watches the progress, so that it works while the main thread is stuck in C code. If
-    that code holds Python's lock, no thread can run; then `faulthandler` prints the stacks after
-    little more than twice the limit, and the exit code is 1.
+    A thread watches the progress, because the main thread may be stuck in C code. If the C code
+    holds Python's global interpreter lock, no thread can run. In this case `faulthandler`, which
+    needs no lock, writes the stacks to stderr after little more than twice the limit, and the exit
+    code is 1.
 
     Args:
-      phases: the status to watch.
-      seconds: the limit; 0 for none.
-      stacks: the file that receives the stacks.
+      phases: tracks the status that is watched.
+      seconds: the limit of the time without progress; 0 for no limit.
+      stacks: the file to which the stacks are written.
     """
     if not seconds:
         yield
         return
     over = threading.Event()
     with contextlib.suppress(OSError):
-        stacks.unlink()  # An earlier start of the run may have written the file.
+        stacks.unlink()  # The file may be left from an earlier start of the run.
 
     def exit_without_python(limit: float) -> None:
-        """Ends the process after twice the limit, unless called again, even if Python's lock is
-        held.
+        """Starts or restarts a timer, which ends the process after twice the limit.
+
+        The timer works even if C code holds Python's global interpreter lock.
         """
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
 
     def watch() -> None:
-        """Checks the progress at regular times, and ends the process if there is none."""
+        """Checks the progress regularly, and ends the process if there is none for too long."""
         pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
         previous, idle, checked = phases.now, 0.0, time.monotonic()
         while not over.wait(pause):
@@ -103,7 +112,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
 
 
 def _end(now: RunStatus, idle: float, stacks: Path) -> None:
-    """Reports where the process is stuck and ends it; nothing here may wait for long."""
+    """Reports where the process is stuck, and ends the process; no operation may wait for long."""
     reason = f"no sign of life for {idle:.0f} s while {_described(now)}"
     goodbye = threading.Thread(target=processes.announce_end, args=[reason], daemon=True)
     goodbye.start()

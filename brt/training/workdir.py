@@ -1,48 +1,45 @@
-"""The directory of a run: its layout, its lock, its provenance, and safe writes into it."""
+"""The directory of a run: its layout, its lock, and safe writes into it."""
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import fnmatch
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import jax
-
-import brt
 from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import BrtError, CheckpointError, ConfigError, closing
-from brt.redaction import redacted
+from brt.training.provenance import current_time
 
-_LONGEST_HOLDER = 500  # The largest number of bytes that are read of a lock file.
-_LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """Paths of the files and directories in a run directory; the object creates none of them."""
+    """Paths of the files and directories in a run directory; the object creates none of them.
+
+    Attributes:
+      path: the run directory.
+    """
 
     path: Path
 
     @property
     def config_gin(self) -> Path:
+        """Path of the run's config as a .gin file."""
         return self.path / "config.gin"
 
     @property
     def config_json(self) -> Path:
+        """Path of the run's config as JSON."""
         return self.path / "config.json"
 
     @property
@@ -52,39 +49,50 @@ class Workdir:
 
     @property
     def tokenizer(self) -> Path:
+        """Path of the directory that contains the tokenizer's file."""
         return self.path / "tokenizer"
 
     @property
     def data(self) -> Path:
+        """Path of the description of the run's data."""
         return self.path / "data.json"
 
     @property
     def checkpoints(self) -> Path:
+        """Path of the directory of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def bad_batches(self) -> Path:
-        """Path of the record of bad steps; next to the checkpoints, as all processes read it."""
+        """Path of the record of bad steps.
+
+        The record is next to the checkpoints, because all processes of a run have to read it.
+        """
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
     def metrics(self) -> Path:
+        """Path of the record of metrics."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """Path of the directory of TensorBoard's events."""
         return self.path / "tensorboard"
 
     @property
     def samples(self) -> Path:
+        """Path of the directory of texts that the model generated during training."""
         return self.path / "samples"
 
     @property
     def evaluations(self) -> Path:
+        """Path of the directory of reports of evaluations."""
         return self.path / "evaluations"
 
     @property
     def plots(self) -> Path:
+        """Path of the directory of plots."""
         return self.path / "plots"
 
     @property
@@ -94,26 +102,39 @@ class Workdir:
 
     @property
     def log(self) -> Path:
+        """Path of the log of messages for the user."""
         return self.path / "log.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shadow(Workdir):
-    """A temporary directory in place of a workdir, with its checkpoints and heartbeats."""
+    """A temporary directory in place of a workdir, but with the workdir's checkpoints.
+
+    Attributes:
+      shared: the workdir.
+    """
 
     shared: Workdir = Workdir(Path())
 
     @property
     def checkpoints(self) -> Path:
+        """Path of the workdir's directory of checkpoints."""
         return self.shared.checkpoints
 
     @property
     def heartbeat(self) -> Path:
+        """Path of the workdir's directory of heartbeat files."""
         return self.shared.heartbeat
 
 
 def create(path: Path) -> Workdir:
     """Creates the directories of a run, unless they exist.
+
+    Args:
+      path: the run directory.
+
+    Returns:
+      The paths in the run directory.
 
     Raises:
       ConfigError: a directory cannot be created, or a path that a run writes to is a link.
@@ -122,7 +143,8 @@ def create(path: Path) -> Workdir:
     workdir = Workdir(path)
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        workdir.checkpoints.mkdir(exist_ok=True)  # An existing link to another disk is accepted.
+        # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
+        workdir.checkpoints.mkdir(exist_ok=True)
     for directory in _directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
@@ -130,11 +152,14 @@ def create(path: Path) -> Workdir:
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Creates a directory, tests that it can be written, and removes files of killed processes.
+    """Creates a directory, tests that files can be written to it, and removes partial files.
+
+    Partial files are left by processes that were killed while they wrote.
 
     Args:
       directory: the directory.
-      below: the run directory, below which no part of the path may be a link; None for no limit.
+      below: the run directory; no part of the path below it may be a link. None if links are
+        allowed.
 
     Raises:
       ConfigError: the directory cannot be created or written, or is reached by a link.
@@ -150,7 +175,8 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 def refuse_links(workdir: Workdir) -> None:
     """Raises ConfigError if a path that a run writes to is a link, except for checkpoints.
 
-    TensorBoard, the profiler and trackers write to the workdir too, and would follow links.
+    The test is needed because TensorBoard, the profiler and tracking services, which also write to
+    the workdir, would follow links.
     """
     path = workdir.path
     with explained(path):
@@ -168,7 +194,7 @@ def _directories(workdir: Workdir) -> tuple[Path, ...]:
 
 
 def _is_of_run(name: str) -> bool:
-    """Returns True if a run, or its trackers, write to a path of this name in the workdir."""
+    """Returns True if a run, or a tracking service, writes to a path called `name` in a workdir."""
     files = ("*.json", "*.jsonl", "*.txt", "*.gin", "*.md", "*.csv", ".*lock")
     directories = ("evaluations", "heartbeat", "plots", "samples", "slurm", "tensorboard")
     others = ("tokenizer", "wandb", "mlruns", "mlruns.db")
@@ -178,10 +204,14 @@ def _is_of_run(name: str) -> bool:
 
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one.
+    """Context that yields a temporary workdir, which has the checkpoints of a real workdir.
 
-    Everything else that is written to it vanishes after the block. All processes of a run use a
-    shadow except for the first one, which writes the real workdir.
+    All other files of the temporary workdir are removed at the end of the context. If a run has
+    several processes, the first process writes to the real workdir, and all others to temporary
+    workdirs.
+
+    Args:
+      workdir: the real workdir.
     """
     with tempfile.TemporaryDirectory(prefix="brt-") as directory:
         create(Path(directory))
@@ -189,7 +219,7 @@ def shadow(workdir: Workdir) -> Iterator[Workdir]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Returns the config of the run in a directory; None if there is no run.
+    """Returns the config of the run in a directory; None if the directory contains no run.
 
     Raises:
       ConfigError: config.json cannot be read, or brt did not write it.
@@ -207,7 +237,9 @@ def saved_config(path: Path | str) -> Config | None:
 
 @contextlib.contextmanager
 def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
-    """Context that locks a run directory; the system releases the lock however the process ends.
+    """Context that locks a run directory.
+
+    The operating system releases the lock even if the process is killed.
 
     Args:
       workdir: the run directory.
@@ -226,12 +258,12 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
             if holder:
                 warn(_takeover(holder))
             file.truncate(0)
-            file.write(
-                f"process {os.getpid()} on {socket.gethostname()}, started {_now()}".encode()
-            )
+            holder = f"process {os.getpid()} on {socket.gethostname()}, started {current_time()}"
+            file.write(holder.encode())
             _remove_partial_files(workdir)
 
         def empty() -> None:
+            """Empties the lock file, which shows that the trainer was not killed."""
             with explained(path), permitted(path):
                 file.truncate(0)
 
@@ -240,7 +272,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
-    """Locks the file; returns its text, which a trainer leaves behind if it is killed."""
+    """Locks a file and returns its text, which is not empty if the last trainer was killed."""
     try:
         locked = locks.acquire(file)
     except BlockingIOError as error:
@@ -266,33 +298,13 @@ def _remove_partial_files(workdir: Workdir) -> None:
         durable.remove_abandoned(directory)
 
 
-def provenance() -> dict[str, Any]:
-    """Returns versions, machine, devices, command, commit and time of this process, as JSON."""
-    return {
-        "command": redacted(sys.argv),
-        "started": _now(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _LIBRARIES},
-        "git": _git(Path(brt.__file__).parent.parent),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "devices": [
-            f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
-        ],
-        "xla_flags": redacted(os.environ.get("XLA_FLAGS", "")),
-    }
-
-
 def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
-    """Writes a JSON file atomically; see `write_bytes`."""
+    """Writes a JSON file atomically; `write_bytes` explains the argument `below` and the errors."""
     write_text(path, json.dumps(content, indent=1) + "\n", below=below)
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text file atomically; see `write_bytes`."""
+    """Writes a text file atomically; `write_bytes` explains the argument `below` and the errors."""
     write_bytes(path, text.encode(), below=below)
 
 
@@ -301,9 +313,9 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
 
     Args:
       path: the file.
-      content: its bytes.
-      below: the run directory, below which no part of the path may be a link; None for the
-        directory of the file.
+      content: the new content of the file.
+      below: the run directory; no part of the path below it may be a link. None for the directory
+        of the file.
 
     Raises:
       ConfigError: the file cannot be written at this place.
@@ -327,7 +339,15 @@ def _takeover(holder: str) -> str:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Context that turns an OSError into a ConfigError or CheckpointError that names the path."""
+    """Context that turns an OSError into an error whose message names a path and a remedy.
+
+    Args:
+      path: the path that is written within the context.
+
+    Raises:
+      ConfigError: the path cannot be written.
+      CheckpointError: the storage fails, so that the same command may succeed later.
+    """
     try:
         yield
     except OSError as error:
@@ -336,11 +356,16 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def permitted(path: Path) -> Iterator[None]:
-    """Turns a PermissionError at a place that was writable when the run started into an error of
-    storage, because the same command may succeed later.
+    """Context that turns a PermissionError into a CheckpointError.
+
+    The path was writable when the run started, so the same command may succeed after the permission
+    has been restored.
+
+    Args:
+      path: the path that is written within the context.
 
     Raises:
-      CheckpointError: the block raised PermissionError.
+      CheckpointError: a PermissionError was raised within the context.
     """
     try:
         yield
@@ -353,7 +378,8 @@ def permitted(path: Path) -> Iterator[None]:
 def _unwritable(path: Path, error: OSError) -> BrtError:
     """Returns the error for a path that cannot be written.
 
-    It is a CheckpointError if the storage fails, so that the same command may succeed later.
+    If the storage fails, the error is a CheckpointError, because the same command may succeed
+    later. Otherwise it is a ConfigError.
     """
     if error.errno == errno.ELOOP:
         return ConfigError(
@@ -370,31 +396,3 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
         )
     remedy = "choose another --workdir or make room there"
     return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")
-
-
-def _now() -> str:
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(checkout: Path) -> dict[str, Any] | None:
-    """Returns the commit of the checkout that brt runs from; None without a checkout or git."""
-    if not (checkout / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(checkout), *arguments],
-            capture_output=True, text=True, check=True, timeout=10,
-        ).stdout.strip()  # fmt: skip
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

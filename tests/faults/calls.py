@@ -148,7 +148,9 @@ def keep_compiled() -> None:
     runs.new_state = copy
     runs.compiled_step = once(runs.compiled_step, lambda run: repr(run.config))
     writer._LATE_LOOKS, writer._LATE_SECONDS = 20, 0.02
-    runs.shaped = once(runs.shaped, lambda config, *devices: (repr(config), devices))
+    runs.compute_shapes = once(
+        runs.compute_shapes, lambda config, *devices: (repr(config), devices)
+    )
 
 
 class Command(NamedTuple):

@@ -222,7 +222,7 @@ def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
     """Nats a step, and the state after the last on the host; of several processes only nats."""
     run = runs.build(dataclasses.replace(config, mesh=mesh), progress=False)
     state, step, nats = runs.new_state(run), runs.CompiledStep(run), []
-    reader = runs.own_reader(run)
+    reader = runs.local_reader(run)
     for i in range(steps):
         state, metrics = step(state, runs.put(run, reader[i]))
         nats.append(metrics.nats)

@@ -15,6 +15,7 @@ from brt.data import preparation
 from brt.errors import CheckpointError, DataError
 from brt.training import inspection
 from brt.training import workdir as workdirs
+from brt.training.provenance import describe_process
 from brt.training.start import data_manifest
 from brt.training.workdir import Workdir
 
@@ -24,7 +25,7 @@ def run(tmp_path: Path) -> Workdir:
     workdir = Workdir(tmp_path / "run")
     meta = {
         "seed": 3, "data": {"step": 7}, "tokenizer": "", "config": config_json(Config()),
-        "provenance": workdirs.provenance(),
+        "provenance": describe_process(),
     }  # fmt: skip
     with CheckpointWriter(workdir.checkpoints) as writer:
         writer.save(7, {"params": {"w": jnp.ones((2, 3))}}, meta)
@@ -48,7 +49,7 @@ def test_a_run_is_described(run: Workdir) -> None:
         ({"config": None}, "config is None, which is no dict"),
         ({"provenance": {}}, "command is missing"),
         (
-            {"provenance": workdirs.provenance() | {"git": {"dirty": 1}}},
+            {"provenance": describe_process() | {"git": {"dirty": 1}}},
             "brt writes it: commit is missing",
         ),
     ],

@@ -78,7 +78,7 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    with heartbeat.written(path, phases):
+    with heartbeat.write_regularly(path, phases):
         waited("starting", 0)
         phases.enter("stepping", 5)
         waited("stepping", 5)
@@ -92,5 +92,5 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("in the way")
-    with heartbeat.written(tmp_path / "heartbeat" / "0.json", PhaseTracker()):
+    with heartbeat.write_regularly(tmp_path / "heartbeat" / "0.json", PhaseTracker()):
         pass

@@ -41,7 +41,7 @@ class Contestant:
 
     def __init__(self, config: Config):
         self.model, training = config.model, config.training
-        shapes = runs.shaped(config)
+        shapes = runs.compute_shapes(config)
         batch = random_batch(self.model, training.batch_size, training.segment_length)
         self.step = runs.lowered_step(config, shapes, batch).compile(compilation.options())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)

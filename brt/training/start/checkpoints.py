@@ -1,7 +1,7 @@
 """Finds the checkpoint that a trainer, or a command that reads a run, starts from.
 
-`brt.checkpointing.reader` knows checkpoints of any content. This module checks in addition that
-the metadata are those of a trainer, and that the checkpoint that was saved last is not lost.
+`brt.checkpointing.reader` reads checkpoints of any content. This module checks in addition that the
+metadata were written by a training run, and that the checkpoint that was saved last still exists.
 """
 
 from collections.abc import Collection
@@ -35,12 +35,13 @@ def find(
     Args:
       directory: the `checkpoints` directory of a run.
       step: the step of the checkpoint; None for the newest one.
-      warned: problems that the user has already been warned of; see `reader.find`.
+      warned: problems of checkpoints that the user has already been warned of.
       to_resume: True if training continues from the checkpoint, which needs the position in the
         data and the accumulated metrics in addition to the model and its config.
 
     Raises:
-      CheckpointError: the cases of `reader.find`; or no trainer wrote the metadata.
+      CheckpointError: the checkpoint does not exist, no checkpoint is intact, or the metadata are
+        not those of a training run.
     """
     checkpoint = reader.find(directory, step, warned=warned)
     meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"
@@ -57,10 +58,11 @@ def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | Non
 
     Args:
       path: the workdir.
-      warned: problems that the user has already been warned of; see `reader.find`.
+      warned: problems of checkpoints that the user has already been warned of.
 
     Raises:
-      CheckpointError: no checkpoint is intact, or all that were saved are gone.
+      CheckpointError: no checkpoint is intact, or all checkpoints that were saved have been
+        removed.
     """
     directory = Workdir(path).checkpoints
     checkpoint = None
@@ -74,7 +76,8 @@ def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | Non
             f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
             "the checkpoints back, or choose another --workdir to start a new run"
         )
-    if not checkpoint.problems:  # Otherwise `find` has already warned of damaged checkpoints.
+    # If the newest checkpoints are damaged, `find` has already warned the user.
+    if not checkpoint.problems:
         reader.warn_on_stderr(
             f"checkpoint {last} is gone from {directory}; using {checkpoint.step}"
         )

@@ -1,8 +1,8 @@
 """Decides which settings may differ between a checkpoint and the run that resumes from it.
 
-Every setting declares whether a resumed run may change it (`brt.config.fields`). A difference in
-another setting would make a different run, so it is refused unless the user allows that setting
-by name with --allow_config_change.
+Every setting declares in `brt.config` whether a resumed run may change the setting. A run with a
+change of another setting would be a different run, so the change is refused unless the user names
+the setting in --allow_config_change.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from brt.training.state import TrainState
 
 
 class ConfigChanges(NamedTuple):
-    """Differences between the config of a checkpoint and that of the run that resumes from it.
+    """Differences between the config of a checkpoint and the config of the resuming run.
 
     Attributes:
       lines: every difference as "Section.field: old -> new".
@@ -32,7 +32,11 @@ class ConfigChanges(NamedTuple):
 
 
 def may_change(name: str) -> bool:
-    """Returns True if a resumed run may change the setting `Section.field` without a flag."""
+    """Returns True if a resumed run may change a setting without --allow_config_change.
+
+    Args:
+      name: name of the setting as "Section.field".
+    """
     return declaration(name).resume
 
 
@@ -46,19 +50,20 @@ def check_names(names: Collection[str]) -> None:
 def check_resumable(
     saved: Config, config: Config, allowed: Collection[str] | None = None
 ) -> list[str]:
-    """Returns every difference between a checkpoint's config and the config of its new use.
+    """Checks the differences between two configs, and returns all of them.
 
     Args:
-      saved: the checkpoint's config.
-      config: the config that is used with the checkpoint.
-      allowed: settings that may differ although they make a different run; None if the checkpoint
-        is only read, so that the error does not offer --allow_config_change.
+      saved: the config in the checkpoint.
+      config: the config of the run or command that uses the checkpoint.
+      allowed: names of settings that may differ, although the run is then no longer the same run.
+        None if the checkpoint is only read; then the error does not offer --allow_config_change.
 
     Returns:
       The differences as "Section.field: old -> new".
 
     Raises:
-      ConfigError: a setting differs that makes a different run, and the user did not allow it.
+      ConfigError: a setting differs that a resumed run must not change, and that the user did not
+        allow to change.
     """
     differences = difference(saved, config)
     refused = {
@@ -88,8 +93,8 @@ def compare(
       allowed: settings that the user allows to change; see `check_resumable`.
 
     Raises:
-      ConfigError: a difference is not allowed, or it changes the shapes of the saved arrays, which
-        no flag makes possible.
+      ConfigError: a difference is not allowed, or the saved arrays have other shapes than the
+        arrays of the run, which --allow_config_change does not make possible.
     """
     saved = config_from_json(checkpoint.meta["config"])
     lines = check_resumable(saved, config, allowed)
@@ -121,15 +126,16 @@ def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> li
 def data_position(
     saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
 ) -> dict[str, Any]:
-    """Returns the state at which the iterator of batches continues.
+    """Returns the state from which the iterator of batches continues in a resumed run.
 
-    The step is always that of the checkpoint. If the user allowed a change that reads the data in
-    another order, the rest of the state is that of the new iterator.
+    The step is always the step of the checkpoint. If the user allowed changes with
+    --allow_config_change, the entries that determine the order of the data are taken from the new
+    iterator.
 
     Args:
       saved: the iterator's state in the checkpoint.
       current: the state of the run's new iterator.
-      changes: differences between the checkpoint's config and the run's.
+      changes: differences between the checkpoint's config and the run's; None for a new run.
     """
     order = {name: value for name, value in current.items() if name not in ("step", "store")}
     return {**saved, **(order if changes and changes.allowed else {})}

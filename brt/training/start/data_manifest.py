@@ -1,8 +1,9 @@
-"""The tokenizer and data.json, which a run stores so that it can be used without its data.
+"""Writes and reads the tokenizer of a run, and the file data.json that describes the run's data.
 
+A run directory contains both files, so that the trained model can be used without the data.
 data.json says where the data were prepared and what each split consisted of (documents, bytes,
-checksums). It lets a resumed run refuse changed training data, and an evaluation refuse a split
-that is no longer the one that was held out.
+checksums). With this file, a resumed run can refuse training data that have changed, and an
+evaluation can refuse held-out data that have changed.
 """
 
 from collections.abc import Mapping
@@ -17,24 +18,25 @@ from brt.tasks.weights import Tokenizer
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
-_SHOWN = 3  # The number of files that an error names.
-_HASH = 12  # The number of digits of a checksum that are shown.
-# Entries of a split's description, besides the number of its documents, rows or clips.
+_SHOWN = 3  # An error names at most this number of files.
+_HASH = 12  # Messages show this number of digits of a checksum.
+# The description of a split has these entries, and the number of its documents, rows or clips.
 _SPLIT = {
     "names": [str], "sha256": str, "held_out": str, "bytes?": int,
     "sources": [{"name": str, "sha256": str}],
 }  # fmt: skip
 _MANIFEST = {"directory": str, "splits": {str: _SPLIT}}
 
-SplitDescription = Mapping[str, Any]  # A value of the dict that `Dataset.described` returns.
+# A description is a value of the dict that `Dataset.described` returns.
+SplitDescription = Mapping[str, Any]
 
 
 class DataManifest(NamedTuple):
     """The content of data.json.
 
     Attributes:
-      directory: where the data were prepared.
-      splits: what each split consisted of, by its name, as `Dataset.described` returns it.
+      directory: path of the directory in which the data were prepared.
+      splits: a description of each split, by the split's name: its size, documents and checksums.
     """
 
     directory: str = ""
@@ -72,10 +74,10 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     Args:
       workdir: the run directory.
       task: the run's task, which knows the format of the file.
-      fingerprint: fingerprint of the tokenizer, according to the checkpoint.
+      fingerprint: the fingerprint that the tokenizer must have, from the checkpoint.
 
     Raises:
-      CheckpointError: the file is missing, or its fingerprint is another one.
+      CheckpointError: the file is missing, or the tokenizer has another fingerprint.
       DataError: the file is damaged.
     """
     files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
@@ -92,7 +94,7 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
 
 def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> CheckpointError:
-    """Returns the error for a tokenizer that the run's model was not trained with.
+    """Returns an error which says that the run's model was trained with another tokenizer.
 
     Args:
       workdir: the run directory.
@@ -106,7 +108,11 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line for each split: its size, a few names, its checksum, its origin."""
+    """Returns a line of text for each split: its size, some documents, its checksum, its origin.
+
+    Args:
+      splits: descriptions of the splits, by name, as in `DataManifest`.
+    """
     lines = []
     for name, split in splits.items():
         unit, count = _size(split)
@@ -121,11 +127,11 @@ def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
 
 
 def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) -> None:
-    """Raises DataError if the training data differ from those that the run began with.
+    """Raises DataError if the training data have changed since the run began.
 
     Args:
-      workdir: the run directory, whose data.json describes the earlier data.
-      splits: descriptions of the data as they are now.
+      workdir: the run directory, whose data.json describes the data at the beginning.
+      splits: descriptions of the data as they are now, by split.
     """
     before, now = read(workdir).splits.get("train"), splits["train"]
     if not before or before["sha256"] == now["sha256"]:
@@ -147,7 +153,7 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
 
 
 def _size(split: SplitDescription) -> tuple[str, Any]:
-    """Returns unit and count, the first entry of a split's description."""
+    """Returns the unit and the count, such as ("documents", 3), that begin a description."""
     return next(iter(split.items()), ("", None))
 
 

@@ -33,10 +33,10 @@ class SavedModel(NamedTuple):
     Attributes:
       workdir: the run directory.
       step: number of completed training steps.
-      config: config of the checkpoint, with the changes that its reader requested.
+      config: config of the checkpoint, with the changes that the user of the model requested.
       meta: metadata of the checkpoint.
       params: the parameters, on the devices of `mesh`.
-      model_state: state of the model that is learned without gradients.
+      model_state: arrays that the model learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
     """
 
@@ -50,7 +50,7 @@ class SavedModel(NamedTuple):
 
     @property
     def variables(self) -> Variables:
-        """The learned values of the model."""
+        """The learned arrays of the model: parameters and model state."""
         return Variables(self.params, self.model_state)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
@@ -61,13 +61,16 @@ class SavedModel(NamedTuple):
 def load_config(
     workdir: Path, step: int | None = None
 ) -> tuple[Workdir, VerifiedCheckpoint, Config]:
-    """Returns the run directory, the checkpoint and its config; no array is read.
+    """Finds a checkpoint and reads its config, but no arrays.
 
-    Settings that say where a run writes are reset to their defaults.
+    Settings of the config that say where a run writes are reset to their defaults.
 
     Args:
       workdir: path of the run directory.
       step: the step of the checkpoint; None for the newest intact one.
+
+    Returns:
+      A tuple: the paths of the run directory, the checkpoint, and the config.
 
     Raises:
       ConfigError: the workdir does not exist.
@@ -81,17 +84,18 @@ def load_config(
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Returns the model of a checkpoint, on the devices that training would use.
+    """Loads the model of a checkpoint onto the devices of the run's mesh.
 
-    Fewer devices are used if this machine has fewer than the run's mesh.
+    If this machine has fewer devices than the mesh, the model is loaded onto fewer devices.
 
     Args:
       workdir: the run directory.
       checkpoint: the checkpoint that `load_config` returned.
-      config: config of the checkpoint, in which settings may differ that a resumed run may change.
+      config: config of the checkpoint. The caller may have changed settings that a resumed run may
+        change.
 
     Raises:
-      ConfigError: another setting differs.
+      ConfigError: a setting differs from the checkpoint that a resumed run must not change.
     """
     compilation.use_cache()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
@@ -117,7 +121,7 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
 
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:
-    """Returns the run's mesh fitted to this machine; None if that is a single device."""
+    """Returns the run's mesh, reduced to the devices of this machine; None for a single device."""
     shared = tasks.from_config(config).sharded_sizes(config)
     mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
     return mesh if mesh.size > 1 else None
@@ -138,29 +142,38 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Returns the tokenizer that the run stored; raises the errors of
-    `data_manifest.read_tokenizer`.
+    """Returns the tokenizer that is stored in the run directory of a model.
+
+    Raises:
+      CheckpointError: the tokenizer is missing, or is not the tokenizer of the checkpoint.
+      DataError: the file of the tokenizer is damaged.
     """
     task = tasks.from_config(model.config)
     return data_manifest.read_tokenizer(model.workdir, task, model.meta["tokenizer"])
 
 
 def open_split(model: SavedModel, split: str) -> Dataset:
-    """Returns one opened split of the data that the model's config names.
+    """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
 
-    It is encoded with the run's tokenizer.
+    Args:
+      model: the model.
+      split: name of the split, such as "test".
+
+    Returns:
+      A dataset that contains this split.
 
     Raises:
-      ConfigError: the config names another tokenizer.
-      CheckpointError: the run's tokenizer cannot be read, or the config names a store of another
-        one.
-      DataError: the split does not exist or cannot be read; or it was held out of training data
-        that have changed since, so that it is not the same split any more.
+      ConfigError: the config names another tokenizer than the run's.
+      CheckpointError: the run's tokenizer cannot be read, or the config names data that were
+        prepared with another tokenizer.
+      DataError: the split does not exist or cannot be read; or the split was held out of data that
+        have changed since, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
     trained, requested = (getattr(to_read_with(c), task.data) for c in configs)
-    name = getattr(requested, "tokenizer", "")  # The section of speech has no tokenizer.
+    # The section of speech data has no setting `tokenizer`.
+    name = getattr(requested, "tokenizer", "")
     if name != getattr(trained, "tokenizer", ""):
         raise ConfigError(
             f"{model.workdir.path} was trained with another tokenizer than "

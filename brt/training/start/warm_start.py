@@ -18,12 +18,12 @@ from brt.training.workdir import Workdir
 
 
 def find_weights(config: Config) -> Weights | None:
-    """Returns the weights that Training.init_from names, or None if it names none.
+    """Returns the weights that Training.init_from names; None if the setting is empty.
 
-    The weights are those of a run, or a directory of converted weights.
+    Training.init_from names a run directory, or a directory of weights that brt.convert wrote.
 
     Raises:
-      CheckpointError: there are no weights at that place, or they are of another kind of model.
+      CheckpointError: the directory has no weights, or weights of another kind of model.
     """
     where, task = config.training.init_from, tasks.from_config(config)
     if not where:
@@ -39,9 +39,9 @@ def find_weights(config: Config) -> Weights | None:
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
-    """Returns a description of the weights of a run, whose `load` does not work.
+    """Returns a description of the weights of a run, which cannot load the arrays.
 
-    A resumed run uses it, because its parameters come from its own checkpoint.
+    A resumed run needs only the description, because its parameters come from its own checkpoint.
 
     Args:
       where: directory of the run, as Training.init_from names it.
@@ -68,10 +68,15 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
 
 
 def with_model(config: Config, weights: Weights) -> Config:
-    """Returns the config of a new run with the model of the weights that it starts from.
+    """Returns a config whose model section is merged with the model section of the weights.
 
-    Each setting of the model declares in `brt.config.fields` whether it belongs to the new run
-    ("own"), may be adapted by it ("adaptable"), or has to be that of the weights ("inherited").
+    Each setting of the model declares in `brt.config` where its value comes from: "own" takes the
+    value of the new run; "adaptable" takes the value of the new run if that is not the default,
+    otherwise the value of the weights; "inherited" takes the value of the weights.
+
+    Args:
+      config: config of the new run.
+      weights: the weights that the new run starts from.
 
     Raises:
       ConfigError: the config contradicts the weights, or the weights are of another task.
