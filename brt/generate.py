@@ -64,7 +64,7 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
         found = contents.without_containers(name, data)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, found)))
     elif prompt and re.search("[\udc80-\udcff]", prompt):  # The locale cannot decode some bytes.
-        prompt = plain_text.whole("--prompt", os.fsencode(prompt))
+        prompt = plain_text.decoded("--prompt", os.fsencode(prompt))
     else:
         prompt = plain_text.checked("--prompt", prompt or "")
     if not prompt and not resumed:

@@ -1,6 +1,6 @@
-"""Blocks of tokens: the number of blocks of a document, and batches that consist of given blocks.
+"""Cuts documents into blocks of tokens, and builds batches from blocks.
 
-A block is `window` tokens that a model reads at once. The last block of a document is padded.
+A block is the `window` tokens that a model reads at once. The last block of a document is padded.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def per_segment(segment_length: int, window: int) -> int:
     """Returns the number of blocks in a segment.
 
     Args:
-      segment_length: tokens per segment, the part of a document that a step reads.
+      segment_length: tokens per segment; a segment is the part of a document that a step reads.
       window: tokens per block.
 
     Raises:
@@ -47,9 +47,8 @@ def gather(
 ) -> Batch:
     """Returns a batch that consists of the given blocks of documents.
 
-    The input of a document's first token is BOS, so targets are the document's tokens and inputs
-    are
-    the same tokens shifted by one.
+    The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
+    comes first, and is the input from which the first token of a document is predicted.
 
     Args:
       store: the tokens of all documents.
@@ -59,13 +58,14 @@ def gather(
       lengths: int64 [documents], the number of tokens to read from each document; None reads all.
 
     Returns:
-      A batch of B rows with N * window tokens. Its `document_start` [B, N] is True on the first
-      block of a document and on blocks of padding.
+      A batch with B rows of N * window tokens. `document_start` [B, N] is True for the first block
+      of a document and for blocks of padding.
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths
-    past = block * window  # The number of tokens of the document before the block
-    # The number of tokens from the block's start to the document's end; it may exceed the window.
+    # `past` is the number of the document's tokens before the block. `left` is the number of tokens
+    # from the start of the block to the end of the document; it may exceed the window.
+    past = block * window
     left = np.where(real, lengths[document] - past, 0)[..., None]
     # One gather of window + 1 tokens yields both the inputs and the targets of a block.
     column = np.arange(-1, window)

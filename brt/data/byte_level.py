@@ -16,22 +16,26 @@ from brt.data import tokenizer_files
 from brt.data.chunks import ChunkTokenizer
 from brt.errors import DataError
 
-# Settings of a tokenizer.json that are refused, because they change the text.
+# A tokenizer.json with one of these settings is refused, because the settings change the text.
 CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-# Pieces that are used as BOS, which marks a document's beginning; the first that exists is taken.
+# The first of these pieces that a tokenizer has is used as BOS, the beginning of a document.
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")
 MASK = "<mask>"
 # A tokenizer is refused if it does not decode the ids of this text to the same text.
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # The bytes that never occur in UTF-8.
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # These bytes never occur in UTF-8.
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
-    """A byte-level BPE tokenizer without special ids; see `tokenizers.Tokenizer`.
+    """A byte-level BPE tokenizer, which adds no special ids to a text.
 
-    If the last id of the file is its mask token, `vocab_size` does not include this id: texts
-    never contain it, and a masked language model uses it as its mask.
+    `brt.data.tokenizers.Tokenizer` describes its methods and attributes. If the last id of the file
+    is the mask token, `vocab_size` does not include this id: no text is encoded with the id, and a
+    masked language model uses it to mask tokens.
+
+    Args:
+      path: path of a tokenizer.json.
 
     Raises:
       DataError: the file is damaged, has no piece that can be BOS, or does not keep every byte.
@@ -44,7 +48,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
-        self.unk_id = -1  # Every byte has a piece, so there is no unknown token.
+        self.unk_id = -1  # Every byte has a piece, so the tokenizer needs no unknown token.
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
         ids = (self._tokenizer.token_to_id(piece) for piece in START)
@@ -68,7 +72,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except Exception as error:  # The tokenizers library raises the class Exception itself.
+        # The tokenizers library raises errors of the class Exception itself.
+        except Exception as error:
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         for encoding in encoded:
             yield np.asarray(encoding.ids, np.int32)
@@ -90,9 +95,8 @@ def _opened(path: Path, content: bytes) -> Any:
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
             raise _loses(path, f": {token.content!r} removes the spaces next to it")
-    tokenizer.pre_tokenizer.add_prefix_space = (
-        False  # A prefix space would be added to every chunk.
-    )
+    # The library would add a prefix space to every chunk of a text.
+    tokenizer.pre_tokenizer.add_prefix_space = False
     return tokenizer
 
 
@@ -114,15 +118,15 @@ def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
     """Decodes a piece in GPT-2's notation (Radford et al. 2019, section 2.2) or an added token."""
     if added:
         return b"" if added.special else added.content.encode()
-    if strange := {*piece} - SPELT.keys():
+    if strange := {*piece} - BYTE_OF_CHARACTER.keys():
         raise _loses(path, f": its piece {piece!r} has {min(strange)!r}, which stands for no byte")
-    return bytes(SPELT[character] for character in piece)
+    return bytes(BYTE_OF_CHARACTER[character] for character in piece)
 
 
-def _spelt() -> dict[str, int]:
-    """Returns the byte for each character of GPT-2's notation.
+def _bytes_of_characters() -> dict[str, int]:
+    """Returns the byte that each character of GPT-2's notation stands for.
 
-    Printable bytes are written as themselves; the others are numbered from U+0100 on.
+    Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -130,4 +134,4 @@ def _spelt() -> dict[str, int]:
     return dict(zip(characters, [*printable, *others], strict=True))
 
 
-SPELT = _spelt()
+BYTE_OF_CHARACTER = _bytes_of_characters()

@@ -1,8 +1,9 @@
 """A cache of prepared data, so that the same files and settings are prepared only once.
 
-Prepared data are a directory with one subdirectory per split, the tokenizer, and corpus.json. This
-manifest describes sources and settings, and is written last. The name of the directory is a hash
-of everything that determines its content.
+Data are prepared by tokenizing the files and writing the result to a directory. The directory has
+a subdirectory for each split, the tokenizer, and the manifest corpus.json, which describes sources
+and settings and is written last. The name of the directory is a hash of everything that determines
+its content.
 """
 
 import hashlib
@@ -22,10 +23,11 @@ from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = manifests.CORPUS
-# Version of the readers, which is increased when the same files yield other texts or rows.
+# The version of the readers is increased when the same files yield other texts or rows.
 READING = 2
-SEED = 0  # The seed for sampling the text that a tokenizer is trained on.
-NAMED = 3  # The number of document names that `described` returns for each split.
+# This seed determines the sample of text that a tokenizer is trained on.
+SEED = 0
+NAMED = 3  # `described` returns this number of document names for each split.
 
 _KIND = {
     "key": str,
@@ -36,7 +38,8 @@ _KIND = {
     "tokenizer?": {"file": str, "name": str},
     "vocabulary?": {"file": str},
 }
-Section = Any  # A section of the config with the fields train, validation, test and cache_dir.
+# A section of the config that describes data has the fields train, validation, test and cache_dir.
+Section = Any
 Hashes = Mapping[str, Sequence[FileHash]]
 
 
@@ -47,15 +50,17 @@ def prepared(
     output: Path | str | None = None,
     **more: Any,
 ) -> Path:
-    """Returns the directory of the prepared data of a section, and prepares them if necessary.
+    """Returns the directory of the prepared data of a config section; prepares them if necessary.
 
     Args:
       section: the section of the config that names sources and settings.
-      hashes: hashes of the files of each split, so that a changed file is prepared again.
-      build: fills a directory. It receives the directory and the facts for the manifest (settings
-        and sources), and returns further entries for the manifest.
-      output: the directory to write; None selects one in the cache, named by a hash.
-      more: further values that determine the content.
+      hashes: hashes of the files of each split. They are a part of the directory's name, so that
+        data are prepared again if a file has changed.
+      build: function that writes prepared data. Its arguments are the directory to fill and the
+        settings and sources that the manifest will have; it returns further entries of the
+        manifest.
+      output: the directory to write; None selects a directory in the cache, named by a hash.
+      more: further values, as JSON, that determine the content.
 
     Raises:
       DataError: a source cannot be read, or `output` contains something else.
@@ -98,19 +103,20 @@ def prepared_split(
     build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
     **more: Any,
 ) -> Path:
-    """Returns the directory of a single prepared split, which is prepared if necessary.
+    """Returns the directory that contains one prepared split; prepares the split if necessary.
 
-    The sources of other splits are not read.
+    Sources of other splits are not read, unless the split is a part of the training documents.
 
     Args:
       section: the section of the config that names sources and settings.
       split: the split to prepare.
-      part: True if the split is a part of train, whose sources must be read for it.
-      known: a directory from which a run read this split before; it is used again if its sources
-        are unchanged.
+      part: True if the split is held out of the documents of Data.train, so that these sources have
+        to be read.
+      known: a directory in which a run has prepared this split before; the directory is used again
+        if the sources are unchanged. None if there is no such directory.
       hashes: function from the names of sources to the hashes of their files.
-      build: see `prepared`.
-      more: see `prepared`.
+      build: function that writes prepared data; see `prepared`.
+      more: further values, as JSON, that determine the content.
 
     Raises:
       DataError: a source cannot be read.
@@ -121,7 +127,8 @@ def prepared_split(
     if reusable and part:
         return reusable
     try:
-        if part or split == "train":  # The content of these splits depends on all sources of train.
+        # Training data, and splits that are held out of them, depend on all sources of train.
+        if part or split == "train":
             split_hashes = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
         else:
             split_hashes = {split: hashes(getattr(section, split))}
@@ -142,9 +149,9 @@ def say_left_out(
     Args:
       section: the section of the config that names the sources.
       splits: the splits whose sources are examined.
-      left_out: function from the name of a source to a sentence about its unread files, or "" if
-        all files are read.
-      show: False prints nothing.
+      left_out: function from the name of a source to a sentence about files that are not read; the
+        sentence is "" if all files are read.
+      show: if False, the function does nothing.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
         if line := left_out(source):
@@ -154,14 +161,14 @@ def say_left_out(
 def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
     """Returns a JSON description of each split, by the name of the split.
 
-    A description contains the number of rows or documents, the size in bytes, the first names, the
-    fingerprint, how the split was held out, and its source files. The source files are empty if the
-    directory has no manifest.
+    A description contains the number of rows or documents, the size in bytes, the first few names,
+    the fingerprint, the way in which the split was held out, and the source files. The list of
+    source files is empty if the directory has no manifest.
 
     Args:
       directory: the directory of prepared data.
-      splits: the store of each split.
-      unit: what a store counts, for example "documents"; the key of this number.
+      splits: the opened store of each split.
+      unit: the key of the number of rows or documents, for example "documents".
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     descriptions = {}
@@ -180,8 +187,10 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
 
 
 def cache_directory(section: Section) -> Path:
-    """Returns the directory in which all prepared data are cached: `cache_dir` of the section, or
-    the user's cache.
+    """Returns the directory in which prepared data are cached.
+
+    It is the section's setting `cache_dir` or, if that is empty, brt's directory in the user's
+    cache.
     """
     if section.cache_dir:
         return untrusted.user_path(section.cache_dir)
@@ -241,8 +250,12 @@ def refuse_shared(hashes: Hashes) -> None:
 
 
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
-    """Returns a progress bar for preparing a split, which is shown only if `progress` is True and
-    stderr is a terminal; `unit` is passed on to tqdm.
+    """Returns a progress bar for the preparation of a split.
+
+    Args:
+      split: name of the split, which the bar shows.
+      progress: False hides the bar. The bar is also hidden if stderr is not a terminal.
+      unit: arguments of tqdm that describe the unit of progress.
     """
     hidden = not (progress and sys.stderr.isatty())
     return tqdm(desc=f"preparing {split}", disable=hidden, **unit)

@@ -1,7 +1,8 @@
 """Chunks of text, and the base class of tokenizers that encode text chunk by chunk.
 
-Documents may be larger than the memory, so text is encoded in chunks. `cut` chooses their ends so
-that they depend on the text only, not on the parts in which the text is read.
+Documents may be larger than the memory, so text is encoded in chunks. `cut` chooses the ends of the
+chunks so that they depend on the text only, and not on the sizes of the parts in which the text is
+read.
 """
 
 import abc
@@ -10,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-CHUNK = 4096  # The largest number of characters in a chunk; sentencepiece is slow on longer ones.
-BATCH = 64  # The number of chunks that are encoded in parallel.
+# A chunk has at most this number of characters, because sentencepiece is slow on longer chunks.
+CHUNK = 4096
+BATCH = 64  # This number of chunks is encoded in parallel.
 
 Ids = Sequence[int | np.integer] | np.ndarray
 
@@ -19,8 +21,9 @@ Ids = Sequence[int | np.integer] | np.ndarray
 def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
     """Yields a text in chunks of at most `size` characters.
 
-    A chunk ends after its last newline. If it has no newline, it ends before the last space that
-    follows another character; if it has no space either, it ends after `size` characters.
+    A chunk ends after the last newline within `size` characters. If there is no newline, the chunk
+    ends before the last space that follows another character; if there is no space either, the
+    chunk has `size` characters.
 
     Args:
       chunks: the text, in parts of any length.
@@ -50,24 +53,28 @@ def _end(text: str, start: int, stop: int) -> int:
 
 
 class ChunkTokenizer(abc.ABC):
-    """Base class of tokenizers that encode long texts chunk by chunk, without losing bytes."""
+    """Base class of tokenizers that encode long texts chunk by chunk.
 
-    _bytes: list[bytes]  # The bytes that each id stands for.
+    A subclass defines `_encode`, which encodes a batch of chunks, and sets `_bytes`, the bytes that
+    each id stands for.
+    """
+
+    _bytes: list[bytes]
 
     @abc.abstractmethod
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         """Returns the ids of each chunk."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of a text, int32."""
+        """Returns the ids of a text, int32 [T]."""
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text that arrives in parts, as int32 arrays."""
+        """Yields the ids of a text as int32 arrays; `chunks` are the parts of the text."""
         pieces = cut(chunks, CHUNK)
         while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes that the ids stand for."""
+        """Returns the concatenated UTF-8 bytes that the ids stand for."""
         return b"".join(self._bytes[i] for i in ids)

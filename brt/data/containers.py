@@ -1,7 +1,8 @@
-"""Detection of files that are not text, by their first bytes.
+"""Detects files that are not text, by their first bytes.
 
-Users name PDFs, archives or databases by mistake. The error says what the file is and how to turn
-it into text: a program that extracts the text, or the right name.
+Users may name PDFs, archives or databases by mistake. The error says of which kind the file is, and
+how the user can obtain text: with a program that extracts the text, or by giving the file the right
+name.
 """
 
 import shlex
@@ -10,11 +11,11 @@ from typing import NamedTuple
 from brt.data import endings
 from brt.data.quarantine import BadRecord
 
-HEAD = 1024  # The number of bytes at the start of a file that are inspected.
+HEAD = 1024  # This number of bytes at the start of a file is inspected.
 
 
 class Sign(NamedTuple):
-    """The bytes by which a kind of file is recognised, and what to say about such a file.
+    """The bytes by which a kind of file is recognised, and the error message about such a file.
 
     Attributes:
       start: the bytes.
@@ -65,18 +66,19 @@ SIGNS = (
          "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-_WIDE = (  # UTF-32 comes first, because its byte order marks begin with those of UTF-16.
+# The byte order marks of UTF-32 come first, because those of UTF-16 are prefixes of them.
+_WIDE = (
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
 )  # fmt: skip
 
 
 def refuse(name: str, head: bytes) -> None:
-    """Raises BadRecord if the first bytes are not those of UTF-8 text.
+    """Raises BadRecord if the first bytes of a file show that the file is not UTF-8 text.
 
     Args:
       name: the file's name, for the error message.
-      head: the first `HEAD` bytes of the file, or all bytes of a shorter one.
+      head: the first `HEAD` bytes of the file, or all bytes of a shorter file.
     """
     if (detected := _sign(head) or _wide(head)) is None:
         return

@@ -13,23 +13,24 @@ from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 from brt.errors import DataError
 
-CHUNK = 1 << 20  # The number of bytes that are read from a file at a time.
-# The number of compressed bytes per read of a zstd file; so few may expand to 32 MiB.
+CHUNK = 1 << 20  # This number of bytes is read from a file at a time.
+# Only this number of compressed bytes is read from a zstd file at a time, because even these may
+# expand to 32 MiB.
 ZSTD_CHUNK = 1 << 10
 
 
 def text(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a text file in parts, and refuses other kinds of files.
+    """Yields the decompressed bytes of a text file in parts.
 
     Raises:
-      BadRecord: the file is damaged or is not text (see `brt.data.containers`).
+      BadRecord: the file is damaged, or is not text but of a kind that `brt.data.containers` knows.
       DataError: the file cannot be read.
     """
     return without_containers(file.name, content(file))
 
 
-def small(path: Path) -> str:
-    """Returns the text of a small file, decompressed if its name says that it is compressed.
+def small_text(path: Path) -> str:
+    """Returns the whole text of a small file, decompressed if its suffix says so.
 
     Raises:
       BadRecord: the file is damaged or is not UTF-8 text.
@@ -45,11 +46,14 @@ def small(path: Path) -> str:
 
 
 def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the bytes unchanged, but raises BadRecord first if they do not begin like UTF-8 text.
+    """Yields bytes unchanged, unless they begin like a file that is not text.
 
     Args:
       name: the name of the data, for the error message.
       data: the bytes, in parts.
+
+    Raises:
+      BadRecord: the first bytes are those of another kind of file (see `brt.data.containers`).
     """
     head, left = b"", iter(data)
     for chunk in left:
@@ -62,8 +66,11 @@ def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file of any kind in parts; raises the same errors as
-    `text`.
+    """Yields the decompressed bytes of a file of any kind in parts.
+
+    Raises:
+      BadRecord: the file is compressed and damaged.
+      DataError: the file cannot be read.
     """
     try:
         with open(file.path, "rb") as raw:
@@ -78,7 +85,7 @@ def content(file: File) -> Iterator[bytes]:
 
 
 def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the bytes unchanged; raises DataError if there are more than `max_bytes`.
+    """Yields bytes unchanged; raises DataError if they are more than `max_bytes`.
 
     The limit protects against compressed files that expand to a huge size.
 
@@ -96,9 +103,9 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    """Yields the lines of data that arrive in parts, without the newline at their end.
+    """Yields the lines of data, each without its newline.
 
-    The last line is empty if the data end with a newline.
+    If the data end with a newline, an empty line is yielded last.
 
     Args:
       name: the name of the data, for the error message.
@@ -108,7 +115,7 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
     Raises:
       DataError: a line is longer than `max_bytes`.
     """
-    parts: list[bytes] = []  # The parts of the current line that were read so far.
+    parts: list[bytes] = []  # The list has the parts of the current line that were read so far.
     size = number = 0
     for chunk in data:
         for i, part in enumerate(chunk.split(b"\n")):
@@ -124,7 +131,12 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
 
 
 def too_large(name: str, max_bytes: int) -> DataError:
-    """Returns the error that data are larger than `max_bytes` and may not fit into memory."""
+    """Returns an error which says that data are larger than `max_bytes`.
+
+    Args:
+      name: the name of the data.
+      max_bytes: the limit, above which data may not fit into memory.
+    """
     return DataError(
         f"{name} is larger than {max_bytes:,} bytes; split it, or raise Data.max_document_bytes if "
         "it is a document"

@@ -1,4 +1,4 @@
-"""A curriculum: training begins with easy documents, and harder ones are added at given steps."""
+"""A curriculum: training begins with easy documents, and harder documents are added later."""
 
 import dataclasses
 import functools
@@ -12,12 +12,15 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedReader(LaneReader):
-    """Reader of a growing part of a store: each stage adds documents that follow in the store.
+    """Reader of training documents that reads a growing part of a store.
 
-    Every stage begins like a run does: each lane (row of the batch) starts without state.
+    Each stage of the curriculum reads the documents of the stage before and the documents that
+    follow in the store. At the beginning of a stage, each lane (row of the batch) starts without
+    state, as at the beginning of a run.
 
     Attributes:
-      stages: (first step, number of documents) of each stage; first steps ascend from 0.
+      stages: for each stage, its first step and the number of documents that it reads. The first
+        stage begins at step 0, and the steps ascend.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -37,7 +40,7 @@ class StagedReader(LaneReader):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of a step, including the stages."""
+        """JSON of everything that determines the content of each batch, including the stages."""
         return {**super().identity, "stages": [list(stage) for stage in self.stages]}
 
 
@@ -45,8 +48,8 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
     """Returns the reader of the training documents, with stages if `data` has a curriculum.
 
     Args:
-      data: the section of the config; a stage adds the documents of the next source of
-        `data.train`.
+      data: the section Data of the config. Stage i reads the documents of the first i + 1 sources
+        in `data.train`, and `data.curriculum` has the first step of each later stage.
       store: the training documents.
       sizes: further arguments of `LaneReader`.
     """
@@ -59,7 +62,7 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
 
 
 def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
-    """Returns the number of documents from these sources, which come first in the store."""
+    """Returns the number of documents in the store that come from the sources `names`."""
     prefixes = tuple(f"{name}#" for name in names)
     return sum(name.startswith(prefixes) for name in store.names)
 

@@ -12,11 +12,14 @@ from brt.data.memory import documents as memory
 from brt.data.quarantine import BadRecord, Quarantine
 from brt.data.sources import File
 
-CHUNK = contents.CHUNK  # The number of characters in a chunk of a record's text.
+CHUNK = contents.CHUNK  # The text of a record is cut into chunks of this number of characters.
 
 
 class Document(NamedTuple):
-    """A document: its name, and its text in chunks that must be read before the next document."""
+    """A document: its name, and an iterator over its text in chunks.
+
+    The chunks have to be read before the next document is requested.
+    """
 
     name: str
     chunks: Iterator[str]
@@ -30,20 +33,22 @@ def read(
     max_bytes: int = untrusted.LARGEST,
     bad: Quarantine | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of sources (see `brt.data.sources`) in order.
+    """Yields the documents of sources in order.
 
     Text is not changed, except that a byte order mark at the start is removed. The suffix of a file
-    determines how the file is read: every record of JSON and every row of a table is a document;
-    every other file is a single document.
+    determines how the file is read: every record of a JSON file and every row of a table is a
+    document; a file of another kind is a single document.
 
     Args:
-      names: the sources.
+      names: names of the sources, such as files, directories and patterns; `brt.data.sources`
+        describes all forms.
       text_field: the field of a JSON record or TFDS example, or the column of a table, that
         contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" refuses them.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", a document
+        that contains them counts as damaged.
       max_bytes: the largest size of a record, and of the text of a compressed file.
-      bad: collects damaged documents. If its limit is above zero, text files are read twice, first
-        to find out whether they are damaged.
+      bad: collects damaged documents; None raises an error for the first one. If the limit of
+        `bad` is above zero, text files are read twice, first to find out whether they are damaged.
 
     Raises:
       DataError: a file is damaged or cannot be read. The error may also occur while the chunks of a
@@ -52,7 +57,7 @@ def read(
     bad = Quarantine() if bad is None else bad
     for source in names:
         if source.startswith("tfds:"):
-            for name, text in records.tfds(source, field=text_field, errors=errors, bad=bad):
+            for name, text in records.tfds_texts(source, field=text_field, errors=errors, bad=bad):
                 yield Document(name, _pieces(text))
             continue
         if source.startswith(MEMORY):
@@ -69,15 +74,17 @@ def _read_file(
     how: dict[str, Any] = {"field": field, "errors": errors, "bad": bad}
     match kind := endings.kind(file.path.name):
         case "json" | "jsonl":
-            yield from _records(file, records.of_json(file, max_bytes=max_bytes, **how), bad)
+            yield from _records(file, records.json_texts(file, max_bytes=max_bytes, **how), bad)
         case "array_record":
-            yield from _records(file, records.array_record(file, max_bytes=max_bytes, **how), bad)
+            yield from _records(
+                file, records.array_record_texts(file, max_bytes=max_bytes, **how), bad
+            )
         case "csv" | "tsv" | "parquet":
-            yield from _records(file, records.of_table(file, **how), bad)
+            yield from _records(file, records.table_texts(file, **how), bad)
         case _:
 
             def text() -> Iterator[str]:
-                """Yields the text of the file in chunks."""
+                """Returns an iterator over the text of the file, in chunks."""
                 return _text(file, kind, errors, max_bytes)
 
             if not bad.most or bad.tried(lambda: deque(text(), maxlen=0), file.name) is not None:
@@ -112,12 +119,12 @@ def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Do
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cuts the text of a record into chunks, so that later stages hold only one of them."""
+    """Cuts the text of a record into chunks, so that later stages hold one chunk at a time."""
     return (text[start : start + CHUNK] for start in range(0, len(text) or 1, CHUNK))
 
 
 def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
-    """Yields the chunks unchanged; raises BadRecord if there is nothing but whitespace."""
+    """Yields the chunks of a text unchanged; raises BadRecord if all of them are whitespace."""
     blank = True
     for chunk in chunks:
         blank = blank and not chunk.strip()

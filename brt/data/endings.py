@@ -1,11 +1,12 @@
-"""Meaning of file name suffixes: the compression and the format of a file.
+"""Defines the meaning of file name suffixes: the compression and the format of a file.
 
-Upper and lower case are equal. All other modules call `kind` and `packing` instead of looking at
+The case of letters does not matter. Other modules call `kind` and `packing` instead of inspecting
 suffixes themselves.
 """
 
 COMPRESSED = (".gz", ".xz", ".zst")
-TEXT = (  # Suffixes of prose, its markup, and source code.
+# Files with these suffixes contain prose, text with markup, or source code.
+TEXT = (
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
     ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs",
     ".swift", ".rb", ".php", ".pl", ".lua", ".sh", ".sql", ".r", ".jl", ".hs", ".ml", ".f90",
@@ -19,14 +20,16 @@ KINDS = {
     "array_record": (".array_record",),
     "html": (".html", ".htm", ".xhtml"),
 }
+# Files with these suffixes contain many documents, each of which is a record.
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
-# Suffixes of the files in a directory that are read as documents.
+# The files in a directory that have one of these suffixes are read as documents.
 DOCUMENTS = (*TEXT, *RECORDS)
-ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")  # Suffixes of files that are tables.
+# Files with these suffixes are tables.
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
 def packing(name: str) -> str:
-    """Returns the compression suffix of a file name in lower case; "" if it has none."""
+    """Returns the compression suffix of a file name, such as ".gz"; "" without compression."""
     return next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
 
 

@@ -1,4 +1,7 @@
-"""Generated data for tests and quickstarts: names of sources, and reproducible randomness."""
+"""Helpers for generated data: names of generated sources, and reproducible random numbers.
+
+Tests and quickstarts use generated data instead of files.
+"""
 
 import hashlib
 import itertools
@@ -17,7 +20,7 @@ class Name(NamedTuple):
     """The parts of the name of a generated source, `generated:NAME/COUNT`.
 
     Attributes:
-      name: NAME.
+      name: NAME, which determines the generated items.
       size: COUNT, the number of items that the source generates.
     """
 
@@ -26,7 +29,7 @@ class Name(NamedTuple):
 
 
 def parse(source: str) -> Name:
-    """Parses the name of a generated source.
+    """Returns the parts of the name of a generated source.
 
     Args:
       source: the name, such as "generated:train/1000".
@@ -45,12 +48,12 @@ def read(
     generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """Yields the items of sources in order; an item is a row or a document.
+    """Yields the items (rows or documents) of generated sources and of files, in order.
 
     Args:
       sources: names of generated sources and of files.
-      generate: function from the name of a generated source to its items.
-      files: function from the names of several files to their items.
+      generate: function from the name of a generated source to the source's items.
+      files: function from the names of several files to the files' items.
     """
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:
@@ -62,8 +65,8 @@ def read(
 def draw(purpose: str) -> np.random.RandomState:
     """Returns a random number generator whose seed is a hash of the text `purpose`.
 
-    The generator is a RandomState, because NumPy guarantees that its numbers never change; the
-    numbers of newer generators may change.
+    The generator is a RandomState, because NumPy guarantees that the numbers of a RandomState are
+    the same in all versions. For newer generators there is no such guarantee.
     """
     seed = hashlib.sha256(purpose.encode()).digest()[:4]
     return np.random.RandomState(int.from_bytes(seed, "little"))

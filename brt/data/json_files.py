@@ -1,6 +1,7 @@
-"""Records of JSON files: one per line (.jsonl, .ndjson), or the members of an array (.json).
+"""Reads the records of JSON files.
 
-A .json file may contain lines, an array or a single object; its first line decides.
+The records of a .jsonl or .ndjson file are its lines. A .json file may contain JSON lines, an array
+whose members are the records, or a single object; the first line shows which.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from brt.data import contents, endings, plain_text
 from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 
-PEEK = 1 << 16  # The number of bytes that are read to find out what a .json file contains.
+PEEK = 1 << 16  # This number of bytes is read to find out what a .json file contains.
 
 
 class Record(NamedTuple):
@@ -22,8 +23,8 @@ class Record(NamedTuple):
     Attributes:
       name: FILE:LINE, or FILE[INDEX] for a member of an array.
       number: the line, counted from one, or the index, counted from zero.
-      value: the parsed value; None if there is a problem.
-      problem: why there is no value, such as "is not JSON"; otherwise "".
+      value: the parsed value; None if the value cannot be read.
+      problem: the reason why the value cannot be read, such as "is not JSON"; otherwise "".
     """
 
     name: str
@@ -40,7 +41,8 @@ def read(
     Args:
       file: the file to read.
       errors: "replace" reads bytes that are not UTF-8, and surrogates without a partner, as
-        U+FFFD. "strict" keeps such surrogates; `plain_text.problem` finds them later.
+        U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
+        stay in the value; `plain_text.problem` detects them.
       max_bytes: the largest size of a line, or of a file that is parsed at once.
 
     Raises:
@@ -57,8 +59,12 @@ def read(
         yield parse(f"{file.name}:{number}", number, line, errors)
 
 
-def lines(file: File) -> Iterator[Record]:
-    """Yields the records of JSON lines, whatever the file's suffix; raises as `read` does."""
+def json_lines(file: File) -> Iterator[Record]:
+    """Yields the records of a file of JSON lines, whatever the suffix of the file is.
+
+    Raises:
+      DataError: a line is too large, or the file cannot be read.
+    """
     for number, line in _numbered(file, untrusted.LARGEST):
         yield parse(f"{file.name}:{number}", number, line)
 
@@ -70,13 +76,13 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Parses the bytes of a record; if they are not JSON, the result has a `problem`.
+    """Parses the bytes of a record. If they are not JSON, the record has a `problem`.
 
     Args:
       name: the name of the record.
-      number: its line or index.
+      number: the line or index of the record.
       data: the bytes of the record.
-      errors: see `read`.
+      errors: treatment of bytes that are not UTF-8, "strict" or "replace"; see `read`.
     """
     halves = "replace" if errors == "replace" else "keep"
     try:
@@ -90,14 +96,15 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase about bytes that are not UTF-8, such as "is not UTF-8 at byte 7 (0xff)"."""
+    """Returns a phrase that describes the error, such as "is not UTF-8 at byte 7 (0xff)"."""
     return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
 
 
 def holds_records(file: File) -> bool:
-    """Returns True if a .json file in a directory is a table, not one object such as package.json.
+    """Returns True if a .json file contains records, and False if it contains a single object.
 
-    A damaged file counts as a table, so that reading it reports the damage.
+    Files such as package.json contain a single object. A damaged file counts as a file of records,
+    so that reading the file reports the damage.
     """
     try:
         head = next(contents.content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()

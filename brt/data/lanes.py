@@ -1,10 +1,11 @@
-"""Batches of documents that are laid out in lanes, which continue from step to step.
+"""Builds batches of documents in lanes: rows of the batch that continue from step to step.
 
-A document of n tokens takes ceil(n / window) blocks; the rest of its last block is padding. Its
-inputs are BOS and all tokens but the last, and its targets are all tokens, so every token is
-scored once. Each epoch shuffles the documents, concatenates their blocks, and cuts this sequence
-into equal parts, one per lane. A lane may therefore begin inside a document: its first block has
-no state or cache from before, but its first input is the previous token.
+A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. The
+inputs of a document are BOS and all tokens but the last, and the targets are all tokens, so every
+token is scored once. Each epoch shuffles the documents, concatenates their blocks, and cuts this
+sequence into equal parts, one for each lane. A lane may therefore begin inside of a document. The
+first block of such a lane has no state or cache of the tokens before, but its first input is the
+token before.
 """
 
 import dataclasses
@@ -24,12 +25,12 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """Reader of documents: `reader[step]` is the batch of a step, with the rows of `lanes`.
+    """Reader of documents in lanes: `reader[step]` is the batch of a training step.
 
     Attributes:
-      store: the documents.
-      segment_length: tokens of a lane per step, a multiple of `window`.
-      window: tokens of a block.
+      store: the tokenized documents.
+      segment_length: number of tokens that a lane reads in a step, a multiple of `window`.
+      window: number of tokens of a block.
     """
 
     store: TokenStore
@@ -47,11 +48,12 @@ class LaneReader(Reader):
     def _blocks(
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the blocks of a step.
+        """Returns the blocks that a step reads.
 
         Returns:
-          int [B, N], the document of each block, or -1; int [B, N], the index of each block in
-          its document; bool [N], True where a lane begins.
+          A tuple: int [B, N], the index of each block's document, -1 for padding; int [B, N], the
+          index of each block in its document; and bool [N], True for a block at which all lanes
+          begin.
         """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
@@ -59,7 +61,7 @@ class LaneReader(Reader):
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
         count = self.segment_length // self.window
         in_lane = segment * count + np.arange(count)
-        # The index of each block in the sequence of all blocks of the epoch.
+        # `place` is the index of each block in the sequence of all blocks of the epoch.
         place = lane * total // self.batch_size + in_lane
         real = place < (lane + 1) * total // self.batch_size
         place = np.where(real, place, 0)
@@ -101,9 +103,7 @@ class LaneReader(Reader):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of a step, including `segment_length` and
-        `window`.
-        """
+        """JSON of everything that determines the content of each batch."""
         sizes = {"segment_length": self.segment_length, "window": self.window}
         return {**super().identity, **sizes}
 
@@ -114,13 +114,20 @@ class LaneReader(Reader):
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over the batches of a reader, which a thread builds ahead.
+    """Iterator over the batches of a reader, which a thread builds in advance.
 
-    Its state is a small JSON object: the next step and the identity of the reader.
+    The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
+    the identity of the reader.
+
+    Args:
+      reader: the reader of the batches.
+      start_step: the first step.
+      prefetch: the number of batches that the thread builds in advance.
     """
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
-        import grain  # Importing grain takes 1.5 seconds, which commands that only evaluate save.
+        # Importing grain takes 1.5 seconds, which commands without training need not wait for.
+        import grain
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
         self._reader = reader
@@ -131,11 +138,14 @@ class BatchIterator(Iterator[Any]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the next step and the identity of the reader."""
+        """Returns the state as JSON: the next step and the identity of the reader."""
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues at the step of a state that `get_state` returned.
+        """Moves the iterator to the step of a state.
+
+        Args:
+          state: result of `get_state`.
 
         Raises:
           ConfigError: the state belongs to a reader with other data or settings.
@@ -163,7 +173,7 @@ def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIter
     Args:
       reader: the reader of the batches.
       start_step: the first step.
-      prefetch: the number of batches that a thread builds ahead.
+      prefetch: the number of batches that a thread builds in advance.
     """
     return BatchIterator(reader, start_step, prefetch)
 
@@ -183,10 +193,11 @@ def evaluation_batches(
       batch_size: the number of lanes.
       segment_length: tokens of a lane per batch, a multiple of `window`.
       window: tokens of a block.
-      tokens_per_document: reads only this many tokens of each document; 0 reads all.
+      tokens_per_document: the number of tokens at the beginning of each document that are read; 0
+        reads all tokens.
 
     Yields:
-      A batch, and int32 [B, N], the index of each block's document, -1 for padding.
+      A tuple: a batch; and int32 [B, N], the index of each block's document, -1 for padding.
     """
     count = blocks.per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max
@@ -205,7 +216,10 @@ def evaluation_batches(
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
-    """Assigns documents to lanes: the longest first, always to the lane with the fewest blocks."""
+    """Assigns documents to lanes, the longest document first, so that lanes are about equally long.
+
+    Each document is assigned to the lane that has the fewest blocks so far.
+    """
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
     for document in np.argsort(-counts, kind="stable").tolist():

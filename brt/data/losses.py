@@ -1,7 +1,8 @@
-"""Counts the bytes of a text that a tokenizer loses, while the text is tokenized.
+"""Counts the bytes of a text that are lost when the text is tokenized.
 
-A tokenizer may drop or normalise characters. The bytes that the tokens decode to are compared with
-the text's bytes. If they differ, bits per byte would be wrong, and brt does not report them.
+A tokenizer may drop or normalise characters. To detect this, the bytes to which the tokens decode
+are compared with the bytes of the text. If they differ, bits per byte would be wrong, and brt does
+not report bits per byte.
 """
 
 import hashlib
@@ -10,35 +11,43 @@ import numpy as np
 
 from brt.data.tokenizers import Tokenizer
 
-_PIECE = 1 << 16  # The number of bytes that are counted at a time.
+_PIECE = 1 << 16  # This number of bytes is counted at a time.
 REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
-    """Counts the bytes of a document and those that its tokens decode to; both may arrive in
-    parts.
+    """Compares the bytes of a document with the bytes to which the document's tokens decode.
+
+    Bytes and tokens are given in parts, by calls of `text` and `tokens`.
+
+    Args:
+      tokenizer: the tokenizer of the document.
+
+    Attributes:
+      unknown: number of unknown tokens so far.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
         self._digests = hashlib.blake2b(), hashlib.blake2b()
-        # Row 0 counts how often each byte occurs in the text, row 1 in the decoded tokens.
+        # Row 0 counts how often each byte occurs in the text, and row 1 how often it occurs in the
+        # decoded tokens.
         self._counts = np.zeros((2, 256), np.int64)
         self.unknown = 0
 
     def text(self, data: bytes) -> None:
-        """Counts the next UTF-8 bytes of the text."""
+        """Adds the next UTF-8 bytes of the text."""
         self._add(0, data)
 
     def tokens(self, ids: np.ndarray) -> None:
-        """Counts the bytes that the next tokens decode to; unknown tokens decode to no bytes."""
+        """Adds the next tokens of the text, int [T]; unknown tokens decode to no bytes."""
         known = ids[ids != self._unknown]
         self.unknown += len(ids) - len(known)
         self._add(1, self._tokenizer.decode_bytes(known))
 
     @property
     def lost(self) -> int:
-        """Number of UTF-8 bytes of the text that its tokens do not reproduce.
+        """Number of UTF-8 bytes of the text that the tokens do not reproduce.
 
         Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
         """
@@ -51,7 +60,7 @@ class Losses:
     def _add(self, which: int, data: bytes) -> None:
         self._digests[which].update(data)
         values = np.frombuffer(data, np.uint8)
-        # np.bincount converts its input to int64, so counting in pieces bounds the memory.
+        # np.bincount converts its input to int64, so bytes are counted in pieces to save memory.
         for start in range(0, len(values), _PIECE):
             self._counts[which] += np.bincount(values[start : start + _PIECE], minlength=256)
 
@@ -62,7 +71,7 @@ def unknown_id(tokenizer: Tokenizer) -> int:
 
 
 def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
-    """Returns the number of bytes of a text that its tokens do not reproduce."""
+    """Tokenizes a text, and returns the number of its bytes that the tokens do not reproduce."""
     counter = Losses(tokenizer)
     counter.text(text.encode())
     counter.tokens(tokenizer.encode(text))
@@ -70,9 +79,9 @@ def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 
 def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Returns an estimate of the number of bytes of a text that its tokens do not reproduce.
+    """Estimates the number of bytes of a text that the text's tokens do not reproduce.
 
-    The estimate is used where only the tokens and the size of the text are known.
+    The estimate is used if only the tokens and the size of the text are known.
 
     Args:
       tokenizer: the tokenizer that made the tokens.
@@ -85,7 +94,7 @@ def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
 
 
 def described(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause that tells the user how many bytes the tokenizer loses; "" if it loses none.
+    """Returns a clause that tells the user how many bytes the tokenizer loses; "" for no bytes.
 
     Args:
       lost: the number of lost bytes.

@@ -16,10 +16,10 @@ from typing import Any
 from brt import durable, locks, untrusted
 from brt.errors import DataError
 
-# The number of the format of stores and prepared data; it is part of the key in the cache.
+# Stores and prepared data have this format. The number is a part of the key in the cache.
 FORMAT = 1
-CORPUS = "corpus.json"  # The name of the manifest of a directory with several stores.
-# The name of the file in a temporary directory that a process locks while it writes there.
+CORPUS = "corpus.json"  # The manifest of a directory with several stores has this name.
+# A process that writes to a temporary directory locks the file of this name in the directory.
 _HELD = ".held"
 
 
@@ -28,7 +28,7 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
 
     Args:
       path: the file.
-      kind: the expected entries and their types; see `untrusted.check`.
+      kind: the expected type of each entry, in the notation of `untrusted.check`.
 
     Raises:
       DataError: the manifest is missing, damaged, or has another format.
@@ -63,10 +63,10 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def corpus_directory(store: Path) -> Path:
-    """Returns the directory that must be prepared again if a store is damaged.
+    """Returns the directory that has to be prepared again if a store is damaged.
 
-    It is the parent directory with all splits if the store belongs to a corpus, otherwise the
-    store.
+    If the store is one split of a corpus, the result is the directory of the corpus. Otherwise the
+    result is the directory of the store.
     """
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
@@ -74,11 +74,14 @@ def corpus_directory(store: Path) -> Path:
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context that turns errors while reading a damaged directory into a DataError with a remedy.
+    """Context that turns the errors of reading a damaged directory into a DataError with a remedy.
 
     Args:
-      directory: the directory that is read.
-      what: what the directory is, for the error message.
+      directory: the directory that is read within the context.
+      what: the noun for the directory in the error message, such as "corpus".
+
+    Raises:
+      DataError: an OSError, ValueError or KeyError was raised within the context.
     """
     try:
         yield
@@ -98,27 +101,29 @@ def atomic_directory(
     setting: str = "",
     explained: Callable[[Path], AbstractContextManager[None]] | None = None,
 ) -> Iterator[Path]:
-    """Creates a temporary directory that is renamed to `directory` when the block succeeds.
+    """Context that yields a temporary directory, and renames it to `directory` at the end.
 
-    Temporary directories that killed processes left next to it are deleted first
-    (`remove_abandoned`).
+    The temporary directory is deleted instead if an error is raised within the context. Temporary
+    directories that killed processes left at the same place are deleted first.
 
     Args:
       directory: the final directory; symbolic links are followed.
-      shared: True discards this result if another process has created `directory` meanwhile;
-        False raises an error.
-      setting: the setting that names the directory, for error messages; "" if the user named it.
-      explained: a context that converts OSErrors; None converts them to DataErrors.
+      shared: the treatment of a directory that another process has created in the meantime: True
+        uses the other directory, and False raises an error.
+      setting: the setting that names the directory, for error messages; "" if the user named the
+        directory directly.
+      explained: function from the directory to a context that converts OSErrors; None converts them
+        to DataErrors.
 
     Raises:
       DataError: the directory cannot be created.
-      OSError: the storage fails, or it denies access that it granted when the block began. If
-        `directory` is not shared, it does not exist then, so the command can be run again.
+      OSError: the storage fails, or denies access that it granted when the context began. If
+        `shared` is False, the directory does not exist then, so the command can be run again.
     """
-    begins = explained or partial(_explained, setting=setting)
-    ends = explained or partial(_explained, setting=setting, refused=durable.storage_refuses)
+    explain_begin = explained or partial(_explained, setting=setting)
+    explain_end = explained or partial(_explained, setting=setting, refused=durable.storage_refuses)
     with contextlib.ExitStack() as stack:
-        with begins(directory):
+        with explain_begin(directory):
             directory = Path(os.path.realpath(directory))
             directory.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(directory)
@@ -126,7 +131,7 @@ def atomic_directory(
             content = place / directory.name
             content.mkdir()
         yield content
-        with ends(directory):
+        with explain_end(directory):
             durable.sync_tree(content)
             _rename(content, directory, shared)
 
@@ -142,7 +147,7 @@ def _rename(content: Path, directory: Path, shared: bool) -> None:
         durable.sync(directory.parent)
     except OSError:
         if not shared:
-            # The error of `sync` is raised, not one that occurs while its effects are undone.
+            # If renaming the directory back fails, too, the error of `sync` is raised nevertheless.
             with contextlib.suppress(OSError):
                 directory.rename(content)
         raise
@@ -156,7 +161,8 @@ def _explained(
 ) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # A NUL in the name raises ValueError.
+    # Python raises ValueError if the name of the directory contains a NUL.
+    except (OSError, ValueError) as error:
         if refused(error):
             raise
         reason = getattr(error, "strerror", None) or error
@@ -167,7 +173,7 @@ def _explained(
 
 
 def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
-    """Creates a locked temporary directory next to `directory`; the stack deletes it at its end."""
+    """Creates a locked temporary directory next to `directory`, which the exit stack deletes."""
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as attempt:
@@ -182,7 +188,9 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary directories next to `directory` that no process uses, as far as it can.
+    """Deletes temporary directories next to `directory` that no process uses.
+
+    Errors are ignored, so some of the directories may remain.
 
     Args:
       directory: a directory that `atomic_directory` created or will create.
@@ -202,7 +210,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _remove(place: Path) -> None:
-    """Deletes a temporary directory; deletes the file that marks it as temporary last."""
+    """Deletes a temporary directory, and last the file that marks the directory as temporary."""
     for path in place.iterdir():
         if path.name != _HELD:
             shutil.rmtree(path)
@@ -212,8 +220,8 @@ def _remove(place: Path) -> None:
 def _remove_or_warn(place: Path) -> None:
     try:
         _remove(place)
-    except FileNotFoundError:  # Another process has deleted the directory.
-        pass
+    except FileNotFoundError:
+        pass  # Another process has deleted the directory.
     except OSError as error:
         print(
             f"warning: {place} cannot be removed: {error.strerror}; "

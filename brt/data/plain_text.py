@@ -1,8 +1,8 @@
 r"""Checks and decodes text from any source: documents, rows, tables, prompts and Python calls.
 
-A byte order mark at the start is removed. Everything else is kept, including line ends and the
-characters \f, U+0085 and U+2028, which some programs treat as line ends. A NUL and a surrogate
-without its partner are refused.
+A byte order mark at the start is removed. Everything else stays as it is, including line ends and
+the characters \f, U+0085 and U+2028, which some programs treat as line ends. Text with a NUL, or
+with one half of a surrogate pair, is refused.
 """
 
 import codecs
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator
 
 from brt.data.quarantine import BadRecord
 
-MARK = "\ufeff"
-# The setting that accepts documents with NULs and bytes that are not UTF-8.
+MARK = "\ufeff"  # The byte order mark may be the first character of a text.
+# This setting accepts documents with NULs and bytes that are not UTF-8.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 def problem(text: str) -> str:
-    """Returns what is wrong with a text, such as "has a NUL at character 3"; "" if nothing is.
+    """Returns a phrase about a fault of a text, such as "has a NUL at character 3".
 
-    Characters are counted from zero.
+    Characters are counted from zero. The result is "" if the text has no fault.
     """
     if "\0" in text:
         return f"has a NUL at character {text.index(chr(0))}"
@@ -33,6 +33,10 @@ def problem(text: str) -> str:
 def checked(name: str, text: str) -> str:
     """Returns a text without its byte order mark.
 
+    Args:
+      name: the name of the text, for the error message.
+      text: the text.
+
     Raises:
       BadRecord: the text contains a NUL or a surrogate without its partner.
     """
@@ -41,14 +45,14 @@ def checked(name: str, text: str) -> str:
     return text.removeprefix(MARK)
 
 
-def whole(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
-    """Returns the text of bytes that are decoded at once.
+def decoded(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
+    """Decodes bytes as UTF-8, and returns the text.
 
     Args:
       name: the name of the data, for error messages.
       data: the bytes.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
-      remedy: the setting that enables this replacement; "" if there is none.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" raises an error.
+      remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
     Raises:
       BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
@@ -59,19 +63,19 @@ def whole(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> s
 def read(
     name: str, data: Iterable[bytes], errors: str = "strict", remedy: str = ""
 ) -> Iterator[str]:
-    """Decodes bytes that arrive in parts, and yields the text in parts.
+    """Decodes parts of bytes as UTF-8, and yields the text in parts.
 
     Args:
       name: the name of the data, for error messages.
-      data: the bytes, in parts.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
-      remedy: the setting that enables this replacement; "" if there is none.
+      data: the bytes, in parts; a part may end inside of a character.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" raises an error.
+      remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
     Raises:
       BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    offset = 0  # The position of the first byte that is not decoded yet.
+    offset = 0  # The byte at this position is the first one that is not decoded yet.
     first, characters = True, 0
     for chunk in _ended(data):
         pending = decoder.getstate()[0]
@@ -88,19 +92,19 @@ def read(
 
 
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """Returns the text with every NUL replaced, or refuses the text.
+    """Returns a text in which every NUL is replaced, or raises an error about a NUL.
 
     Files that were not written completely are often filled with NULs.
 
     Args:
       name: the name of the data, for error messages.
       text: a part of the document.
-      errors: "replace" reads NULs as U+FFFD; otherwise a NUL is refused.
-      before: the number of the document's characters before `text`.
-      remedy: the setting that enables this replacement; "" if there is none.
+      errors: "replace" replaces NULs by U+FFFD; "strict" raises an error.
+      before: the number of the document's characters before `text`, for the error message.
+      remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
     Raises:
-      BadRecord: the text contains a NUL and is refused.
+      BadRecord: the text contains a NUL, and `errors` is not "replace".
     """
     if "\0" not in text:
         return text
@@ -114,7 +118,7 @@ def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str 
 
 
 def no_text(name: str) -> BadRecord:
-    """Returns the error about a document that contains nothing but whitespace."""
+    """Returns an error which says that the document `name` contains nothing but whitespace."""
     return BadRecord(f"{name} has no text; leave it out")
 
 
@@ -124,6 +128,6 @@ def _undecodable(name: str, offset: int, byte: int, remedy: str) -> BadRecord:
 
 
 def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the chunks that are not empty, then an empty one, which ends the decoding."""
+    """Yields the chunks that are not empty, and then an empty chunk, which ends the decoding."""
     yield from filter(None, data)
     yield b""

@@ -1,11 +1,11 @@
-"""Prepares token stores from the documents that the section `Data` describes.
+"""Prepares token stores from the documents that the config section `Data` describes.
 
-The result is a directory in the cache, or where the user says (see `brt.data.cache`):
+The result is a directory, in the cache or at a place that the user names (see `brt.data.cache`):
 
     train/ validation/ test/             token stores (a split without documents is absent)
     tokenizer.model or tokenizer.json    the tokenizer
     quarantine.jsonl                     documents that could not be read, if there are any
-    corpus.json                          sources and settings; written last
+    corpus.json                          the manifest: sources and settings; written last
 """
 
 import hashlib
@@ -36,17 +36,23 @@ from brt.formatting import counted
 
 
 class Dataset(NamedTuple):
-    """The opened stores of a prepared directory, by split, with the tokenizer that wrote them."""
+    """Prepared documents that are opened for reading.
+
+    Attributes:
+      directory: the directory of the prepared data.
+      tokenizer: the tokenizer that encoded the documents.
+      splits: the token store of each split, by the name of the split.
+    """
 
     directory: Path
     tokenizer: Tokenizer
     splits: dict[str, TokenStore]
 
     def split(self, name: str) -> TokenStore:
-        """Returns the store of the split with this name.
+        """Returns the token store of the split `name`.
 
         Raises:
-          DataError: there is no such split.
+          DataError: the data have no such split.
         """
         if name not in self.splits:
             raise DataError(
@@ -56,17 +62,17 @@ class Dataset(NamedTuple):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
         return cache.described(self.directory, self.splits, "documents")
 
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
-    """Opens the data that the section describes, and prepares them first if necessary.
+    """Opens the documents that a config section describes; first tokenizes them if necessary.
 
     Args:
-      data: the section of the config.
+      data: the section Data of the config.
       output: the directory to write; None writes to the cache.
-      progress: shows a progress bar on a terminal, and otherwise prints a line per split.
+      progress: True shows a progress bar on a terminal, and otherwise prints a line for each split.
 
     Raises:
       DataError: a source cannot be read, or `output` contains something else.
@@ -80,7 +86,12 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills the directory `place` and returns the entries of its manifest."""
+        """Writes all splits into the directory `place`, and returns entries of its manifest.
+
+        Args:
+          place: an empty directory.
+          facts: the settings and sources that the manifest will have.
+        """
         plan = Plan(data)
         cache.say_left_out(data, SPLITS, sources.left_out, progress)
         tokenizer, described = _make_tokenizer(data, plan, place, progress)
@@ -99,15 +110,18 @@ def prepare_split(
     known: Path | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """Opens a single split, tokenized by a given tokenizer, and prepares it first if necessary.
+    """Opens a single split of documents; first tokenizes the split if necessary.
 
     Args:
-      data: the section of the config.
+      data: the section Data of the config.
       split: the name of the split.
-      tokenizer: the tokenizer.
-      known: a directory from which a run read this split before; it is used again if its sources
-        are unchanged.
-      progress: shows a progress bar on a terminal, and otherwise prints a line.
+      tokenizer: the tokenizer that encodes the split, such as the tokenizer of a trained model.
+      known: a directory in which a run has prepared this split before; the directory is used again
+        if the sources are unchanged. None if there is no such directory.
+      progress: True shows a progress bar on a terminal, and otherwise prints a line.
+
+    Returns:
+      A dataset with this split; if `data.store` names prepared data, with all their splits.
 
     Raises:
       DataError: there is no such split, or its sources cannot be read.
@@ -119,7 +133,12 @@ def prepare_split(
         raise DataError(f"there are no {split} documents; name some with Data.{split}")
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills the directory `place` and returns the entries of its manifest."""
+        """Writes the split into the directory `place`, and returns entries of its manifest.
+
+        Args:
+          place: an empty directory.
+          facts: the settings and sources that the manifest will have.
+        """
         return _write(Plan(data, (split,)), (split,), tokenizer, place, facts, progress)
 
     directory = cache.prepared_split(
@@ -161,7 +180,7 @@ def _write(
     facts: Mapping[str, Any],
     progress: bool,
 ) -> dict[str, Any]:
-    """Writes the stores of some splits, and returns their entries of the manifest."""
+    """Writes the stores of some splits, and returns the manifest's entries about the splits."""
     seen: dict[str, tuple[str, str]] = {}
     splits = tuple(splits)
     for split in splits:
@@ -200,9 +219,15 @@ def _say_quarantined(directory: Path, progress: bool) -> None:
 def _unshared(
     documents: Iterable[Document], split: str, seen: dict[str, tuple[str, str]]
 ) -> Iterator[Document]:
-    """Yields the documents unchanged; raises DataError if two splits contain the same text.
+    """Yields the documents of a split unchanged; raises DataError if two splits share a text.
 
-    Such texts would make evaluation invalid. Published datasets (tfds) are not checked.
+    A shared text would make evaluation invalid. Published datasets (tfds) are not checked.
+
+    Args:
+      documents: the documents of the split.
+      split: name of the split.
+      seen: split and name of each document so far, by the hash of its text; this function adds to
+        it.
     """
     for document in documents:
         digest = hashlib.sha256()
@@ -224,7 +249,11 @@ def _hashed(chunks: Iterable[str], digest: Any) -> Iterator[str]:
 def _make_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Loads or trains the tokenizer, stores it in the directory, and describes it."""
+    """Loads or trains the tokenizer, and stores it in the directory.
+
+    Returns:
+      The tokenizer, and its description for the manifest.
+    """
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
@@ -251,7 +280,7 @@ def _make_tokenizer(
 
 
 def summary(dataset: Dataset) -> str:
-    """Returns a short table of the splits' sizes, and a line about the tokenizer."""
+    """Returns text with a table of the splits' sizes and a line about the tokenizer."""
     lines = [
         f"{'split':10} {'documents':>10} {'tokens':>14} {'bytes':>14} {'words':>12} bytes/token"
     ]

@@ -12,16 +12,20 @@ T = TypeVar("T")
 
 
 class BadRecord(DataError):
-    """The error that a document is damaged or has no text, while other documents can still
-    be read.
+    """An error which says that a document is damaged or has no text.
+
+    Reading may continue with the other documents.
     """
 
 
 class Quarantine:
-    """Collects bad records up to a limit. A record counts once, even if its file is read again.
+    """Collects the errors of bad records up to a limit.
+
+    A record counts once, even if its file is read again.
 
     Args:
-      most: the largest number of bad records, Data.max_bad_records; with 0 the first one is raised.
+      most: the largest number of bad records, Data.max_bad_records. With 0, the error of the first
+        bad record is raised.
     """
 
     def __init__(self, most: int = 0):
@@ -32,16 +36,17 @@ class Quarantine:
         return len(self._found)
 
     def knows(self, file: str) -> bool:
-        """Returns True if a bad record of the file was collected before."""
+        """Returns True if an error of this file was collected before."""
         return any(entry["file"] == file for entry in self._found.values())
 
     def take(self, error: BadRecord, file: str, **place: int) -> None:
-        """Collects a bad record of a file. Without `place`, the rest of the file cannot be read.
+        """Collects the error of a bad record, or raises an error if the limit is exceeded.
 
         Args:
-          error: what is wrong.
+          error: the error of the record.
           file: the name of the file.
-          place: the number of the line or record, as `line=` or `record=`.
+          place: the number of the bad line or record, as `line=` or `record=`; nothing if the error
+            concerns the whole rest of the file.
 
         Raises:
           DataError: there are more bad records than the limit.
@@ -57,12 +62,18 @@ class Quarantine:
             )
 
     def tried(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """Returns the result of `read`, or collects the BadRecord that it raises and returns None.
+        """Calls a function, and collects its error if it raises BadRecord.
 
         Args:
           read: function that reads a record.
           file: the name of the file.
-          place: see `take`.
+          place: the number of the line or record; see `take`.
+
+        Returns:
+          The result of `read`; None if an error was collected.
+
+        Raises:
+          DataError: there are more bad records than the limit.
         """
         try:
             return read()
@@ -71,8 +82,12 @@ class Quarantine:
             return None
 
     def write(self, directory: Path) -> None:
-        """Writes quarantine.jsonl with a line of JSON for each collected record; no file if there
-        are none.
+        """Writes quarantine.jsonl, which has a line of JSON for each collected error.
+
+        If no error was collected, no file is written.
+
+        Args:
+          directory: the directory that receives the file.
         """
         if self._found:
             lines = (json.dumps(entry) + "\n" for entry in self._found.values())

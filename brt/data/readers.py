@@ -1,8 +1,8 @@
 """The base class of readers, which return the batch of any training step.
 
 An epoch is one pass over all data, in an order that the seed and the number of the epoch determine.
-The content of a step is computed from them, so a resumed run continues anywhere without reading
-the steps before.
+A batch depends only on the seed and the number of the step, so a resumed run can continue at any
+step without reading the batches before.
 """
 
 import abc
@@ -15,17 +15,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reader(abc.ABC):
-    """Base class of readers: `reader[step]` is the batch of a step.
+    """Base class of readers: `reader[step]` is the batch of a step, counted from 0.
 
-    The batch depends only on the step and on what `identity` contains. It is a NamedTuple of NumPy
-    arrays whose axis 0 is the lanes, the rows of the batch.
+    A batch is a NamedTuple of NumPy arrays whose first axis is the rows of the batch (lanes). It
+    depends only on the step and on the values in `identity`.
 
     Attributes:
-      store: the data; it has a length, and a `fingerprint` of its content.
+      store: the data, an object with a length and with a `fingerprint` of its content.
       batch_size: the number of rows of a batch, over all processes.
-      seed: determines the order of each epoch.
+      seed: determines the order of the data in each epoch.
       shuffle: False reads every epoch in the order of the store, as evaluation does.
-      lanes: the rows that this process builds; None builds all.
+      lanes: indices of the rows that the batches of this process contain; None for all rows.
     """
 
     store: Any
@@ -35,7 +35,7 @@ class Reader(abc.ABC):
     lanes: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        """Returns a huge number: steps have no end."""
+        """Returns a huge number, because the sequence of batches does not end."""
         return 1 << 62
 
     @abc.abstractmethod
@@ -48,13 +48,13 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def largest(self) -> Any:
-        """Returns a batch of the largest shape that a step may have."""
+        """Returns a batch that has the largest shape of all batches."""
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of the origin of a step's rows, such as document and position.
+        """Returns a JSON description of the origin of each row in the batch of a step.
 
-        Rows of padding are left out.
+        The origin is, for example, a document and a position. Rows of padding are left out.
         """
 
     @staticmethod
@@ -64,17 +64,21 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what each step of an epoch reads, given the order of the store's rows."""
+        """Assigns the data of an epoch to its steps, given the order of the store's items.
+
+        A subclass defines the content of the two returned arrays, and uses them in `__getitem__`.
+
+        Args:
+          order: int [items], indices of the items in the order in which the epoch reads them.
+        """
 
     def epoch(self, step: int) -> float:
-        """Returns the number of epochs that were read before a step, including the fraction of the
-        last.
-        """
+        """Returns the number of epochs that the steps before `step` read; it may be a fraction."""
         return step / self.steps_per_epoch
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of a step."""
+        """JSON of everything that determines the content of each batch."""
         names = ("batch_size", "seed", "shuffle")
         return {
             "store": self.store.fingerprint, **{name: getattr(self, name) for name in names}
@@ -86,11 +90,11 @@ class Reader(abc.ABC):
             return cached[1]
         order = np.arange(len(self.store))
         if self.shuffle:
-            # NumPy guarantees that random_raw returns the same bits in every version, but gives no
-            # such guarantee for permutations.
+            # NumPy guarantees that the bits of random_raw are the same in every version. There is
+            # no such guarantee for NumPy's permutations.
             bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
             order = np.argsort(bits.random_raw(len(order)), kind="stable")
         layout = self._laid_out(order)
-        # A single assignment needs no lock, even if several threads read.
+        # The assignment needs no lock, even if several threads call this method.
         self.__dict__["_last_layout"] = epoch, layout
         return layout

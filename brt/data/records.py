@@ -1,6 +1,6 @@
-"""Documents from records: JSON, ArrayRecord files, TensorFlow datasets, and columns of tables.
+"""Reads documents that are records of JSON files, ArrayRecord files, TensorFlow datasets or tables.
 
-Every record is a document. It is held in memory, which takes up to four times its size.
+Every record is a document. A record is held in memory, where it takes up to four times its size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from brt.data.rows.tables import Row
 from brt.data.sources import File
 from brt.errors import DataError
 
-READ_RECORDS = 64  # The number of records of an ArrayRecord file that are fetched at a time.
-_SHOWN = 20  # The largest number of fields that an error message lists.
+READ_RECORDS = 64  # This number of records is fetched from an ArrayRecord file at a time.
+_SHOWN = 20  # An error message lists at most this number of fields.
 
 
-def of_json(
+def json_texts(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the (name, text) of every record of a JSON file; see `brt.data.json_files`.
+    """Yields the name and the text of every record of a JSON file; see `brt.data.json_files`.
 
     Args:
       file: the file.
@@ -38,8 +38,8 @@ def of_json(
             yield record.name, text
 
 
-def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the (name, text) of every row of a table; see `brt.data.rows.tables`.
+def table_texts(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
+    """Yields the name and the text of every row of a table; see `brt.data.rows.tables`.
 
     Args:
       file: the file.
@@ -53,13 +53,13 @@ def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterato
             yield row.name, text
 
 
-def array_record(
+def array_record_texts(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the (name, text) of every record of an ArrayRecord file.
+    """Yields the name and the text of every record of an ArrayRecord file.
 
     Args:
-      file: the file. A record is UTF-8 text or a JSON object.
+      file: the file, whose records are UTF-8 texts or JSON objects.
       field: the field of a JSON object that contains the text.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
       max_bytes: the largest size of a record.
@@ -87,11 +87,11 @@ def array_record(
         raise BadRecord(f"{file.name} is damaged: {str(error).partition(';')[0]}") from error
 
 
-def tfds(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the (name, text) of every example of the TensorFlow dataset `tfds:NAME/SPLIT`.
+def tfds_texts(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
+    """Yields the name and the text of every example of a TensorFlow dataset.
 
     Args:
-      source: the name of the dataset and split.
+      source: the name of the dataset and of its split, `tfds:NAME/SPLIT`.
       field: the feature that contains the text.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
       bad: collects examples that cannot be read.
@@ -107,7 +107,7 @@ def _json_text(record: Record, field: str, errors: str) -> str:
     if record.problem:
         more = "" if "JSON" in record.problem else f", or read such bytes as U+FFFD with {REPLACE}"
         raise BadRecord(f"{record.name} {record.problem}; repair it{more}")
-    if isinstance(record.value, str):  # The file is an array of texts instead of objects.
+    if isinstance(record.value, str):  # The members of a JSON array may be texts, not objects.
         return _checked(record.name, record.value, errors)
     return _value_text(record.name, _field(record.name, record.value, field), errors)
 
@@ -133,7 +133,7 @@ def _example_text(name: str, example: Any, field: str, errors: str) -> str:
 
 def _value_text(name: str, value: Any, errors: str) -> str:
     if isinstance(value, bytes):
-        value = plain_text.whole(name, value, errors, REPLACE)
+        value = plain_text.decoded(name, value, errors, REPLACE)
     if not isinstance(value, str):
         raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
     return _checked(name, value, errors)
@@ -150,7 +150,7 @@ def _checked(name: str, text: str, errors: str) -> str:
 
 
 def _field(name: str, example: Any, field: str) -> Any:
-    """Returns the value of a field; raises BadRecord if there is none that can hold text."""
+    """Returns the value of a field; raises BadRecord if the field is missing or is not text."""
     if not isinstance(example, Mapping):
         raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
     if field not in example:

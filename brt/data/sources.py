@@ -1,12 +1,12 @@
-"""Resolves the names of sources to files, and hashes these files.
+"""Resolves the names of data sources to files, and hashes the files. A name has one of these forms:
 
     books/a.txt  books/  'books/*.txt'   a file, a directory (with subdirectories), a pattern
     corpus:novels/train                  documents that are part of brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
     memory:copy/train/1000?distance=96   generated documents; see `brt.data.memory.names`
 
-The suffix of a file says how it is read (see `brt.data.endings`). Files may be compressed (.gz,
-.xz, .zst).
+The suffix of a file determines how the file is read (see `brt.data.endings`). Files may be
+compressed (.gz, .xz, .zst).
 """
 
 import glob
@@ -42,10 +42,11 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
 
     Args:
       source: the name of the source.
-      endings: suffixes of the files to read from a directory. Hidden and empty files are skipped.
+      endings: suffixes of the files that are read from a directory; hidden and empty files are
+        skipped.
 
     Raises:
-      DataError: there is no file.
+      DataError: the source does not exist, or has no files.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -57,7 +58,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
     path = untrusted.user_path(source)
-    # os.path.exists is used because Path.exists raises an error if the name is too long.
+    # Path.exists would raise an error if the name is too long, but os.path.exists returns False.
     if os.path.exists(path):
         return _path_files(path, endings)
     if not glob.has_magic(source):
@@ -69,13 +70,16 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
 
 
 def _once(candidates: list[File]) -> list[File]:
-    """Removes files that appear a second time under another name, such as a link."""
+    """Returns the files without repetitions of the same file under other names, such as links."""
     last_names = {os.path.realpath(file.path): file for file in reversed(candidates)}
     return [file for file in candidates if last_names[os.path.realpath(file.path)] is file]
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """Expands a pattern like glob, but enters each directory of `**` once, even in link cycles."""
+    """Expands a pattern like `glob.glob`, but `**` enters every directory only once.
+
+    Links between directories may therefore form cycles.
+    """
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -111,13 +115,13 @@ def hashes(sources: Sequence[str], endings: Sequence[str] = DOCUMENTS) -> list[F
 
     Args:
       sources: names of sources.
-      endings: suffixes of the files to read from directories.
+      endings: suffixes of the files that are read from directories.
     """
     return [hashed(file) for source in sources for file in files(source, endings)]
 
 
 def hashed(file: File) -> FileHash:
-    """Returns the name, size and hash of a file; raises DataError if it cannot be read."""
+    """Returns the name, size and hash of a file; raises DataError if the file cannot be read."""
     try:
         digest = sha256(file.path)
         return FileHash(file.name, file.path.stat().st_size, digest)
@@ -126,14 +130,15 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Returns a sentence that counts the files in a directory that are not read.
+    """Returns a sentence with the number of files in a directory that are not read.
 
-    The result is "" if all files are read or the source is not a directory.
+    The files are counted for each suffix. The result is "" if all files are read, or if the source
+    is not a directory.
 
     Args:
       source: the name of the source.
-      endings: suffixes of the files that are read; other files are counted by their suffix.
-      read: files that are read whatever their suffix.
+      endings: suffixes of the files that are read.
+      read: files that are read, too, whatever their suffix is.
     """
     path = untrusted.user_path(source)
     if not path.is_dir():
@@ -156,7 +161,12 @@ def _unread(file: Path) -> str:
 
 
 class TfdsData(NamedTuple):
-    """A split of a TensorFlow dataset: its examples and its files."""
+    """A split of a TensorFlow dataset.
+
+    Attributes:
+      examples: the examples; each is a dict from features to values.
+      filepaths: paths of the files that contain the split.
+    """
 
     examples: Sequence[dict[str, Any]]
     filepaths: list[str]
@@ -166,12 +176,16 @@ def tfds_data(source: str) -> TfdsData:
     """Opens a split of a TensorFlow dataset without TensorFlow and without downloading anything.
 
     Args:
-      source: `tfds:NAME[/CONFIG][:VERSION]/SPLIT`.
+      source: name of the dataset and split, `tfds:NAME[/CONFIG][:VERSION]/SPLIT`.
+
+    Raises:
+      DataError: the name has no split, or the dataset cannot be read.
     """
     name, slash, split = source.removeprefix("tfds:").rpartition("/")
     if not slash:
         raise DataError(f"{source} names no split; write {source}/train")
-    import tensorflow_datasets as tfds  # Importing it takes half a second, so it is imported here.
+    # Importing the library takes half a second, so only users of TensorFlow datasets import it.
+    import tensorflow_datasets as tfds
 
     try:
         examples = tfds.data_source(name, split=split, download=False)
@@ -210,7 +224,7 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
 
 
 def _nothing(path: Path, endings: Sequence[str]) -> DataError:
-    """Returns the error about a directory without any file that can be read."""
+    """Returns an error which says that a directory has no file that can be read."""
     prepared = (path / "corpus.json").exists()
     remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
     kinds = " or ".join(f"*{ending}" for ending in endings)
@@ -222,10 +236,10 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
-    """Returns the files with one of the suffixes that are not empty, sorted.
+    """Returns the files that are not empty and have one of the suffixes, sorted.
 
-    A .json file that contains a single object, such as a package.json, is not a table of records
-    and is left out.
+    A .json file that contains a single object, such as a package.json, has no records and is left
+    out.
     """
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())

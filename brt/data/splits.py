@@ -14,29 +14,30 @@ from brt.data.quarantine import Quarantine
 from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-SHORTEST = 100  # The fewest characters that the held-out end of a document may have.
-REACH = 1 << 16  # The largest number of characters that are searched for the end of a paragraph.
-# Patterns after which a document may be cut: the end of a paragraph, a line or a word.
+SHORTEST = 100  # The held-out end of a document has at least this number of characters.
+REACH = 1 << 16  # At most this number of characters is searched for the end of a paragraph.
+# A document is cut after the end of a paragraph, a line or a word, which these patterns match.
 BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 
-# For each split, the first character of a document that belongs to it and the one after the last.
+# The part of a document that belongs to a split is given by the position of its first character,
+# and the position after its last one (None for the end of the document).
 Parts = dict[str, tuple[int, int | None]]
 
 
 class Plan:
     """Assignment of documents to the splits of the section `Data`.
 
-    A split without a source gets a part of train's documents. Documents with the same content are
-    in the same split. If there are fewer documents than splits, the ends of the documents are held
-    out.
+    A split without a source gets a part of the documents of Data.train. Documents with the same
+    content are in the same split. If there are fewer documents than splits, the end of each
+    document is held out instead of whole documents.
 
     Args:
       data: the section of the config.
-      wanted: the splits that will be read.
+      wanted: the splits whose documents will be requested.
 
     Attributes:
       splits: the splits that have documents.
-      held_out: a description of how each split that names no source was held out.
+      held_out: for each split without a source, a phrase that says which part of Data.train it is.
       bad: the quarantine of documents that could not be read.
 
     Raises:
@@ -48,7 +49,7 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        # The parts of each document of train, if other splits take a part of train.
+        # If other splits are held out of Data.train, the list has the parts of each document.
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
@@ -61,7 +62,7 @@ class Plan:
             else:
                 what = "{:.0%} of each document of Data.train, at its end"
                 pairs = zip(self._read("train"), lengths, strict=True)
-                self._parts = [ends(d, length, self._fractions) for d, length in pairs]
+                self._parts = [held_out_ends(d, length, self._fractions) for d, length in pairs]
         self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
@@ -82,8 +83,9 @@ class Plan:
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
-    """Returns the fraction of train's documents that is held out for each split without a
-    source.
+    """Returns the fraction of training documents that is held out for each split without a source.
+
+    Splits with sources of their own, and splits whose fraction is 0, are left out.
     """
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
@@ -92,16 +94,16 @@ def fractions_of(data: config.Data) -> dict[str, float]:
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     """Returns the split of each document: "train", or one of `fractions`.
 
-    The hash of the file name (without directories) decides, so the result is the same on every
-    machine. Every split gets at least one document.
+    The assignment depends on the hashes of the file names (without directories), so the result is
+    the same on every machine. Every split gets at least one document.
 
     Args:
       names: the names of the documents; there are more documents than fractions.
-      fractions: the share of each held-out split.
+      fractions: the fraction of the documents that each held-out split gets.
     """
     splits = ["train"] * len(names)
     order = sorted(range(len(names)), key=lambda i: (_hash(names[i]), names[i]))
-    # The number of documents that remain after every split got one.
+    # `free` is the number of documents that remain after every split got one.
     free = len(names) - len(fractions) - 1
     for split, fraction in fractions.items():
         more = min(max(round(fraction * len(names)) - 1, 0), free)
@@ -111,14 +113,14 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     return splits
 
 
-def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
+def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
     """Returns the range of a document's characters that belongs to each split.
 
-    The beginning of the document is for training, and its end is divided among the held-out splits.
+    The beginning of the document is for training, and the end is divided among the held-out splits.
 
     Args:
-      document: the document; its chunks are read.
-      length: the number of its characters.
+      document: the document, whose chunks the function consumes.
+      length: the number of characters of the document.
       fractions: the fraction of the document for each held-out split.
 
     Raises:
@@ -146,12 +148,15 @@ def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Par
 
 
 class Shares:
-    """Function from the content of a row to its split; rows with the same content share a split.
+    """Function from the content of a row to the row's split.
+
+    Rows with the same content belong to the same split. A hash of the content determines the split.
 
     Args:
-      contents: the content of each row.
-      shares: the share of the distinct contents of each held-out split; each gets at least one.
-      source: the name of the rows' source for error messages, such as "Data.train".
+      contents: the content of each row, as a text.
+      shares: for each held-out split, the fraction of the distinct contents that it gets; every
+        split gets at least one.
+      source: the setting that names the source of the rows, for error messages: "Data.train".
 
     Raises:
       DataError: there are too few distinct rows.
@@ -169,7 +174,7 @@ class Shares:
         self._firsts = [hashes[sum(counts[: i + 1])] for i in range(len(counts))]
 
     def __call__(self, content: str) -> str:
-        """Returns the split of the row with this content."""
+        """Returns the name of the split to which a row with this content belongs."""
         return self._splits[bisect.bisect_right(self._firsts, _hash_of_text(content))]
 
 
@@ -209,7 +214,7 @@ def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[st
 
 
 def _border(text: str) -> int:
-    """Returns where the first paragraph of a text ends, or else its first line or word."""
+    """Returns the position after the first paragraph of a text, or after its first line or word."""
     matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in matches if match), 0)
 

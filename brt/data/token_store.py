@@ -1,4 +1,4 @@
-"""The tokens of a split on disk, with counts per document and a manifest.
+"""Token stores: the tokens of a split's documents on disk, with counts and a manifest.
 
 A store is a directory:
 
@@ -32,13 +32,13 @@ class TokenStore:
     Attributes:
       directory: the directory of the store.
       manifest: counts, settings and hashes.
-      tokens: uint [tokens], which are read from the disk when they are indexed.
+      tokens: uint [tokens], the tokens of all documents, which are read when they are indexed.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
-      bytes: int64 [documents], the size of the UTF-8 text.
+      bytes: int64 [documents], the number of bytes of the UTF-8 text.
       characters: int64 [documents], the number of Unicode code points.
       words: int64 [documents], the number of words separated by whitespace, as PG-19 counts them.
       names: the name of each document.
-      lost: int64 [documents], bytes that the tokens do not reproduce; None if they are unknown.
+      lost: int64 [documents], number of bytes that the tokens do not reproduce; None if not known.
     """
 
     directory: Path
@@ -69,7 +69,8 @@ class TokenStore:
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            lost = columns.get("lost")  # Stores of earlier versions do not have the column "lost".
+            # Stores that earlier versions of brt wrote do not have the column "lost".
+            lost = columns.get("lost")
             counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
             files.check("documents", *(columns[name] for name in counted))
             columns = {name: columns[name] for name in ("offsets", *counted)}
@@ -101,7 +102,7 @@ class TokenStore:
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """Returns the store with `lost`, which is estimated if the store does not have it.
+        """Returns the store with the attribute `lost`, which is estimated if it is None.
 
         Args:
           tokenizer: the tokenizer that wrote the store.
@@ -129,16 +130,20 @@ def write(
     settings: Mapping[str, Any] | None = None,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> TokenStore:
-    """Tokenizes documents into a new store, chunk by chunk, and returns the opened store.
+    """Tokenizes documents, chunk by chunk, and writes them to a new store.
 
-    A store that is not finished cannot be opened; callers fill an `atomic_directory`.
+    If writing is interrupted, the directory has no manifest and cannot be opened. Callers write to
+    a temporary directory of `manifests.atomic_directory`.
 
     Args:
-      directory: where to write.
+      directory: the directory of the new store.
       documents: the documents.
       tokenizer: the tokenizer.
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
+
+    Returns:
+      The opened store.
 
     Raises:
       DataError: there is no document, a document cannot be read, or `directory` is not empty.
@@ -194,15 +199,15 @@ _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
 
 
 class _Counter:
-    """Counts the bytes, characters and words of text that passes through."""
+    """Counts the bytes, characters and words of a document while it is tokenized."""
 
     def __init__(self, progress: Callable[[int], Any], lost: losses.Losses):
         self.bytes = self.characters = self.words = 0
         self._progress, self._lost = progress, lost
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
-        """Yields the chunks unchanged and counts them."""
-        # True if the chunk before ended inside a word, which must not count twice.
+        """Yields the chunks of a document unchanged, and counts their content."""
+        # If the chunk before ended inside of a word, the rest of the word must not count again.
         in_word = False
         for chunk in filter(None, chunks):
             size = len(data := chunk.encode())
@@ -216,12 +221,12 @@ class _Counter:
 
 
 def ids_dtype(vocab_size: int) -> np.dtype:
-    """Returns the smallest little-endian unsigned dtype that can hold all ids."""
+    """Returns the smallest little-endian unsigned dtype for ids below `vocab_size`."""
     return np.dtype(next(name for name, limit in _DTYPES.items() if vocab_size <= limit))
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """Returns the dtype of a store's tokens, which its manifest contains.
+    """Returns the dtype of a store's tokens, which the store's manifest names.
 
     Raises:
       ValueError: the dtype is not one that stores use.

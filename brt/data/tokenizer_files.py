@@ -1,4 +1,4 @@
-"""Opens sentencepiece models and tokenizer.json files, and reports what is wrong with them."""
+"""Opens sentencepiece models and tokenizer.json files, and reports faults of these files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from brt import untrusted
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
-BYTES = "bytes.txt"  # The name of the file that stands for the byte tokenizer.
+BYTES = "bytes.txt"  # A file of this name stands for the byte tokenizer.
 
 
 def read(path: Path) -> bytes:
@@ -30,9 +30,9 @@ def sentencepiece_model(
     """Opens a sentencepiece model.
 
     Args:
-      path: the path, for error messages.
+      path: the path of the file, for error messages.
       content: the content of the file.
-      exact: disables the dummy prefix and the removal of whitespace, which change texts.
+      exact: True disables the model's dummy prefix and removal of whitespace, which change texts.
 
     Raises:
       DataError: the file is not a sentencepiece model.
@@ -58,6 +58,13 @@ def sentencepiece_model(
 def json_model(path: Path, content: bytes) -> Any:
     """Opens a tokenizer.json of Hugging Face's tokenizers, without truncation and padding.
 
+    Args:
+      path: the path of the file, for error messages.
+      content: the content of the file.
+
+    Returns:
+      A `tokenizers.Tokenizer`.
+
     Raises:
       DataError: the file is damaged, or its ids are not 0 to vocab_size - 1.
     """
@@ -66,17 +73,20 @@ def json_model(path: Path, content: bytes) -> Any:
     try:
         with untrusted.catching_panics():
             tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # The tokenizers library raises the class Exception itself.
+    # The tokenizers library raises errors of the class Exception itself.
+    except Exception as error:
         raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
-    tokenizer.no_truncation()  # The file may enable truncation and padding.
+    # The file may enable truncation and padding.
+    tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # `</s>` inside a text is text, not a special token.
+    # With this option, `</s>` inside of a text is encoded as text and not as a special token.
+    tokenizer.encode_special_tokens = True
     try:
         (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
-    except Exception as error:  # The tokenizers library raises the class Exception itself.
+    except Exception as error:  # The library raises errors of the class Exception itself.
         raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not encoding.ids:
         raise DataError(

@@ -12,16 +12,20 @@ import sentencepiece
 from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
-# Characters per line of training text; sentencepiece silently drops lines above 4192 bytes.
+# A line of training text has at most this number of characters, because sentencepiece silently
+# drops lines above 4192 bytes.
 PIECE = 1024
-MAX_BYTES = 200_000_000  # The size of the largest sample of text that is held in memory.
-FIXED = 260  # The number of pieces that every vocabulary has: 256 bytes and the special ones.
-RESERVED = "\u2585"  # Sentencepiece drops a line that contains this character.
+MAX_BYTES = 200_000_000  # The sample of text that is held in memory has at most this size.
+FIXED = 260  # Every vocabulary has this number of pieces for the 256 bytes and special tokens.
+RESERVED = "\u2585"  # Sentencepiece drops lines that contain this character.
 
 
 class Coverage(NamedTuple):
-    """Number of UTF-8 bytes of text that the training used (`seen`), and that there are
-    (`total`).
+    """The amount of text that the training of a tokenizer used.
+
+    Attributes:
+      seen: number of UTF-8 bytes that the training used.
+      total: number of UTF-8 bytes of all texts.
     """
 
     seen: int
@@ -34,7 +38,14 @@ class Coverage(NamedTuple):
 
 
 class Special(NamedTuple):
-    """Ids of the special pieces of a sentencepiece model; -1 if there is no such piece."""
+    """Ids of the special pieces of a sentencepiece model; -1 if the model lacks the piece.
+
+    Attributes:
+      unk_id: id of the unknown token.
+      bos_id: id of the beginning of a sequence.
+      eos_id: id of the end of a sequence.
+      pad_id: id of padding.
+    """
 
     unk_id: int
     bos_id: int
@@ -47,7 +58,15 @@ T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
 
 
 def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
-    """Returns N if `tokenizer`, the value of `setting`, is "train:N", and None otherwise."""
+    """Returns the vocabulary size N if a setting has the value "train:N", and None otherwise.
+
+    Args:
+      tokenizer: the value of the setting.
+      setting: the name of the setting, for error messages.
+
+    Raises:
+      ConfigError: the value begins with "train:", but N is not a number.
+    """
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
@@ -68,31 +87,32 @@ def train_sentencepiece(
 ) -> Coverage:
     """Trains a byte-fallback BPE model that reproduces text exactly, and writes it to `output`.
 
-    With 32000 pieces, training BPE takes an eighth of the time and a quarter of the memory of
-    unigram, and BPE compressed a held-out novel 1% better. It encodes about four times slower.
+    Compared with a unigram model of 32000 pieces, training a BPE model took an eighth of the time
+    and a quarter of the memory, and BPE compressed a held-out novel 1% better. Encoding with BPE is
+    about four times slower.
 
     Args:
-      texts: the chunks of each document. If there are more than `max_bytes`, a random sample of
-        pieces of up to 1024 characters is used.
-      vocab_size: the number of pieces.
+      texts: the chunks of each document. If all chunks together have more than `max_bytes` bytes,
+        the training uses a random sample of pieces of up to 1024 characters.
+      vocab_size: the number of pieces of the vocabulary.
       output: the file to write.
       seed: determines the sample.
-      max_bytes: the largest size of the sample.
+      max_bytes: the largest size of the sample, in bytes.
       special: ids of the special pieces.
       setting: the setting that contains "train:VOCAB_SIZE", for error messages.
 
     Returns:
-      The amount of text that the training used, and the amount that there is.
+      The amount of text that the training used, and the amount of all text.
 
     Raises:
-      DataError: there is no text, or too little for `vocab_size`.
+      DataError: there is no text, or too little text for `vocab_size` pieces.
     """
     pieces = (piece.encode() for text in texts for piece in chunks.cut(text, PIECE))
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
-    # A vocabulary cannot have more pieces than the text has bytes, besides the fixed ones. The
-    # check comes first, because BPE would search for a long time before it fails.
+    # In addition to the fixed pieces, a vocabulary cannot have more pieces than the text has bytes.
+    # This is checked first, because the training would search for a long time before it fails.
     if vocab_size > coverage.seen + FIXED:
         raise _too_many(f"{setting} = 'train:{vocab_size}'", coverage.seen + FIXED)
     try:
@@ -136,10 +156,11 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
         remove_extra_whitespaces=False,
         byte_fallback=True,
         user_defined_symbols=["\n"],
-        allow_whitespace_only_pieces=True,  # Indentation becomes a single piece.
+        allow_whitespace_only_pieces=True,  # This option turns indentation into a single piece.
         **special._asdict(),
         max_sentence_length=4 * PIECE,
-        num_threads=1,  # The model file records the number, so another one changes the fingerprint.
+        # The model file records the number of threads, which would change the fingerprint.
+        num_threads=1,
         minloglevel=2,
     )
     return model.getvalue()

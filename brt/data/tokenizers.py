@@ -14,17 +14,18 @@ from brt.data.byte_level import ByteLevelTokenizer
 from brt.data.chunks import ChunkTokenizer, Ids
 from brt.errors import ConfigError, DataError
 
-SPACE = "\u2581"  # The character that represents a space in sentencepiece.
+SPACE = "\u2581"  # This character represents a space in the pieces of sentencepiece.
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of tokenizers.
+    """The interface of the tokenizers of language models.
 
     Attributes:
-      name: the value of Data.tokenizer without directories.
+      name: the value of Data.tokenizer, without directories.
       vocab_size: all ids are below this number.
-      bos_id: the input before a document's first token; it is never a target.
+      bos_id: the id of BOS, the input from which the first token of a document is predicted; no
+        text contains BOS.
       unk_id: the id of text that the tokenizer cannot represent; -1 if it represents every text.
       fingerprint: SHA-256 of everything that determines the ids.
       file: the name and content of a file from which `load` can read the tokenizer.
@@ -41,33 +42,40 @@ class Tokenizer(Protocol):
         """Name and content of a file from which `load` can read the tokenizer."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids (int32) of a text."""
+        """Returns the ids of a text, int32 [T]."""
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text that arrives in parts."""
+        """Yields the ids of a text, whose parts are `chunks`, as int32 arrays."""
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of ids; the bytes of consecutive parts can be concatenated."""
+        """Returns the UTF-8 bytes that ids stand for.
+
+        A text may be decoded in parts: the bytes of consecutive parts can be concatenated.
+        """
 
 
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
+    """Returns the text that ids stand for; bytes that are not UTF-8 become U+FFFD."""
     return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
 
 
 class StreamDecoder:
-    """Decodes token by token and returns each character when its last byte is known."""
+    """Decodes a text token by token; a character is returned when its last byte is known.
+
+    Args:
+      tokenizer: the tokenizer of the text.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
-        """Returns the text that is complete after the next ids.
+        """Takes the next ids, and returns the characters that have become complete.
 
         Args:
           ids: the next ids.
-          final: True also returns characters whose last byte is missing, as U+FFFD.
+          final: True if no ids follow; then bytes of an incomplete character become U+FFFD.
         """
         return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
 
@@ -83,24 +91,27 @@ class ByteTokenizer:
     file = tokenizer_files.BYTES, b"bytes\n"
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the UTF-8 bytes of a text, int32."""
+        """Returns the UTF-8 bytes of a text as ids, int32 [T]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the bytes of each chunk."""
+        """Yields the ids of each chunk, int32 arrays."""
         return map(self.encode, chunks)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns ids as bytes."""
+        """Returns the bytes whose values are the ids."""
         return np.asarray(ids, np.uint8).tobytes()
 
 
 class SentencePieceTokenizer(ChunkTokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal.
 
-    These two options would change every chunk. Without them, a model with byte fallback and
-    identity normalisation (as `train_sentencepiece` makes it) reproduces every text exactly. A
-    piece never crosses the end of a chunk.
+    The dummy prefix and the whitespace removal would change every chunk of a text. Without them, a
+    model with byte fallback and identity normalisation, such as `train_sentencepiece` makes,
+    reproduces every text exactly. A piece never crosses the end of a chunk.
+
+    Args:
+      path: path of a .model file.
 
     Raises:
       DataError: the file is missing or damaged, or has no piece that can be BOS.
@@ -115,7 +126,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
         self.unk_id = self._processor.unk_id()
-        # The models of T5 have no BOS, so the padding id is used, with which their decoders start.
+        # The models of T5 have no BOS, so the id of padding is used, from which decoders start.
         ids = self._processor.bos_id(), self._processor.pad_id()
         self.bos_id = next((i for i in ids if i >= 0), -1)
         if self.bos_id < 0:
@@ -129,7 +140,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
         if not any(SPACE in text for text in batch):
             yield from self._processor.encode(batch, return_type="numpy")
             return
-        # A ▁ in the text is encoded by its bytes, because its piece would be decoded to a space.
+        # A character ▁ in the text is encoded as bytes, because the piece ▁ is decoded to a space.
         for text in batch:
             for i, part in enumerate(text.split(SPACE)):
                 if i:
@@ -138,14 +149,14 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """Returns the tokenizer with this name.
+    """Loads a tokenizer.
 
     Args:
-      name: "bytes", a sentencepiece .model, or a tokenizer.json.
+      name: "bytes", or the path of a sentencepiece .model or a tokenizer.json.
 
     Raises:
       DataError: the file is missing or damaged.
-      ConfigError: `name` is none of these.
+      ConfigError: `name` has another form.
     """
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return ByteTokenizer()
@@ -166,5 +177,5 @@ def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, i: int) -> byt
     if processor.is_unknown(i):
         return "\ufffd".encode()
     if processor.is_byte(i):
-        return bytes([int(piece[1:-1], 16)])  # The piece of a byte has the form <0x0A>.
+        return bytes([int(piece[1:-1], 16)])  # The piece of the byte 10 is "<0x0A>".
     return piece.replace(SPACE, " ").encode()

@@ -1,7 +1,8 @@
-"""Compares files with their hashes, but reads each file again only if it has changed.
+"""Compares files with their expected hashes; a file is read again only if it has changed.
 
-When a file had the right hash, an empty file in the cache is created. Its name is a hash of the
-expected hash and of the file's size, times and inode, so any change of the file invalidates it.
+After a file was found to have the right hash, an empty file (the seal) is created in the cache. The
+name of the seal is a hash of the file's expected hash, size, times and inode. After any change of
+the file, the name is another one, so the seal does not exist and the file is read again.
 """
 
 import contextlib
@@ -14,20 +15,21 @@ from pathlib import Path
 from brt import user_cache
 from brt.data import sources
 
-# The number of seconds after which another change of a file surely changes its time stamp.
+# If this number of seconds has passed since the last change of a file, another change surely gives
+# the file another time stamp.
 SETTLED = 1.0
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Raises ValueError if the SHA-256 of a file differs from the expected one.
+    """Compares the SHA-256 of files with expected hashes.
 
     Args:
       directory: the directory of the files.
-      hashes: the expected hash of each file.
-      whole: True reads all files, also those that are known to be unchanged.
+      hashes: the expected hash of each file, by the file's name.
+      whole: True reads all files, also files that are known to be unchanged.
 
     Raises:
-      ValueError: a file differs; the message names it.
+      ValueError: a file has another hash; the message names the file.
       OSError: a file cannot be read.
     """
     for name, expected in hashes.items():
@@ -37,7 +39,7 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         if not whole and seal and os.path.exists(seal):
             continue
         actual = sources.sha256(path)
-        # If the cache cannot be written, the file is read again each time.
+        # Errors are ignored, because a file without a seal is only read again the next time.
         with contextlib.suppress(OSError):
             if seal and actual != expected:
                 seal.unlink(missing_ok=True)
@@ -49,7 +51,12 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
 
 
 def _seal(expected: str, stat: os.stat_result) -> Path | None:
-    """Returns the path that exists if a file in this state was verified; None without a cache."""
+    """Returns the path of a file's seal; None without a cache.
+
+    Args:
+      expected: the expected hash of the file.
+      stat: the file's size, times and inode.
+    """
     if not (place := user_cache.directory()):
         return None
     state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

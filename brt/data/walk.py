@@ -1,7 +1,7 @@
 """Lists the files below a directory, and the entries that cannot be read.
 
-Links to directories are followed, but each directory is visited once, so that links may form
-cycles. Hidden files and directories are skipped.
+Links to directories are followed. Each directory is visited only once, even if links form cycles.
+Hidden files and directories are skipped.
 """
 
 import os
@@ -14,7 +14,7 @@ ODD = "neither files nor directories"
 
 
 class File(NamedTuple):
-    """A file and the name under which it is reported."""
+    """A file: its path, and the name by which messages and documents refer to it."""
 
     name: str
     path: Path
@@ -25,7 +25,7 @@ class Walk(NamedTuple):
 
     Attributes:
       files: regular files, sorted by path.
-      missed: entries that cannot be read, with the reason: `DEAD`, `CLOSED` or `ODD`.
+      missed: paths that cannot be read, each with the reason: `DEAD`, `CLOSED` or `ODD`.
     """
 
     files: list[Path]
@@ -35,7 +35,8 @@ class Walk(NamedTuple):
 def walk(top: Path) -> Walk:
     """Returns all files below the directory `top`, and the entries that cannot be read.
 
-    Directories are visited before links to directories, so that files get their direct names.
+    Directories are visited before links to directories, so that the path of a file contains links
+    only if the file cannot be reached without links.
     """
     result = Walk([], [])
     places, links, seen = [top], [], set()
@@ -51,7 +52,8 @@ def walk(top: Path) -> Walk:
             result.missed.append((place, CLOSED))
             continue
         for path in (place / name for name in names):
-            if os.path.isdir(path):  # Unlike Path.is_dir, os.path.isdir never raises an error.
+            # Path.is_dir might raise an error, which os.path.isdir never does.
+            if os.path.isdir(path):
                 (links if os.path.islink(path) else places).append(path)
             elif os.path.isfile(path):
                 result.files.append(path)

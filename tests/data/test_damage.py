@@ -142,4 +142,4 @@ def test_rows_lie_among_their_values(offsets):
 @pytest.mark.parametrize("places", [[-1], [3], [0.5]])
 def test_places_among_others(places):
     with pytest.raises(ValueError, match="x points where nothing is"):
-        rows.store.within("x", np.array(places), 3)
+        rows.store.check_indices("x", np.array(places), 3)

@@ -1,1 +1,1 @@
-"""Memory tasks: generated documents that ask for facts which they stated long before."""
+"""Memory tasks: generated documents that state facts, and ask for the facts much later."""

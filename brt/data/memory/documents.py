@@ -1,8 +1,9 @@
-"""Generates the documents of memory tasks, and solves them.
+"""Generates the documents of memory tasks, and finds the answers in them.
 
-Answers are marked inside the text as `>answer<`. Documents are therefore ordinary text: token
-stores, lanes, models and generation need no special support, and evaluation finds the answers by
-solving the document with `answers`, which reads the text as a person would.
+A document states facts, continues with filler, and asks for the facts. Answers are marked inside of
+the text as `>answer<`. Documents are therefore ordinary text, and token stores, lanes, models and
+generation need no special support for them. For evaluation, `answers` derives the correct answers
+from the text of a document alone.
 """
 
 import re
@@ -17,18 +18,23 @@ from brt.data.memory.names import Memory, belongs_to, parse
 from brt.errors import DataError
 
 T = TypeVar("T")
-# Positions in the filler (the text that separates facts from questions), with the text to insert.
+# An event is a position in the filler (the text that separates facts from questions), and the text
+# that is inserted there.
 Events = list[tuple[int, str]]
-Told = dict[bytes, tuple[bytes, int]]
+# For each person or thing, the name of its place or owner, and the position after the sentence that
+# says so.
+LastStated = dict[bytes, tuple[bytes, int]]
 
 _DIGITS = "0123456789abcdef"
 _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated.words("keys", 52)}
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-# The number of tries to draw a fact that belongs to a split; one in eight draws does.
+# At most this number of facts is drawn until one belongs to the split. At least one in eight draws
+# does.
 _DRAWS = 1000
-# Characters that are removed from filler: < = > mark facts, and others take several bytes.
+# These characters are removed from filler, because < = > mark facts, and other characters take
+# several bytes.
 _NOT_FILLER = re.compile(r"[^\n -;?-~]")
 
 _FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")
@@ -39,25 +45,26 @@ _EVENT = re.compile(rb"\*|#>(\d)<")
 
 
 class Answer(NamedTuple):
-    """An answer in a document; positions count bytes.
+    """An answer in a document; positions count bytes from the start of the document.
 
     Attributes:
-      start: the position of its first byte.
-      stop: the position after its last byte.
-      told: the position after the fact that determines the answer; of several facts, the first.
+      start: the position of the answer's first byte.
+      stop: the position after the answer's last byte.
+      stated: the position after the fact that determines the answer. If several facts determine the
+        answer, the position belongs to the first of them.
       text: the correct answer.
     """
 
     start: int
     stop: int
-    told: int
+    stated: int
     text: bytes
 
 
 def documents(source: str) -> Iterator[tuple[str, str]]:
-    """Yields the (name, text) of every document of a source.
+    """Yields the name and the text of every document of a source.
 
-    The name of the source (and the novels that it takes filler from) determine every byte.
+    The name of the source, and the novels that the filler is taken from, determine every byte.
 
     Args:
       source: the name of the source; see `brt.data.memory.names`.
@@ -94,7 +101,7 @@ def answers(name: str, text: bytes) -> Iterator[Answer]:
 
 
 def _laid(filler: str, events: Events) -> str:
-    """Inserts events into the filler; in a novel's text each before the next space."""
+    """Inserts events into the filler; in the text of a novel, each before the next space."""
     parts, last = [], 0
     for place, event in sorted(events, key=lambda event: event[0]):
         border = filler.find(" ", place)
@@ -105,19 +112,19 @@ def _laid(filler: str, events: Events) -> str:
 
 
 def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns values with their keys, and questions about them."""
-    keys, spread = _KEYS[memory.task], memory.task == "needle"
-    before = " " if spread else ""
-    places = random.randint(memory.size - distance + 1, size=memory.facts if spread else 1)
+    """Returns events that state values of keys, and events that ask for the values."""
+    keys, scattered = _KEYS[memory.task], memory.task == "needle"
+    before = " " if scattered else ""
+    places = random.randint(memory.size - distance + 1, size=memory.facts if scattered else 1)
     statements, questions = [], []
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         statements.append((place, f"{before}{name}={value};"))
-        # The mark and the key lie between fact and answer too, so the filler is shorter by their
-        # size.
+        # The text between a fact and its answer includes the mark and the key of the question, so
+        # that much less filler is needed for the distance.
         label_size = len(f";{before}{name}>")
         questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
-    if spread:
+    if scattered:
         return statements + questions
     return statements + [questions[i] for i in random.permutation(memory.facts)[: memory.queries]]
 
@@ -152,20 +159,24 @@ def _solve_facts(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns sentences about who went where and took what, and questions where things are."""
+    """Returns events that state who went where or took what, and events that ask for things."""
     sentences = _owned(
         memory, lambda: [_sentence(i, memory.symbols, random) for i in range(memory.facts)]
     )
     places = sorted(random.randint(memory.size - distance + 1, size=memory.facts))
     things = [_THINGS[i] for i in random.permutation(memory.symbols)[: memory.queries]]
-    at, has = _where("".join(sentences).encode())
-    where = {thing: at[has[thing.encode()][0]][0].decode() for thing in things}
+    place_of, owner_of = _final_state("".join(sentences).encode())
+    where = {thing: place_of[owner_of[thing.encode()][0]][0].decode() for thing in things}
     questions = [(memory.size, f" Where is the {thing}? >{where[thing]}<") for thing in things]
     return list(zip(map(int, places), sentences, strict=True)) + questions
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
-    """Returns a sentence: each person goes somewhere, each thing is taken, then either happens."""
+    """Returns the sentence with the index `number`, about a person that goes or takes a thing.
+
+    In the first sentences every person goes to some place, and in the next sentences every thing is
+    taken, so that every thing has a place. Further sentences are random.
+    """
     who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
     if number < symbols:
         who, goes = number, 1
@@ -175,34 +186,34 @@ def _sentence(number: int, symbols: int, random: RandomState) -> str:
     return f" {_PEOPLE[who]} {what}."
 
 
-def _where(text: bytes) -> tuple[Told, Told]:
-    """Returns where each person is and who has each thing, with the byte after that sentence."""
-    at: Told = {}
-    has: Told = {}
+def _final_state(text: bytes) -> tuple[LastStated, LastStated]:
+    """Returns the last stated place of each person, and the last stated owner of each thing."""
+    place_of: LastStated = {}
+    owner_of: LastStated = {}
     for match in _SENTENCE.finditer(text):
         who, verb, what, *_ = match.groups()
         if verb == b"goes to":
-            at[who] = what, match.end()
+            place_of[who] = what, match.end()
         elif verb:
-            has[what] = who, match.end()
-    return at, has
+            owner_of[what] = who, match.end()
+    return place_of, owner_of
 
 
 def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
     # The final state answers every question, because no sentence follows the first question.
-    at, has = _where(text)
+    place_of, owner_of = _final_state(text)
     for match in _SENTENCE.finditer(text):
         if thing := match[4]:
-            who, taken = has[thing]
-            place, gone = at[who]
+            who, taken = owner_of[thing]
+            place, gone = place_of[who]
             yield Answer(*match.span(5), min(taken, gone), place)
 
 
 def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns stars, and a question about their number."""
+    """Returns events that are stars, and an event that asks for the number of stars."""
 
     def draw() -> list[int]:
-        """Returns the sorted positions of a random number of events."""
+        """Returns the sorted positions, in bytes of filler, of a random number of stars."""
         count = random.randint(memory.facts + 1)
         return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
 

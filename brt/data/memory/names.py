@@ -1,25 +1,33 @@
-"""Sources of memory tasks: `memory:TASK/SPLIT/COUNT?SETTING=VALUE&SETTING=VALUE`.
+"""Names of the sources of memory tasks: `memory:TASK/SPLIT/COUNT?SETTING=VALUE&SETTING=VALUE`.
 
-    task      what a document asks for                                       filler
-    copy      the value that it stated                                       dots
-    recall    the values of keys that it stated side by side                 dots
-    needle    the values of keys that it stated anywhere                     a novel's text
-    tracking  where a thing is: where the person who took it last went last  a novel's text
-    counting  the number of events, modulo `symbols`                         dots
+A source consists of COUNT generated documents, which state facts and later ask for the facts. The
+filler is the text between facts and questions.
+
+    task      content and question of a document                               filler
+    copy      states one value, and asks for it                                dots
+    recall    states the values of keys side by side, and asks for some        dots
+    needle    states the values of keys at random places, and asks for all     a novel's text
+    tracking  says who goes where and who takes which thing, and asks for the  a novel's text
+              places of things, which are the last places of their owners
+    counting  contains events, and asks for their number, modulo `symbols`     dots
 
     setting   meaning
-    distance  bytes between a fact and the answer; documents take the values of 32,64,128 in turn
-    size      bytes of filler in a document; facts are in the first size - distance bytes; 0 takes
-              the distance, so that all facts are at the start
-    facts     values or sentences in a document, or the largest number of events
-    queries   facts that are asked for; needle asks for all
-    symbols   keys; or people, things and places, this many each; or the modulus
-    length    hexadecimal digits of a value
+    distance  number of bytes between a fact and the answer; for a list such as 32,64,128, the
+              documents of the source use the values in turn
+    size      number of bytes of filler in a document; facts are in the first size - distance bytes;
+              0 stands for the distance, so that all facts are at the start
+    facts     number of values or sentences in a document; for counting, the largest number of
+              events
+    queries   number of facts that are asked for; needle asks for all facts
+    symbols   number of different keys; for tracking, the number of people, of things and of places;
+              for counting, the modulus
+    length    number of hexadecimal digits of a value
     seed      determines every byte, together with the other settings, the split and the number of
               the document
 
-A document belongs to one split. For copy, recall and needle the hash of every value decides, for
-tracking and counting that of all sentences or events. So no fact of test occurs in train.
+No fact of a test document occurs in a training document, because hashes assign facts to splits. For
+copy, recall and needle, a fact is a value; for tracking and counting, it is the list of all
+sentences or events of a document.
 """
 
 import hashlib
@@ -29,7 +37,7 @@ from typing import NamedTuple
 from brt.config.fields import MEMORY
 from brt.errors import DataError
 
-# The hashes, modulo 8, of the facts of each split.
+# A fact belongs to the split whose range contains the fact's hash, modulo 8.
 SHARES = {"train": range(2, 8), "validation": range(1), "test": range(1, 2)}
 _USUAL: dict[str, dict[str, int]] = {
     "copy": {"distance": 96, "length": 8},
@@ -39,15 +47,18 @@ _USUAL: dict[str, dict[str, int]] = {
     "counting": {"distance": 128, "size": 384, "facts": 19, "symbols": 10},
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
-# The fewest digits of a value; with three digits every split has hundreds of values.
+# A value has at least this number of digits, so that every split has hundreds of values.
 _SHORTEST = 3
 
 
 class Memory(NamedTuple):
-    """The settings in the name of a source; the module describes each of them.
+    """The settings in the name of a source of a memory task.
 
-    `documents` is the COUNT of the name, and `distance` contains all values that documents take in
-    turn.
+    Attributes:
+      task, split: the TASK and the SPLIT in the name.
+      documents: the COUNT in the name, the number of documents.
+      distance: the values of the setting `distance` that documents use in turn.
+      size, facts, queries, symbols, length, seed: settings, which the module docstring describes.
     """
 
     task: str
@@ -63,16 +74,18 @@ class Memory(NamedTuple):
 
     @property
     def novels(self) -> str:
-        """The source of the novels that the filler is taken from; "" if the filler consists of
-        dots.
-        """
+        """Name of the source of novels that the filler is taken from; "" if the filler is dots."""
         return f"corpus:novels/{self.split}" if self.task in ("needle", "tracking") else ""
 
 
 def parse(source: str) -> Memory:
-    """Returns the settings in the name of a source, or of a document, whose name ends in `#NUMBER`.
+    """Returns the settings in the name of a source of a memory task.
 
-    Settings that the name leaves out have their defaults.
+    Settings that the name leaves out have the defaults of the task.
+
+    Args:
+      source: the name of a source; or the name of a document, which is the name of the source
+        followed by `#NUMBER`.
 
     Raises:
       DataError: there is no such task, split or setting, or the settings contradict each other.
@@ -106,12 +119,12 @@ def parse(source: str) -> Memory:
 
 
 def belongs_to(fact: str, split: str) -> bool:
-    """Returns True if the hash of a fact or value assigns it to the split."""
+    """Returns True if a fact, given as a text, belongs to the split according to its hash."""
     return hashlib.sha256(fact.encode()).digest()[0] % 8 in SHARES[split]
 
 
 def _wrong(memory: Memory) -> str:
-    """Returns a phrase about settings that contradict each other; "" if there are none."""
+    """Returns a phrase about settings that contradict each other; "" for valid settings."""
     task, facts, symbols, farthest = memory.task, memory.facts, memory.symbols, max(memory.distance)
     low, high = _SYMBOLS.get(task, (1, 1))
     most, limit = (symbols, "symbols") if task == "tracking" else (facts, "facts")

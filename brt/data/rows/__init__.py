@@ -1,1 +1,1 @@
-"""Rows of any kind: tables, stores that are prepared once, and batches."""
+"""Rows of any kind, such as pairs of texts: reading tables, prepared stores, and batches."""

@@ -1,9 +1,9 @@
-"""Batches of rows of similar length, padded to one of a few lengths.
+"""Builds batches of rows of similar length, padded to one of a few lengths (the buckets).
 
 Each epoch visits the rows in a new order. A row is put into the bucket of the shortest length that
-it fits into, and a bucket with `batch_size` rows becomes a batch. Rows that are left at the end of
-the epoch move to buckets of longer rows, so only the very last batch may have empty rows, and an
-epoch has ceil(rows / batch_size) batches, whatever the buckets are.
+the row does not exceed, and a bucket with `batch_size` rows becomes a batch. Rows that are left at
+the end of the epoch move to buckets of longer rows. Therefore only one batch of an epoch may have
+empty rows, and an epoch has ceil(rows / batch_size) batches, whatever the buckets are.
 """
 
 import abc
@@ -23,20 +23,21 @@ class RowReader(Reader):
     """Base class of the readers of rows; a subclass defines the content of a batch.
 
     Attributes:
-      store: the rows, with their `lengths`.
-      buckets: the lengths that batches are padded to, ascending; () pads to the longest row.
+      store: the rows; the attribute `lengths` of the store is int [rows].
+      buckets: the lengths to which batches are padded, ascending; () pads all batches to the length
+        of the longest row.
     """
 
     buckets: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
-        """The length that no row exceeds."""
+        """Length of the longest row."""
         return int(self.store.lengths.max())
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns the batch of the rows with these indices, padded to a length.
+        """Returns a batch of rows, padded to a length.
 
         Args:
           rows: int [B], indices of rows in the store; -1 is an empty row.
@@ -46,7 +47,7 @@ class RowReader(Reader):
     @staticmethod
     def positions(batch: Any) -> int:
         """Returns the number of tokens or frames in a batch, including padding."""
-        return batch.valid.size
+        return batch.valid.size  # `valid` is a mask with an element for each token or frame.
 
     def __getitem__(self, step: int) -> Any:
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -55,9 +56,10 @@ class RowReader(Reader):
         return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of a step's rows: lane, index in the store, and id.
+        """Returns a JSON description of each row in the batch of a step.
 
-        The id is left out if the rows of the store have no ids.
+        The description has the keys "lane" (index in the batch), "row" (index in the store) and, if
+        the store has ids, "id". Empty rows are left out.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
@@ -69,14 +71,14 @@ class RowReader(Reader):
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Number of batches that contain all rows."""
+        """Number of batches that together contain every row once."""
         return -(-len(self.store) // self.batch_size)
 
     def once(self, limit: int = 0) -> Iterator[Any]:
         """Yields batches that together contain every row once.
 
         Args:
-          limit: above 0, yields a single batch of the first `limit` rows instead.
+          limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.
         """
         if limit:
             yield self.gather(np.arange(min(limit, len(self.store))), self.longest)
@@ -94,35 +96,36 @@ class RowReader(Reader):
         Args:
           store: the rows.
           batch_size: the number of rows of a batch.
-          limit: above 0, yields a single batch of the first `limit` rows instead.
+          limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.
           settings: further attributes of the reader.
         """
         yield from cls(store=store, batch_size=batch_size, shuffle=False, **settings).once(limit)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of a step, including the buckets."""
+        """JSON of everything that determines the content of each batch, including the buckets."""
         return {**super().identity, "buckets": list(self.lengths)}
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths that batches are padded to."""
+        """The lengths to which batches are padded, ascending."""
         return self.buckets or (self.longest,)
 
     def largest(self) -> Any:
-        """Returns a batch of the largest shape, all of whose rows are empty."""
+        """Returns a batch of empty rows that has the largest shape of all batches."""
         return self.gather(np.full(self.batch_size, -1, np.int32), self.lengths[-1])
 
     @functools.cached_property
     def _bucket(self) -> np.ndarray:
-        """int [rows], the index in `lengths` of each row's bucket."""
+        """Index of each row's bucket in `lengths`, int [rows]."""
         return np.searchsorted(self.lengths, self.store.lengths)
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the epoch's rows, int [batches, B] (-1 for none), and the padded lengths."""
+        """Returns the rows of each batch, int [batches, B] (-1 is empty), and padded lengths."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        left = np.zeros(0, np.int64)  # The indices in `order` of rows that are in no batch yet.
+        # `left` has the indices in `order` of rows that are in no batch yet.
+        left = np.zeros(0, np.int64)
         batches, lengths = [], []
         for i in used:
             places = np.concatenate([np.flatnonzero(bucket == i), left])
@@ -148,11 +151,11 @@ def padded(
     width: tuple[int, ...] = (),
     fill: int = 0,
 ) -> tuple[Shaped[np.ndarray, "B T ..."], Bool[np.ndarray, "B T"]]:
-    """Returns rows as one padded array [B, T, *width], and a mask [B, T] that is False on padding.
+    """Returns rows as one padded array [B, T, *width], and a mask [B, T] that is False for padding.
 
     Args:
       rows: int [B], indices of rows; -1 is an empty row.
-      read: function from the index of a row to the row, [length of the row, *width].
+      read: function from the index of a row to the row, an array [length of the row, *width].
       length: the length T to which rows are padded.
       dtype: the dtype of the array.
       width: the shape of an element of a row.

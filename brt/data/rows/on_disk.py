@@ -1,7 +1,8 @@
 """Arrays in files, of which only the requested parts are read.
 
-Files are not memory-mapped: if a file is truncated while it is mapped, reading a missing page kills
-the process, while a short read is an error that can be reported.
+Files are not memory-mapped. If a memory-mapped file is truncated, reading a missing page kills the
+process. An ordinary read of a truncated file returns too few bytes, which can be reported as an
+error.
 """
 
 import os
@@ -15,11 +16,12 @@ from brt.errors import DataError
 
 
 class OnDisk:
-    """A one-dimensional array in a file, which stays open; reading returns a copy.
+    """A one-dimensional array in a file, which stays open; indexing reads a copy.
 
-    Attributes:
-      dtype: the dtype of the values, little-endian.
-      size: the number of values that the file must have.
+    Args:
+      path: the file.
+      dtype: the little-endian dtype of the values.
+      size: the number of values in the file.
 
     Raises:
       OSError: the file cannot be opened.
@@ -35,7 +37,7 @@ class OnDisk:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Returns consecutive values.
+        """Reads consecutive values; `part` must be a slice with step 1.
 
         Raises:
           DataError: the file was truncated or cannot be read.
@@ -48,11 +50,12 @@ class OnDisk:
         return values
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the values at the given indices, an array of the same shape as the indices.
+        """Reads the values at the given indices, and returns an array of the shape of the indices.
 
         Args:
-          places: int64 [..., K], indices below `size`. Everything between the smallest and the
-            largest of K indices is read, so these should be close to each other.
+          places: int64 [..., K], indices below `size`. For each row of K indices, all values
+            between the smallest and the largest index are read, so the indices of a row should be
+            close to each other.
 
         Raises:
           DataError: the file was truncated or cannot be read.
@@ -83,7 +86,7 @@ class OnDisk:
 
 
 class InMemory:
-    """An array in memory with the interface of `OnDisk`."""
+    """A one-dimensional array in memory, with the interface of `OnDisk`."""
 
     def __init__(self, values: np.ndarray):
         self.dtype, self.size, self._values = values.dtype, len(values), values
@@ -96,5 +99,5 @@ class InMemory:
         return self._values[part]
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the values at the indices, an array of the same shape."""
+        """Returns the values at the indices `places`, as an array of the shape of the indices."""
         return self._values[places]

@@ -1,10 +1,11 @@
-"""Prepares stores of rows from a section of the config; see `brt.data.cache`.
+"""Prepares stores of rows, such as pairs of texts, from the data that a config section names.
 
-The result is a directory in the cache:
+Rows are read from files, encoded as ids, and stored in a directory of the cache (see
+`brt.data.cache`):
 
-    train/ validation/ test/   stores (a split without sources is absent)
-    tokenizer.* or another     the tokenizer, or what else encodes rows
-    corpus.json                sources and settings; written last
+    train/ validation/ test/         stores (a split without sources is absent)
+    tokenizer.* or vocabulary.json   the object that encodes rows
+    corpus.json                      the manifest: sources and settings; written last
 """
 
 import abc
@@ -29,10 +30,13 @@ Store = TypeVar("Store")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowCorpus(Generic[Encoder, Store]):
-    """The opened stores of a prepared directory, by split, with the object that encodes rows.
+    """Prepared rows that are opened for reading.
 
     Attributes:
-      rows: what a row is called, in the plural.
+      rows: the noun for rows in messages, in the plural, such as "pairs".
+      directory: the directory of the prepared data.
+      tokenizer: the object that encoded the rows, such as a tokenizer.
+      splits: the store of each split, by the name of the split.
     """
 
     rows: ClassVar[str] = "rows"
@@ -42,7 +46,7 @@ class RowCorpus(Generic[Encoder, Store]):
     splits: dict[str, Store]
 
     def split(self, name: str) -> Store:
-        """Returns the store of the split with this name; raises DataError if there is none."""
+        """Returns the store of the split `name`; raises DataError if there is no such split."""
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
@@ -51,20 +55,26 @@ class RowCorpus(Generic[Encoder, Store]):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
         return cache.described(self.directory, self.splits, self.rows)
 
 
 class Preparation(abc.ABC):
-    """Base class that prepares and opens the rows of a section; each kind of rows has a subclass.
+    """Base class that prepares and opens the rows that a config section describes.
+
+    Each kind of rows has a subclass, which defines how rows are read, encoded and stored.
+
+    Args:
+      section: the section of the config that names sources and settings.
+      progress: True shows a progress bar on a terminal, and messages for the user.
 
     Attributes:
       dataset: the subclass of RowCorpus that `open` returns.
-      kind: the name of the kind of rows, part of the key in the cache.
-      encoding: the kind of object that encodes rows, such as "tokenizer" or "vocabulary".
-      tokenizer: the object that encodes rows, once it exists.
-      shares: for each split that is a part of train, its share of train's rows.
-      endings: suffixes of the files to read from directories.
+      kind: the name of the kind of rows, which is a part of the key in the cache.
+      encoding: the noun for the object that encodes rows, such as "tokenizer" or "vocabulary".
+      tokenizer: the object that encodes rows; None until it has been loaded or trained.
+      shares: for each split that is held out of Data.train, its fraction of the training rows.
+      endings: suffixes of the files that are read from directories.
     """
 
     dataset: type[RowCorpus]
@@ -79,17 +89,20 @@ class Preparation(abc.ABC):
         self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
-        """Returns the opened data, a `dataset`; prepares them first if necessary.
+        """Opens all splits; prepares the data first if necessary.
+
+        Returns:
+          An instance of the class `dataset`.
 
         Raises:
-          DataError: a source cannot be read, or is part of two splits.
+          DataError: a source cannot be read, or belongs to two splits.
         """
         hashes = {
             split: [] if split in self.shares else self.hashes(getattr(self.section, split))
             for split in SPLITS
         }
         self.check_sources(hashes)
-        more = {"kind": self.kind, **self.decisive()}
+        more = {"kind": self.kind, **self.key_values()}
         directory = cache.prepared(self.section, hashes, self._build, **more)
         manifest = cache.read_manifest(directory)
         file = manifest.get(self.encoding, {}).get("file", f"{self.encoding}.json")
@@ -97,12 +110,16 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """Returns a single opened split, encoded by a given encoder; see `cache.prepared_split`.
+        """Opens a single split; prepares the split first if necessary.
 
         Args:
           split: the name of the split.
           encoder: the object that encodes rows, such as the tokenizer of a trained model.
-          known: a directory from which a run read this split before.
+          known: a directory in which a run has prepared this split before; the directory is used
+            again if the sources are unchanged. None if there is no such directory.
+
+        Returns:
+          An instance of the class `dataset` with this split.
 
         Raises:
           DataError: there is no such split, or its sources cannot be read.
@@ -115,7 +132,7 @@ class Preparation(abc.ABC):
         directory = cache.prepared_split(
             self.section, split, split in self.shares, known, self.hashes,
             lambda place, facts: self._write((split,), place), kind=self.kind,
-            encoder=encoder.fingerprint, **self.of_train(),
+            encoder=encoder.fingerprint, **self.values_from_train(),
         )  # fmt: skip
         return self._opened(directory, encoder, (split,))
 
@@ -130,8 +147,10 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
-        """Yields the rows of a split; rows of train that belong to other splits are left out of
-        train.
+        """Yields the rows of a split, and a BadRow for each row that cannot be used.
+
+        If the split is held out of Data.train, its rows are selected from the training sources.
+        The rows of "train" are the training rows that are not held out.
         """
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
@@ -154,19 +173,21 @@ class Preparation(abc.ABC):
 
         Args:
           split: the name of the split, for error messages.
-          names: the sources.
+          names: the names of the sources, such as files and directories.
         """
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
-        """Returns the content of a row as a text; rows with the same content belong to the same
-        split.
+        """Returns a text that represents the content of a row.
+
+        Rows with the same content are assigned to the same split.
         """
 
-    def of_train(self) -> dict[str, Any]:
-        """Returns JSON of values that train determines in other splits, besides the encoder.
+    def values_from_train(self) -> dict[str, Any]:
+        """Returns values, as JSON, that follow from the training rows and determine other splits.
 
-        The values are part of the key under which a single split is cached.
+        Such values are, for example, the names of classes. They are a part of the key under which a
+        single split is cached. The encoder is not included, because it is always a part of the key.
         """
         return {}
 
@@ -175,7 +196,7 @@ class Preparation(abc.ABC):
         """Returns the object that encodes rows, which has a `fingerprint`.
 
         Args:
-          name: the path of a file with the object, or the value of the setting that names it.
+          name: the path of a file that contains the object, or the value of the config's setting.
 
         Raises:
           DataError: the file is missing or damaged.
@@ -188,36 +209,35 @@ class Preparation(abc.ABC):
 
         Args:
           directory: the directory of the store.
-          encoder: the object that encoded its rows.
+          encoder: the object that encoded the rows.
         """
 
     @abc.abstractmethod
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of the files that belong to the sources with these names."""
+        """Returns the hashes of all files of some sources, given the names of the sources."""
 
     def left_out(self, name: str) -> str:
-        """Returns a sentence about the files of a source that are not read, or "" if all
-        are read.
-        """
+        """Returns a sentence about the files of a source that are not read; "" if all are read."""
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
         """Raises DataError if two splits have a file in common."""
         cache.refuse_shared(hashes)
 
-    def decisive(self) -> dict[str, Any]:
-        """Returns JSON of values that determine the data, besides settings and sources.
+    def key_values(self) -> dict[str, Any]:
+        """Returns values, as JSON, that determine the data in addition to settings and sources.
 
-        The values are part of the key in the cache.
+        The values are a part of the key in the cache.
         """
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Creates the object that encodes rows and saves it in `directory`; no row is written yet.
+        """Creates the object that encodes rows, and saves it in `directory`.
+
+        The method is called before the first row is written. The default creates nothing.
 
         Returns:
-          Entries of the manifest that describe the object. The default creates nothing and returns
-          no entries.
+          Entries of the manifest that describe the object.
         """
         return {}
 
@@ -226,9 +246,9 @@ class Preparation(abc.ABC):
         """Writes the store of a split, and returns a line that tells the user what was written.
 
         Args:
-          split: the name of the split; train is written first.
+          split: the name of the split; the method is called for "train" first.
           directory: the directory of the store.
-          tally: counts the rows, and removes those that cannot be used.
+          tally: counts the rows, and removes rows that cannot be used.
         """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +258,7 @@ class Preparation(abc.ABC):
         return {**self._write(splits, directory), **described}
 
     def _write(self, splits: Sequence[str], directory: Path) -> dict[str, Any]:
-        """Writes the stores of some splits, and returns their entries of the manifest."""
+        """Writes the stores of some splits, and returns the manifest's entries about the splits."""
         held_out = {
             split: f"{share:.0%} of the rows of Data.train"
             for split, share in self.shares.items()
@@ -258,26 +278,27 @@ class Preparation(abc.ABC):
 
 
 class TokenizedPreparation(Preparation):
-    """Preparation for sections that name a tokenizer or train one on the training data.
+    """Base class for sections whose setting `tokenizer` names or trains a tokenizer.
 
     Attributes:
-      special: ids of the special pieces of a tokenizer that is trained.
+      special: ids of the special pieces that a trained tokenizer gets.
     """
 
     special: Special
 
     @abc.abstractmethod
     def texts(self) -> Iterable[str]:
-        """Returns the texts of the training data."""
+        """Returns the texts of the training data, on which a tokenizer is trained."""
 
     @property
     def _size(self) -> int | None:
         return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")
 
-    def decisive(self) -> dict[str, Any]:
+    def key_values(self) -> dict[str, Any]:
         """Returns {"tokenizer": FINGERPRINT} if the section names a tokenizer, otherwise {}.
 
-        The result is part of the key in the cache.
+        The result is a part of the key in the cache. A trained tokenizer need not be included,
+        because it follows from the training data.
         """
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 

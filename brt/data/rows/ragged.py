@@ -1,4 +1,4 @@
-"""Ragged arrays: rows of different lengths in one array, which may be on disk."""
+"""Ragged arrays: rows of different lengths, concatenated in one array in memory or on disk."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,10 @@ from brt.data.rows.on_disk import OnDisk
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths in one array; row i is values[offsets[i]:offsets[i + 1]].
+    """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
-      values: the elements of all rows, one after another.
+      values: [values, ...], the elements of all rows, one after another.
       offsets: int64 [rows + 1].
     """
 
@@ -34,15 +34,19 @@ class Ragged:
         return np.diff(self.offsets)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """Returns `values` and `offsets` as columns `name` and `name_offsets` of a store.
+        """Returns {name: values, name + "_offsets": offsets}, two columns of a store of rows.
 
-        `store.Files.ragged` reads these columns.
+        `store.Files.ragged` makes a ragged array of the two columns again.
         """
         return {name: self.values[:], f"{name}_offsets": self.offsets}
 
 
 def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
-    """Returns `values` and `offsets` as rows, after checking the offsets.
+    """Returns the ragged array with these values and offsets, after checking the offsets.
+
+    Args:
+      values: [values, ...], the elements of all rows.
+      offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
 
     Raises:
       ValueError: the offsets do not ascend from 0 to the number of values.
@@ -55,14 +59,19 @@ def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
     return Ragged(values, offsets)
 
 
-def joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
-    """Returns rows that are in memory, concatenated to one array."""
+def from_rows(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
+    """Returns a ragged array of the given rows, which are converted to a dtype.
+
+    Args:
+      rows: arrays [length of the row, ...], whose other axes have the same sizes.
+      dtype: the dtype of the values.
+    """
     empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
     return Ragged(np.concatenate([empty, *rows]).astype(dtype), offsets([len(row) for row in rows]))
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns int64 [rows + 1], the index where each row begins and where the last one ends.
+    """Returns int64 [rows + 1], the index at which each row begins, and the sum of all lengths.
 
     Args:
       lengths: the length of each row.
@@ -71,14 +80,19 @@ def offsets(lengths: Sequence[int]) -> np.ndarray:
 
 
 class Writer:
-    """Appends rows to a file. It is a context manager, which closes the file."""
+    """Writes the rows of a ragged array to a file; a context manager that closes the file.
+
+    Args:
+      path: the file, which contains nothing but the values.
+      dtype: the dtype of the values.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype = open(path, "wb"), dtype
         self._lengths: list[int] = []
 
     def extend(self, rows: Iterable[np.ndarray]) -> None:
-        """Appends rows to the file."""
+        """Appends rows, arrays [length of the row, ...], to the file."""
         for row in rows:
             self._file.write(np.ascontiguousarray(row, self._dtype).data)
             self._lengths.append(len(row))
@@ -96,15 +110,15 @@ class Writer:
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Returns the rows of a file that `Writer` wrote; they are read when they are indexed.
+    """Returns the ragged array in a file that `Writer` wrote; a row is read when it is indexed.
 
     Args:
       path: the file.
-      dtype: the dtype of its values.
-      offsets: int64 [rows + 1], the index of each row's first value.
+      dtype: the dtype of the values.
+      offsets: int64 [rows + 1], the index of each row's first value, and the number of values.
 
     Raises:
-      ValueError: the size of the file differs from what `offsets` say.
+      ValueError: the number of values in the file differs from the last offset.
       OSError: the file cannot be read.
     """
     count, rest = divmod(path.stat().st_size, dtype.itemsize)

@@ -1,10 +1,11 @@
-"""The rows of a split on disk.
+"""Stores: the rows of a split on disk.
 
 A store is a directory:
 
     *.bin           rows of different lengths that may not fit into memory, one after another
-    rows.npz        everything else: arrays, offsets of the rows in *.bin, lists as JSON in UTF-8
-    manifest.json   sources, settings, left out rows, counts and hashes; written last
+    rows.npz        the columns: arrays with an element for each row, offsets of the rows in *.bin,
+                    and lists of texts, which are JSON in UTF-8
+    manifest.json   sources, settings, rows that were left out, counts and hashes; written last
 """
 
 import contextlib
@@ -25,12 +26,12 @@ from brt.data.rows.ragged import Ragged
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowStore:
-    """Base class of stores of rows.
+    """Base class of opened stores; a subclass adds the columns of its kind of rows.
 
     Attributes:
       directory: the directory of the store.
-      manifest: counts, settings and hashes.
-      ids: the name of each row in predictions.
+      manifest: content of manifest.json: counts, settings and hashes.
+      ids: the id of each row, which predictions contain, too.
     """
 
     directory: Path
@@ -43,9 +44,7 @@ class RowStore:
 
     @property
     def written_with(self) -> str:
-        """Fingerprint of the tokenizer or vocabulary that encoded the rows; "" if it is
-        not known.
-        """
+        """Fingerprint of the tokenizer or vocabulary that encoded the rows; "" if not known."""
         return ""
 
     @property
@@ -55,13 +54,13 @@ class RowStore:
 
 
 class Files(NamedTuple):
-    """The content of a store's directory while it is opened.
+    """The content of a store's directory, from which a subclass of RowStore is made.
 
     Attributes:
-      directory: the directory.
-      manifest: counts, settings and hashes.
+      directory: the directory of the store.
+      manifest: content of manifest.json: counts, settings and hashes.
       npz: the name of the file that contains the columns.
-      columns: arrays, and tuples for lists.
+      columns: the columns by name: arrays, and tuples of texts.
     """
 
     directory: Path
@@ -70,7 +69,7 @@ class Files(NamedTuple):
     columns: Mapping[str, Any]
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns the rows whose values are one column and whose offsets are another.
+        """Returns the ragged array whose values and offsets are two columns of the store.
 
         Args:
           name: the name of the column of values.
@@ -79,16 +78,16 @@ class Files(NamedTuple):
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns the rows of a file of values.
+        """Returns the ragged array whose values are in a file of their own.
 
         Args:
           file: the name of the file.
-          dtype: the dtype of its values.
-          offsets: int64 [rows + 1], the index of each row's first value.
-          count: the entry of the manifest that contains the number of rows.
+          dtype: the dtype of the values.
+          offsets: int64 [rows + 1], the index of each row's first value, and the number of values.
+          count: the key of the number of rows in the manifest.
 
         Raises:
-          ValueError: the number of rows differs from that of the manifest.
+          ValueError: the number of rows differs from the number in the manifest.
         """
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)
@@ -98,8 +97,8 @@ class Files(NamedTuple):
         """Raises ValueError if a column does not have as many rows as the manifest says.
 
         Args:
-          count: the entry of the manifest that contains the number of rows.
-          columns: the columns.
+          count: the key of the number of rows in the manifest.
+          columns: the columns, objects with a length.
         """
         if {self.manifest[count]} != {*map(len, columns)}:
             raise ValueError(f"{self.npz} has another length than its manifest says")
@@ -114,18 +113,18 @@ def opened(
     npz: str = "rows.npz",
     what: str = "store",
 ) -> Iterator[Files]:
-    """Context that opens a store which `finish` completed, and yields its content.
+    """Context that opens a store which `finish` completed, and yields the store's content.
 
     Args:
       directory: the directory of the store.
-      lists: names of the columns that are lists; None takes them from the manifest.
-      facts: types of further entries of the manifest; see `untrusted.check`.
+      lists: names of the columns that are lists; None takes the names from the manifest.
+      facts: types of further entries of the manifest, in the notation of `untrusted.check`.
       npz: the name of the file that contains the columns.
-      what: what the directory is, for error messages.
+      what: the noun for the directory in error messages.
 
     Raises:
-      DataError: the store is missing, incomplete or has another format, or an error in the body of
-        the context shows that it is damaged.
+      DataError: the store is missing, incomplete or has another format; or an error that is raised
+        within the context shows that the store is damaged.
     """
     directory = Path(directory)
     kind = {"fingerprint": str, "sha256": {str: str}, **({} if lists else {"texts": [str]})}
@@ -146,7 +145,7 @@ def verify(directory: Path) -> None:
     """Compares all files of a store with their hashes, even if they were compared before.
 
     Raises:
-      DataError: the store is missing, incomplete or has another format, or a file differs.
+      DataError: the store is missing, incomplete or has another format; or a file has another hash.
     """
     manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
     with manifests.explaining_damage(directory, "store"):
@@ -161,13 +160,14 @@ def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def within(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
-    """Raises ValueError unless all integers in `places` are at least 0 and below the counts.
+def check_indices(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
+    """Raises ValueError unless all integers in `places` are at least 0 and below `counts`.
 
     Args:
       name: the name of the column, for the error message.
-      places: the array to check.
-      counts: the number of things that the indices point to; an array must have a compatible shape.
+      places: an array of indices.
+      counts: the length of the array that the indices point to; or, if the indices point to
+        several arrays, their lengths, in a shape that can be broadcast to the shape of `places`.
     """
     if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
         raise ValueError(f"{name} points where nothing is")
@@ -182,14 +182,14 @@ def finish(
     identity: bytes = b"",
     npz: str = "rows.npz",
 ) -> None:
-    """Completes a store: writes its columns, and then the manifest with the hashes of all files.
+    """Completes a store: writes the columns, and then the manifest with the hashes of all files.
 
     Args:
       directory: the directory of the store.
-      columns: arrays, and lists that can be written as JSON.
+      columns: arrays, and lists that can be written as JSON, by name.
       facts: further entries of the manifest.
-      files: existing files whose content is part of the fingerprint.
-      identity: further bytes of the fingerprint; b"" takes the content of all columns.
+      files: names of existing files whose content is a part of the fingerprint.
+      identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
       npz: the name of the file that contains the columns.
     """
     arrays = {

@@ -1,6 +1,6 @@
 """Reads rows of JSON, CSV, TSV, Parquet and TensorFlow datasets.
 
-A row that cannot be read is returned with a `problem`, and reading continues with the next one.
+A row that cannot be read is returned with a `problem`, and reading continues with the next row.
 """
 
 import csv
@@ -16,17 +16,17 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 FORMATS = endings.ROWS
-READ_ROWS = 64  # The number of Parquet rows that are converted to Python objects at a time.
+READ_ROWS = 64  # This number of Parquet rows is converted to Python objects at a time.
 
 
 class Row(NamedTuple):
     """A row of a table.
 
     Attributes:
-      name: FILE:NUMBER. Lines of JSON and records of CSV, whose header is the first, count from
-        one; rows of Parquet and examples of TensorFlow datasets count from zero.
-      values: the value of each column; text is str, or bytes that are not decoded yet.
-      problem: why there are no values, such as "is not JSON"; otherwise "".
+      name: FILE:NUMBER. Lines of JSON and records of CSV are counted from one, including the header
+        of CSV. Rows of Parquet and examples of TensorFlow datasets are counted from zero.
+      values: the value of each column, by name; a text is str, or bytes that are not decoded yet.
+      problem: the reason why the row cannot be read, such as "is not JSON"; otherwise "".
     """
 
     name: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A name, and an iterator over rows that have the same columns."""
+    """A table: its name, and an iterator over its rows, which have the same columns."""
 
     name: str
     rows: Iterator[Row]
@@ -44,13 +44,13 @@ class Table(NamedTuple):
 def tables(
     source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
 ) -> Iterator[Table]:
-    """Yields the tables that belong to a source (see `brt.data.sources`).
+    """Yields the tables that belong to a source, which is named as `brt.data.sources` describes.
 
     Args:
       source: the name of the source.
       formats: suffixes of the files to read, `FORMATS` or more.
-      header: names for the columns of .tsv files, where "" leaves out a column; () takes the names
-        from the first line.
+      header: names of the columns of .tsv files, where "" leaves out a column; () reads the names
+        from the first line of each file.
 
     Raises:
       DataError: there is no table, or a file is damaged or has another format.
@@ -77,8 +77,10 @@ def read(
 
     Args:
       source_tables: the tables.
-      choose: returns the columns to read, given the name of a table and its first row.
-      item: returns the item, given a row, the columns, and the number of the row in all tables.
+      choose: function from the name of a table and the values of its first row to the columns that
+        are read from the table.
+      item: function from a row, the columns, and the number of the row (counted over all tables) to
+        the item.
 
     Raises:
       DataError: a table has no row or lacks a column.
@@ -102,7 +104,7 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
 
     Args:
       file: the file.
-      header: see `tables`.
+      header: names of the columns of a .tsv file; () reads the names from the first line.
     """
     match endings.kind(file.path.name):
         case "parquet":
@@ -115,9 +117,9 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
             return _objects(json_files.read(file))
 
 
-def jsonl(file: File) -> Iterator[Row]:
-    """Yields the rows of a file of JSON lines, whatever its suffix is."""
-    return _objects(json_files.lines(file))
+def json_lines(file: File) -> Iterator[Row]:
+    """Yields the rows of a file of JSON lines, whatever the suffix of the file is."""
+    return _objects(json_files.json_lines(file))
 
 
 def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
@@ -129,15 +131,15 @@ def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
 
 
 def text(value: Any, column: str = "") -> str:
-    """Returns the text of a value of a row, without a byte order mark at its start.
+    """Returns the value of a column as a text, without a byte order mark at its start.
 
     Args:
-      value: the value.
-      column: the name of the column, for the error message; "" if the caller adds it.
+      value: the value, str or bytes.
+      column: the name of the column, for the error message; "" if the message need not name it.
 
     Raises:
-      ValueError: the value is not a text, is not UTF-8, or contains a NUL or a surrogate without
-        its partner; the message is a phrase such as "has nothing in 'document'".
+      ValueError: the value is not a text, is not UTF-8, or contains a NUL or one half of a
+        surrogate pair. The message is a phrase such as "has nothing in 'document'".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
@@ -154,7 +156,11 @@ def text(value: Any, column: str = "") -> str:
 
 
 def name(value: Any, number: int) -> str:
-    """Returns the name of a row: its id as a text, or its number if the id is missing.
+    """Returns the id of a row as a text, or the row's number if the id is missing.
+
+    Args:
+      value: the value in the column of ids; None or NaN if the id is missing.
+      number: the number of the row.
 
     Raises:
       ValueError: the id is a text that cannot be used; see `text`.
@@ -168,22 +174,29 @@ def name(value: Any, number: int) -> str:
 
 
 class Unread(NamedTuple):
-    """A value of a type that brt does not read, such as a struct; it stands for the value in
-    a row.
+    """Placeholder for a value of a type that brt does not read, such as a struct.
+
+    Attributes:
+      type: the name of the value's type.
     """
 
     type: str
 
 
 def type_name(value: Any) -> str:
-    """Returns the name of a value's type for error messages."""
+    """Returns the name of a value's type, for error messages; "nothing" for None."""
     if value is None:
         return "nothing"
     return value.type if isinstance(value, Unread) else type(value).__name__
 
 
 def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
-    """Returns the columns; raises DataError if a name occurs twice, which would be ambiguous."""
+    """Returns the names of columns unchanged; raises DataError if a name occurs twice.
+
+    Args:
+      file: the name of the file, for the error message.
+      columns: the names.
+    """
     twice = [column for column, count in Counter(columns).items() if column and count > 1]
     if twice:
         raise DataError(f"{file} names the column {twice[0]!r} twice; rename one of them")
@@ -215,7 +228,7 @@ def _csv(file: File) -> Iterator[Row]:
 
 
 def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
-    """Yields lines of tab-separated values without quotes; columns without a name are left out."""
+    """Yields the rows of tab-separated values without quotes; leaves out columns without a name."""
     names: Sequence[str] = header
     for number, line in enumerate(contents.lines(file.name, contents.text(file)), 1):
         name = f"{file.name}:{number}"

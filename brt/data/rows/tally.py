@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from brt.errors import DataError
 
-SHOWN = 3  # The number of bad rows that an error message lists.
-KEPT = 20  # The number of bad rows that a manifest lists.
+SHOWN = 3  # An error message lists at most this number of bad rows.
+KEPT = 20  # A manifest lists at most this number of bad rows.
 
 
 class BadRow(NamedTuple):
@@ -17,25 +17,25 @@ class BadRow(NamedTuple):
 
 
 class Tally:
-    """Counts the rows of a split, and removes the bad ones.
-
-    Attributes:
-      rows: the number of rows so far.
-      bad: the number of bad rows among them.
+    """Counts the rows of a split, and removes rows that cannot be used.
 
     Args:
       split: the name of the split, for error messages.
       skip: the setting that skips bad rows, for error messages: "Data.errors = 'skip'".
       progress: called for each row.
+
+    Attributes:
+      rows: the number of rows so far, including bad rows.
+      bad: the number of bad rows so far.
     """
 
     def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
         self.rows = self.bad = 0
         self._split, self._skip, self._progress = split, skip, progress
-        self._bad: list[str] = []  # Descriptions of the first bad rows.
+        self._bad: list[str] = []  # The list has descriptions of the first bad rows.
 
     def usable(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items that are not BadRows, and counts all items."""
+        """Yields the items that are not of the class BadRow, and counts all items."""
         for item in items:
             self.rows += 1
             self._progress()
@@ -46,10 +46,15 @@ class Tally:
             if len(self._bad) < KEPT:
                 self._bad.append(f"{item.name} {item.problem}")
 
-    def settled(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
-        """Yields the items that are not BadRows, and raises DataError at the end if necessary.
+    def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
+        """Yields the items that are not of the class BadRow, and may raise an error at the end.
 
-        The error is raised if all rows were bad, or if any was and `errors` is "refuse".
+        Args:
+          items: rows, and a BadRow for each row that cannot be used.
+          errors: the setting Data.errors, "refuse" or "skip".
+
+        Raises:
+          DataError: all rows are bad; or a row is bad, and `errors` is "refuse".
         """
         yield from self.usable(items)
         if self.bad == self.rows:
@@ -60,7 +65,7 @@ class Tally:
             )
 
     def described(self) -> str:
-        """Returns a sentence with the number of bad rows and the first of them."""
+        """Returns a sentence with the number of bad rows and descriptions of the first few."""
         more = f" and {self.bad - SHOWN:,} more" if self.bad > SHOWN else ""
         return (
             f"{self.bad:,} of {self.rows:,} rows of {self._split} cannot be used: "
@@ -68,7 +73,5 @@ class Tally:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns JSON for a manifest: the numbers of rows and bad rows, and descriptions of the
-        first bad rows.
-        """
+        """Returns the counts and descriptions of the first bad rows, as JSON for a manifest."""
         return {"rows": self.rows, "bad": self.bad, "first": self._bad}

@@ -1,1 +1,1 @@
-"""Tokenization, stores and batches that the tasks on sentences and questions share."""
+"""Tokenization, preparation and batches for text classification and question answering."""

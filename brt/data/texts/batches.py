@@ -1,4 +1,4 @@
-"""Batches of token rows of similar length; a row is one text or a pair."""
+"""Builds batches of rows of tokens; a row is one text or a pair of texts."""
 
 import dataclasses
 
@@ -10,22 +10,23 @@ from brt.types import TextBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextReader(RowReader):
-    """Reader of rows of tokens.
+    """Reader of rows of tokens, with targets for each row.
 
     Attributes:
-      store: has `read`, which returns the ids of a row, and `row_targets` [rows, targets].
-      max_length: the length in tokens that no row exceeds.
+      store: the rows. Its method `read` returns the ids of a row, int32 [T], and its attribute
+        `row_targets` is int [rows, targets].
+      max_length: the largest number of tokens that a row may have.
     """
 
     max_length: int
 
     @property
     def longest(self) -> int:
-        """The number of tokens that no row exceeds."""
+        """Largest number of tokens that a row may have."""
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
-        """Returns the batch of the rows with these indices, padded to a length.
+        """Returns a batch of rows, padded to a length.
 
         Args:
           rows: int [B], indices of rows in the store; -1 is an empty row.

@@ -1,4 +1,4 @@
-"""The preparation that sentences and questions share: generated sources and tokenizers."""
+"""The base class that prepares rows of texts, for text classification and question answering."""
 
 import hashlib
 
@@ -10,11 +10,11 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class TextPreparation(TokenizedPreparation):
-    """Base class that prepares rows of texts.
+    """Base class that prepares rows of texts; sources may be files or generated.
 
     Attributes:
-      endings: suffixes of the files to read from directories.
-      version: the version of the generated texts; it is increased when they change.
+      endings: suffixes of the files that are read from directories.
+      version: the version of the generated texts, which is increased when these texts change.
     """
 
     special = tokenization.ROBERTA
@@ -22,7 +22,10 @@ class TextPreparation(TokenizedPreparation):
     version: int
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of files; generated sources are hashed by name and version."""
+        """Returns a hash for each file of some sources, and one for each generated source.
+
+        The hash of a generated source is a hash of its name and version.
+        """
         result = []
         for name in names:
             if name.startswith(generated.PREFIX):
@@ -34,5 +37,5 @@ class TextPreparation(TokenizedPreparation):
         return result
 
     def load(self, name: str) -> TextTokenizer:
-        """Returns the tokenizer that a file or the setting Data.tokenizer names."""
+        """Returns the tokenizer that `name`, a path or a value of Data.tokenizer, stands for."""
         return tokenization.load(name, "Data.tokenizer")

@@ -1,8 +1,8 @@
-"""Tokenizes whole texts, with the characters that each id stands for, and adds special ids.
+"""Tokenizes texts for encoders: ids, the characters that each id stands for, and special ids.
 
-A text is encoded as `begin text end`, and a pair as `begin text between text end`, such as
-RoBERTa's `<s> text </s></s> text </s>`. Special ids that a tokenizer's file lacks are added after
-its own ids.
+A text is encoded as `begin text end`, and a pair of texts as `begin text between text end`. For
+RoBERTa, a pair is `<s> text </s></s> text </s>`. If the file of a tokenizer lacks special ids, they
+are added after the ids of the file.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ class Encoding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextTokenizer:
-    """A tokenizer with its special ids.
+    """A tokenizer for encoders, with special ids.
 
     Attributes:
-      name: the value of the setting, without directories.
+      name: the value of the setting that names the tokenizer, without directories.
       fingerprint: SHA-256 of everything that determines the ids.
       file: the name and content of a file from which `load` can read the tokenizer.
-      vocab_size: all ids, including the special ones, are below this number.
+      vocab_size: all ids, including the special ids, are below this number.
       begin: ids before the first text.
       between: ids between two texts.
       end: ids after the last text.
       pad_id: the id of padding.
-      encode_texts: encodes many texts at once.
-      decode_ids: decodes ids that include no special ids.
+      encode_texts: function that encodes many texts at once.
+      decode_ids: function that decodes ids without special ids.
     """
 
     name: str
@@ -64,8 +64,9 @@ class TextTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the encoding of each text without special ids, even if a text contains their
-        names.
+        """Returns the encoding of each text, without special ids.
+
+        If a text contains the name of a special token, such as "<s>", the token is left out.
         """
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
@@ -75,32 +76,33 @@ class TextTokenizer:
         return encodings
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
-        """Returns the one or two texts whose ids `wrap` concatenated."""
+        """Decodes ids that `wrap` returned; the result is a list of one or two texts."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
         return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
-        """Returns one or two encoded texts, concatenated with the special ids around them."""
+        """Concatenates the ids of one or two texts, with special ids before, between and after."""
         parts: list[Sequence[int] | np.ndarray] = [self.between] * (2 * len(texts) - 1)
         parts[::2] = texts
         return np.concatenate([self.begin, *parts, self.end]).astype(np.int32)
 
-    def around(self, count: int) -> int:
-        """Returns the number of ids that `wrap` adds to this many texts."""
+    def special_count(self, count: int) -> int:
+        """Returns the number of special ids that `wrap` adds to `count` texts."""
         return len(self.begin) + (count - 1) * len(self.between) + len(self.end)
 
 
 def load(name: str, setting: str) -> TextTokenizer:
-    """Returns the tokenizer with this name.
+    """Loads a tokenizer.
 
     Args:
-      name: "bytes", a sentencepiece .model, or a tokenizer.json of Hugging Face's tokenizers.
-      setting: the setting that contains the name, such as "Data.tokenizer".
+      name: "bytes"; or the path of a sentencepiece .model; or the path of a tokenizer.json of
+        Hugging Face's tokenizers.
+      setting: the setting that contains the name, such as "Data.tokenizer", for error messages.
 
     Raises:
       DataError: the file is missing or damaged.
-      ConfigError: `name` is none of these.
+      ConfigError: `name` has another form.
     """
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
@@ -116,7 +118,7 @@ def load(name: str, setting: str) -> TextTokenizer:
 
 def _bytes() -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        """Encodes each text as its UTF-8 bytes."""
+        """Encodes each text as UTF-8 bytes, whose values are the ids."""
         encodings = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -125,7 +127,7 @@ def _bytes() -> TextTokenizer:
         return encodings
 
     def decode_ids(ids: list[int]) -> str:
-        """Decodes ids as UTF-8 bytes."""
+        """Decodes ids that are UTF-8 bytes; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
@@ -173,7 +175,10 @@ def _json(path: Path) -> TextTokenizer:
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
-    """Returns the special ids that the file's own template puts around a pair; None for none."""
+    """Returns the special ids that the template in a tokenizer.json puts around a pair of texts.
+
+    The keys are "begin", "between" and "end". The result is None if the file has no such template.
+    """
     encoding = tokenizer.encode("a", "b")
     special, kinds = np.array(encoding.special_tokens_mask, bool), np.array(encoding.ids)
     if not special.any():
@@ -204,7 +209,7 @@ def _with_special(
     end: int | None = None,
     pad: int | None = None,
 ) -> TextTokenizer:
-    """Creates a tokenizer with RoBERTa's template; missing special ids follow all other ids."""
+    """Returns a tokenizer with RoBERTa's template; special ids that are None get new ids."""
     known: list[int] = []
     for id in (begin, end, pad):
         known.append(size if id is None else id)

@@ -61,7 +61,7 @@ def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[A
     pieces = [tokenizer.decode_bytes(token[None]) for token in store.document(document)]
     ends = np.cumsum([len(piece) for piece in pieces])
     for answer in memory.answers(store.names[document], b"".join(pieces)):
-        byte_positions = (answer.start, answer.stop - 1, answer.told - 1)
+        byte_positions = (answer.start, answer.stop - 1, answer.stated - 1)
         start, last, told = (int(np.searchsorted(ends, b, "right")) for b in byte_positions)
         yield AnswerSpan(start, last + 1, start - told - 1, answer.stop - answer.start)
 

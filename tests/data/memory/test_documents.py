@@ -43,13 +43,13 @@ def test_who_reads_a_document_knows_its_answers(task: str) -> None:
         assert text[answer.start : answer.stop] == answer.text
         assert text[answer.start - 1 : answer.start] == b">" and text[answer.stop :][:1] == b"<"
         near = 15 if task == "needle" else 0  # events of a text stand before its next space
-        assert answer.start - answer.told >= least - near
+        assert answer.start - answer.stated >= least - near
     assert sum(text.count(b">") for text in found.values()) == len(solved), "no other marks"
 
 
 def test_the_distance_is_exact_where_nothing_else_is_between() -> None:
     found = texts("copy", "train", 6, "&distance=32,64,500")
-    assert [a.start - a.told for _, a in asked(found)] == [32, 64, 500] * 2
+    assert [a.start - a.stated for _, a in asked(found)] == [32, 64, 500] * 2
 
 
 @each

@@ -54,8 +54,8 @@ class Integers(Preparation):
         return row
 
     def write(self, split, directory, tally):
-        ids = [*tally.settled(self.read(split), self.section.errors)]
-        digits = ragged.joined([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
+        ids = [*tally.refuse_or_skip(self.read(split), self.section.errors)]
+        digits = ragged.from_rows([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
         facts = {"texts": ["ids"], "rows": tally.report()}
         store.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)
         return f"{len(ids)} integers"

@@ -29,8 +29,8 @@ def test_special_ids_are_only_around_texts(tokenizer):
     special = {*tokenizer.begin, *tokenizer.between, *tokenizer.end, tokenizer.pad_id}
     assert not special & {*first.tolist(), *second.tolist()}
     alone, both = tokenizer.wrap(first), tokenizer.wrap(first, second)
-    assert len(alone) - len(first) == tokenizer.around(1)
-    assert len(both) - len(first) - len(second) == tokenizer.around(2)
+    assert len(alone) - len(first) == tokenizer.special_count(1)
+    assert len(both) - len(first) - len(second) == tokenizer.special_count(2)
     assert both[: len(tokenizer.begin)].tolist() == list(tokenizer.begin)
     assert (both < tokenizer.vocab_size).all()
     assert len({tokenizer.begin[0], tokenizer.end[0], tokenizer.pad_id}) == 3

@@ -5,7 +5,7 @@ from typing import Any
 
 from brt import untrusted
 from brt.data import tokenizer_files
-from brt.data.byte_level import SPELT
+from brt.data.byte_level import BYTE_OF_CHARACTER
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
@@ -33,7 +33,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
     It is a byte-level BPE without merges.
     """
-    vocabulary = {character: byte for character, byte in SPELT.items() if byte}
+    vocabulary = {character: byte for character, byte in BYTE_OF_CHARACTER.items() if byte}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
     return {

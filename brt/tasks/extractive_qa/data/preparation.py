@@ -90,7 +90,7 @@ class Preparation(TextPreparation):
         valid: list[Question] = []
         context_of, questions, rows = [], [], []
         cut = 0
-        located = tally.settled(_located(self.read(split), contexts), section.errors)
+        located = tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)
         for group in iter(lambda: list(itertools.islice(located, TOGETHER)), []):
             encoded = tokenizer.encode([question.text for question, *_ in group])
             for (question, context, answer), encoding in zip(group, encoded, strict=True):
@@ -108,7 +108,7 @@ class Preparation(TextPreparation):
         }
         table, columns = np.array(rows, np.int32), {}
         for name, arrays in ragged_columns.items():
-            columns |= ragged.joined(arrays, np.dtype(np.int32)).columns(name)
+            columns |= ragged.from_rows(arrays, np.dtype(np.int32)).columns(name)
         columns |= {"context_of": np.array(context_of, np.int32), "rows": table}
         texts: dict[str, list[Any]] = {
             "ids": [q.id for q in valid],
@@ -176,7 +176,7 @@ def _rows(
       question_length, length: number of tokens of the question and of its context.
       answer: first and last token of the answer in the context, or None.
     """
-    room = section.max_length - tokenizer.around(2) - question_length
+    room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)
     for start, stop in windows(length, room, section.stride):
         target = (0, 0)

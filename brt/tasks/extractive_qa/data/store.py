@@ -63,12 +63,12 @@ class QuestionStore(RowStore):
             columns = {name: opened.columns[name] for name in names}
             answers = tuple(map(tuple, opened.columns["answers"]))
             contexts, asked = len(parts["contexts"]), len(parts["questions"])
-            store.within("context_of", columns["context_of"], contexts)
+            store.check_indices("context_of", columns["context_of"], contexts)
             lengths = parts["contexts"].lengths[columns["context_of"]]
             rows = columns["rows"].reshape(-1, len(Row._fields))
-            store.within("rows", rows[:, 0], asked)
-            store.within("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
-            store.within("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
+            store.check_indices("rows", rows[:, 0], asked)
+            store.check_indices("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
+            store.check_indices("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
             if {*map(len, (answers, columns["asked"], lengths))} != {asked}:
                 raise ValueError("its columns have different lengths")
         return cls(
@@ -84,7 +84,7 @@ class QuestionStore(RowStore):
     def lengths(self) -> Int[np.ndarray, " rows"]:
         """Number of ids that the model reads for each window."""
         questions = self.questions.lengths[self.rows[:, 0]]
-        return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.around(2)
+        return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
     def row(self, row: int | np.integer) -> Row:
         """Returns the window with this index."""

@@ -93,7 +93,7 @@ def table(path: Path) -> dict[str, str]:
       DataError: the file is missing or not UTF-8, or a key occurs twice.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate(contents.small(path).split("\n"), 1):
+    for number, line in enumerate(contents.small_text(path).split("\n"), 1):
         if not (line := line.strip(BLANKS)):
             continue
         id, *rest = re.split(f"[{BLANKS}]+", line, maxsplit=1)

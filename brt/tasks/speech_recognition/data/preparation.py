@@ -97,7 +97,7 @@ class SpeechPreparation(Preparation):
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         """Writes the store of a split, and returns a line that tells the user what was written."""
         moments, width, rows = self._speaker_moments(split), 0, []
-        usable = tally.settled(map(self._usable, self._read(split)), self.section.errors)
+        usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
             for utterance in usable:
                 self._refuse_shared(utterance, split)

@@ -115,7 +115,7 @@ def finish(
       vocabulary: encodes the transcripts.
       facts: entries of the manifest: `width`, `shift_ms` and others.
     """
-    targets = ragged.joined(
+    targets = ragged.from_rows(
         [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)
     )
     arrays = {"values": offsets, "targets": targets.values[:], "target_offsets": targets.offsets}

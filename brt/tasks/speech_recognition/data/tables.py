@@ -48,7 +48,7 @@ def files(source: str) -> list[Path]:
 def rows(source: str) -> list[dict[str, str]]:
     """Returns the rows of a source; a row is a dict from the names of columns to values."""
     path, split = parse(source)
-    lines = contents.small(path).replace("\r\n", "\n").split("\n")
+    lines = contents.small_text(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]
     unique(str(path), columns)
     for name in (*NEEDED, "split") if split else NEEDED:

@@ -61,14 +61,14 @@ class Preparation(TokenizedPreparation):
     def texts(self) -> Iterator[str]:
         """Yields the documents and summaries of the training data."""
         tally = Tally("train", "Data.errors = 'skip'")
-        for pair in tally.settled(self.read("train"), self.section.errors):
+        for pair in tally.refuse_or_skip(self.read("train"), self.section.errors):
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         """Writes the store of a split, and returns a line that tells the user what was written."""
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(
-            directory, tally.settled(self.read(split), self.section.errors), encoder,
+            directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
             facts=lambda: {"rows": tally.report()},
         )  # fmt: skip
         return described(opened)

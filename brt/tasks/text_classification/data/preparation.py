@@ -73,7 +73,7 @@ class Preparation(TextPreparation):
         self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
-    def of_train(self) -> dict[str, Any]:
+    def values_from_train(self) -> dict[str, Any]:
         """Returns the labels that train determines in other splits, as JSON."""
         return {"labels": self.section.labels}
 
@@ -107,10 +107,10 @@ class Preparation(TextPreparation):
         """Writes the store of a split, and returns a line that tells the user what was written."""
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
-        rows = tally.settled(_known(self.read(split), self._labels), section.errors)
+        rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
         for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
             for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
-                shortened = shorten(parts, limit - tokenizer.around(len(parts)))
+                shortened = shorten(parts, limit - tokenizer.special_count(len(parts)))
                 cut += sum(map(len, shortened)) < sum(map(len, parts))
                 tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
@@ -127,7 +127,7 @@ class Preparation(TextPreparation):
             )
         texts = {"ids": ids, "labels": self._labels}
         facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
-        content = ragged.joined(tokens, np.dtype(np.int32)).columns("tokens")
+        content = ragged.from_rows(tokens, np.dtype(np.int32)).columns("tokens")
         store.finish(directory, {**content, "targets": targets, **texts}, facts)
         text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
         return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")

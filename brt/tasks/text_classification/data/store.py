@@ -36,7 +36,7 @@ class SentenceStore(RowStore):
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
             tokens = opened.ragged("tokens")
             if columns["labels"]:
-                store.within("targets", columns["targets"], len(columns["labels"]))
+                store.check_indices("targets", columns["targets"], len(columns["labels"]))
             if {*map(len, (columns["targets"], columns["ids"]))} != {len(tokens)}:
                 raise ValueError("its columns have different lengths")
         return cls(directory=directory, manifest=opened.manifest, tokens=tokens, **columns)

@@ -121,7 +121,7 @@ def _usable(
     dataset: RawDataset, rows: Iterator[Example | BadRow], tally: Tally, errors: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields keys and features of the good rows, as TFDS expects them."""
-    for example in tally.settled(_checked(dataset, rows), errors):
+    for example in tally.refuse_or_skip(_checked(dataset, rows), errors):
         yield example.key, example.values
 
 

@@ -31,7 +31,7 @@ class Example(NamedTuple):
 def text(path: Path) -> str | BadRow:
     """Returns the text of a file, or a BadRow if it cannot be read."""
     try:
-        return contents.small(path)
+        return contents.small_text(path)
     except DataError as error:
         return BadRow(str(path), str(error).removeprefix(f"{path} "))
 

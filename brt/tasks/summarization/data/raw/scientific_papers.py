@@ -27,7 +27,7 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))
         for split, name in FILES.items()
     }
-    return {split: map(_example, tables.jsonl(File(str(p), p))) for split, p in paths.items()}
+    return {split: map(_example, tables.json_lines(File(str(p), p))) for split, p in paths.items()}
 
 
 def _example(row: Row) -> Example | BadRow:
