@@ -1,4 +1,4 @@
-"""The tasks that models can be trained on. `TASKS` is the only place that lists them."""
+"""The tasks that models can be trained on, which `TASKS` lists by name."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ TASKS: dict[str, Task] = {}
 
 
 def register_task(task: Task) -> None:
-    """Makes a task known under its name, which `Training.task` then may name.
+    """Adds a task to `TASKS`, so that Training.task may name it.
 
     Raises:
       ConfigError: the name is taken.
@@ -43,13 +43,13 @@ def from_config(config: Config) -> Task:
     """Returns the task that Training.task names.
 
     Raises:
-      ConfigError: there is no such task; the message lists the existing ones.
+      ConfigError: there is no such task; the message lists the existing tasks.
     """
     return by_name(config.training.task)
 
 
 def by_name(name: str) -> Task:
-    """Returns the task called `name`; raises ConfigError like `from_config`."""
+    """Returns the task called `name`; raises ConfigError if there is no such task."""
     if name not in TASKS:
         raise ConfigError(
             f"Training.task = {name!r} must be one of {', '.join(map(repr, TASKS))}"
@@ -59,11 +59,13 @@ def by_name(name: str) -> Task:
 
 
 def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
-    """Raises ConfigError for settings that their task rejects or that no code would read.
+    """Raises ConfigError for settings that the task rejects, or that would have no effect.
+
+    A setting of another task has no effect; if it is bound to its default, it is accepted.
 
     Args:
       config: the config.
-      origins: place where each setting was bound; a setting bound to its default is accepted.
+      origins: for each setting that the user bound, the file and line (or flag) that bound it.
     """
     task = from_config(config)
     task.check(config)
@@ -81,5 +83,5 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 
 def _sections(task: Task) -> set[str]:
-    """The sections that a task reads: with `Model`, those of the kinds of layers as well."""
+    """Returns the config sections that a task reads, including those of kinds of layers."""
     return {*task.sections, *(kind_sections() if "Model" in task.sections else ())}

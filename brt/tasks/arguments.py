@@ -1,7 +1,7 @@
 """Arguments and results of the methods of a task, each in one object.
 
-A method that needs many values takes them as one NamedTuple, so that tasks repeat no long
-signatures and a new value changes only its reader.
+A method that needs many values takes one NamedTuple with these values. Therefore the tasks need not
+repeat long signatures, and a new value changes only the methods that use it.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,13 @@ from brt.config import Config
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Prepared data that have been opened: a tokenizer, and a store for each split."""
+    """Prepared data that are opened for reading.
+
+    Attributes:
+      directory: the directory of the prepared data.
+      tokenizer: the tokenizer, or another object that encoded the data.
+      splits: the store of each split, by the name of the split.
+    """
 
     directory: Path
     tokenizer: Any
@@ -25,14 +31,14 @@ class Dataset(Protocol):
         """Returns the store of a split; raises DataError if there is no such split."""
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
 
 
 class LossInputs(NamedTuple):
     """Everything that the loss of a batch depends on, except for the config and the parameters.
 
     Attributes:
-      batch: the arrays that the task's reader yields for a step, or one microbatch of them.
+      batch: the arrays that the task's reader yields for a step, or a microbatch of these arrays.
       key: random key of the step.
       carry: caches and recurrent states after the previous step, as in `Task.initial_carry`.
       model_state: values that are learned without gradients, as in `Task.initial_model_state`.
@@ -48,8 +54,8 @@ class Aux(NamedTuple):
     """Results of a loss function in addition to the loss.
 
     Attributes:
-      nats: float32, sum of the negative log-likelihoods of everything that is scored, without
-          auxiliary losses.
+      nats: float32, sum of the negative log-likelihoods of all scored tokens (or labels, or
+          values), without auxiliary losses.
       count: float32, number of tokens, labels or values that `nats` is summed over.
       carry: caches and recurrent states that the next step starts from.
       model_state: values that are learned without gradients, updated with this batch.
@@ -70,8 +76,8 @@ class EvaluationRequest(NamedTuple):
       config: config of the model, with all sizes filled in.
       dataset: opened data that contain the split.
       split: name of the split.
-      trained: config that the model was trained with, if `config` evaluates it with other settings.
-      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
+      trained: config that the model was trained with; None if it equals `config`.
+      ablate: part of the memory that a second evaluation resets; None for no second evaluation.
       compare_exact: also evaluate the whole split with the exact attention that the model's
           attention approximates.
     """
@@ -91,8 +97,8 @@ class InspectionRequest(NamedTuple):
       config: config of the model, with all sizes filled in.
       dataset: opened data that contain the split.
       split: name of the split.
-      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
-      where: entries that identify the run and the step, copied to the beginning of the metrics.
+      tokens: approximate number of tokens to read; None reads the default number, 0 all tokens.
+      where: JSON entries that identify the run and the step, with which the metrics begin.
     """
 
     config: Config
@@ -106,9 +112,9 @@ class Inspection(NamedTuple):
     """Results of a probe of a model's memory.
 
     Attributes:
-      metrics: JSON.
-      text: the same results as text for people.
-      draw: function that returns PNGs by file name.
+      metrics: the results as JSON.
+      text: the results as text for people.
+      draw: function that draws the results, and returns the content of PNG files by file name.
     """
 
     metrics: dict[str, Any]
@@ -117,11 +123,11 @@ class Inspection(NamedTuple):
 
 
 class Control(NamedTuple):
-    """Functions through which long work is interrupted and reports its progress.
+    """Functions that an evaluation calls regularly, to be interrupted and to report progress.
 
     Attributes:
-      stop: returns a true value if the work shall stop.
-      progress: is called with the number of units read since its last call.
+      stop: returns a true value if the evaluation has to stop.
+      progress: called with the number of units (such as tokens) that were read since the last call.
     """
 
     stop: Callable[[], object] = lambda: None

@@ -26,15 +26,17 @@ from brt.tasks.interface import Dataset, LossInputs, Task
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
 from brt.types import Batch
 
-_DROPOUT, _ATTENTION = 0, 1  # Folded into the random key of a step, one for each purpose.
+# These numbers are folded into the random key of a step, so that dropout and attention have keys of
+# their own.
+_DROPOUT, _ATTENTION = 0, 1
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
-# For each approximate kind of attention, the exact kind that it approximates; "full" is the exact
-# kind for all that are not listed.
+# The table gives the exact kind of attention that an approximate kind approximates. Kinds that are
+# not listed approximate "full".
 _EXACT = {"reformer": "shared_full"}
 
 
 class EncoderTask(Task):
-    """A task whose model is an encoder with a head.
+    """Base class of tasks whose model is an encoder with a head.
 
     Attributes:
       head: name of the head in `brt.models.encoder.HEADS`.
@@ -47,8 +49,9 @@ class EncoderTask(Task):
     exports = True
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics of a report, including the primary metric with exact attention if it
-        exists.
+        """Returns the metrics of a report that are logged as curves, by name.
+
+        If the report has the primary metric with exact attention, this metric is included.
         """
         exact_metrics = {
             name: value
@@ -58,7 +61,12 @@ class EncoderTask(Task):
         return super().select_metrics(report) | exact_metrics
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-        """Returns the encoder with its head that the config describes."""
+        """Returns the module that the config describes: an encoder with a head.
+
+        Args:
+          config: config of the model.
+          training: True enables dropout.
+        """
         return encoder.EncoderWithHead(
             config.encoder, config.attention, self.head, training, config.kernels
         )
@@ -78,17 +86,17 @@ class EncoderTask(Task):
         attention: Array | None = None,
         **options: Any,
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits, or what `options` requests from the network.
+        """Returns the head's logits [B, ...], or another output that `options` requests.
 
         Args:
           config: config of the model.
           params: parameters of the encoder and its head.
-          batch: a batch with `tokens` or frames, and `valid`.
-          inputs: replaces the batch's tokens.
+          batch: a batch whose field `tokens` has the inputs, and `valid` the mask of padding.
+          inputs: inputs that are used instead of `batch.tokens`.
           dropout: random key for dropout in a training step; None disables dropout.
-          attention: random key for attention that draws random numbers; None always uses the same
-            key.
-          options: further arguments of `EncoderWithHead`.
+          attention: random key for kinds of attention that draw random numbers; None uses the same
+            key in every call.
+          options: further arguments of the call of `EncoderWithHead`.
         """
         attention = jax.random.key(0) if attention is None else attention
         outputs: Any = self.network(config, training=dropout is not None).apply(
@@ -100,7 +108,14 @@ class EncoderTask(Task):
     def training_logits(
         self, config: Config, params: PyTree[Array], loss_inputs: LossInputs, **options: Any
     ) -> Float[Array, "B ..."]:
-        """Returns `predict` of a batch, with dropout and attention drawn from the step's key."""
+        """Returns the result of `predict` in a training step, with random keys from the step's key.
+
+        Args:
+          config: config of the model.
+          params: parameters.
+          loss_inputs: batch and random key of the step.
+          options: further arguments of `predict`.
+        """
         dropout, attention = (
             jax.random.fold_in(loss_inputs.key, i) for i in (_DROPOUT, _ATTENTION)
         )
@@ -109,18 +124,18 @@ class EncoderTask(Task):
         )
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step; None unless attention is exact."""
+        """Returns the FLOPs of a training step; None if the attention is not exact."""
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError unless the encoder reads tokens and supports some sequence lengths.
+        """Raises ConfigError if the encoder does not read tokens, or not that many tokens.
 
         Args:
           config: the config.
-          lengths: pairs of a setting's name and its value, a length in tokens.
+          lengths: for each setting that is a sequence length, its name and its value in tokens.
         """
         model = config.encoder
         if model.features:
@@ -141,7 +156,7 @@ class EncoderTask(Task):
         """Returns the config with vocabulary size and dtype filled in.
 
         Raises:
-          ConfigError: key projections would stay untrained.
+          ConfigError: the model has key projections that its kind of attention would never use.
         """
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
@@ -153,8 +168,9 @@ class EncoderTask(Task):
         return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns the encoder in the RoBERTa format of transformers, which always uses exact
-        attention.
+        """Returns the encoder in the format of Hugging Face's RoBERTa.
+
+        The exported model uses exact attention, even if the encoder was trained with another kind.
         """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -170,7 +186,7 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file into `target`, and returns its name in a list."""
+            """Writes the tokenizer's file into `target`, and returns the names of written files."""
             name, content = source.tokenizer().file
             if name not in pretrained.TOKENIZER_FILES:
                 return []
@@ -179,7 +195,7 @@ class EncoderTask(Task):
 
         return Exported(source.path, encoder_with_task, roberta.to_format, copy, tuple(notes))
 
-    # The following methods initialise a model from the weights of another one.
+    # The following methods initialise a model from the weights of another model.
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns the weights of an encoder that brt.convert wrote.
@@ -199,7 +215,9 @@ class EncoderTask(Task):
         )  # fmt: skip
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises ConfigError if the weights read frames and this task tokens, or vice versa."""
+        """Raises ConfigError if the model of the weights reads frames, and this task tokens, or
+        vice versa.
+        """
         if self.frames != bool(weights.model.features):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
@@ -208,7 +226,7 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary for all ids, including special ids of the task.
+        """Returns the config with a vocabulary size for all ids of the weights and the task.
 
         The tokenizer of converted weights is unknown, so only the numbers of ids can be compared.
 
@@ -230,9 +248,15 @@ class EncoderTask(Task):
         return dataclasses.replace(config, encoder=model)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns the initial parameters: all of the encoder are taken from the weights.
+        """Returns the parameters that training starts with.
 
-        The parameters of the head are taken only if the weights are of the same task.
+        All parameters of the encoder are taken from the weights. The parameters of the head are
+        taken from the weights only if the weights were trained on the same task.
+
+        Args:
+          config: config of the model to train.
+          weights: the weights.
+          initial: newly initialised parameters.
         """
         same = weights.task in (self.name, self.head)
         return merge_weights(
@@ -259,13 +283,13 @@ def refuse_ablation(ablate: str | None) -> None:
 
 
 def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns commands that evaluate after training, with the trained and with exact attention."""
+    """Returns the commands that evaluate a run, with the trained and with exact attention."""
     evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 
 
 def own_data_binding(section: str, ending: str) -> str:
-    """Returns the part of a command that binds the user's own training data.
+    """Returns the flag of an example command that names the user's own training data.
 
     Args:
       section: name of the config section of the data.
@@ -275,7 +299,10 @@ def own_data_binding(section: str, ending: str) -> str:
 
 
 class TimedFunction:
-    """A compiled function of parameters and a batch, which measures how long its calls take.
+    """A function that is compiled for each shape of batch, and whose calls are timed.
+
+    Args:
+      function: function of parameters, a batch, and possibly further arrays.
 
     Attributes:
       seconds: time spent in the function since `restart`, without compilation.
@@ -288,10 +315,10 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """Returns the function's value, copied to the host.
+        """Returns the function's outputs as NumPy arrays.
 
         Raises:
-          NonFiniteError: a value is not finite.
+          NonFiniteError: an output of a row that is not empty is not finite.
         """
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
@@ -309,14 +336,14 @@ class TimedFunction:
         return outputs
 
     def restart(self) -> None:
-        """Resets the counters to zero."""
+        """Sets `seconds` and `inputs` to zero."""
         self.seconds, self.inputs = 0.0, 0
 
     def speed(self, inputs: str) -> dict[str, int | float]:
         """Returns the number of inputs, the seconds and the throughput as metrics by name.
 
         Args:
-          inputs: what inputs are called, "tokens" or "frames".
+          inputs: the noun for inputs, "tokens" or "frames".
         """
         return {
             inputs: self.inputs,

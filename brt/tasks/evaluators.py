@@ -1,4 +1,4 @@
-"""Evaluators and scorers: what a task offers to measure a trained model."""
+"""Interfaces of evaluators and scorers, the objects by which a task measures a trained model."""
 
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,10 @@ from brt.types import Variables
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """Evaluates one split. The variables may change between calls; the first call compiles.
+    """Evaluates models on one split of the data.
+
+    The variables (the learned arrays of the model) are an argument, so that training can evaluate
+    the model repeatedly with one evaluator. The first call compiles.
 
     Attributes:
       total: number of units to read, in the unit that is passed to `Control.progress`.
@@ -31,24 +34,33 @@ class Evaluator(Protocol):
         """Returns the metrics of the split, or None if `control` stopped the evaluation.
 
         Args:
-          whole: False evaluates only a quick part, as training does before its last step.
+          variables: the learned arrays of the model.
+          control: functions that interrupt the evaluation and report its progress.
+          whole: True evaluates the whole split. False evaluates a part, which takes less time, as
+            training does before its last step.
         """
 
     def sample(self, variables: Variables, step: int, control: Control = ...) -> str | None:
-        """Returns example outputs of the model on the split, or None if `control` stopped it.
+        """Returns example outputs of the model on the split, as text for people.
+
+        The result is None if `control` stopped the work.
 
         Args:
-          variables: the learned values of the model.
-          step: training steps that the model has completed; random numbers depend on it.
-          control: functions that stop the work and report its progress.
+          variables: the learned arrays of the model.
+          step: number of training steps that the model has completed, on which random numbers
+            depend.
+          control: functions that interrupt the work and report its progress.
         """
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Computes the loss of single texts. The variables may change between calls; the first call
-    compiles.
-    """
+    """Computes the loss of each token of single texts. The first call compiles."""
 
     def __call__(self, variables: Variables, tokens: np.ndarray) -> Float[np.ndarray, " T"]:
-        """Returns the negative log-likelihood in nats of each token of one document."""
+        """Returns the negative log-likelihood in nats of each token of one document.
+
+        Args:
+          variables: the learned arrays of the model.
+          tokens: int [T], the tokens of the document, without BOS.
+        """

@@ -1,4 +1,7 @@
-"""Evaluation of encoders with a head, with one kind of attention or with two."""
+"""Evaluates encoders with a head, with their kind of attention and optionally with exact attention.
+
+Exact attention is the kind that the model's kind of attention approximates.
+"""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -20,9 +23,9 @@ class HeadResult(NamedTuple):
 
     Attributes:
       kind: kind of attention.
-      metrics: JSON.
-      summary: the most important metrics in words.
-      rows: JSON, one prediction for each row, in the order of the data.
+      metrics: the metrics as JSON.
+      summary: a phrase with the most important metrics.
+      rows: the predictions as JSON, in the order of the data.
       shown: each prediction as text for people.
     """
 
@@ -34,15 +37,17 @@ class HeadResult(NamedTuple):
 
 
 class HeadEvaluator(abc.ABC):
-    """Evaluates a store row by row; compiles one program for each padded length.
+    """Base class of the evaluators of encoder tasks; see `brt.tasks.evaluators.Evaluator`.
+
+    Rows are evaluated in batches, and one program is compiled for each padded length.
 
     Args:
       task: the task of the model, whose forward pass is evaluated.
-      request: the split, and whether it is also evaluated with the exact attention.
+      request: the split, and True in `compare_exact` if it is also evaluated with exact attention.
 
     Attributes:
-      summary: name and format of the metric that the summary shows for the exact attention.
-      sampled: number of rows that a sample reads.
+      summary: name and format of the metric that a summary shows for the exact attention.
+      sampled: number of rows that `sample` reads.
       task: the task of the model.
       dataset: the opened data.
       store: rows of the split.
@@ -71,19 +76,17 @@ class HeadEvaluator(abc.ABC):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        Its arguments are params, a batch and `extra_inputs`; its results are arrays with the rows
-        on axis 0.
+        The function's arguments are params, a batch, and the results of `extra_inputs`. Its results
+        are arrays whose first axis is the rows of the batch.
         """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """Returns inputs that the function of `forward` needs in addition to the batch; by default
-        none.
-        """
+        """Returns arrays that the function of `forward` needs in addition to the batch."""
         return ()
 
     @abc.abstractmethod
     def batches(self, limit: int) -> Iterator[Any]:
-        """Yields batches that contain every row once, or one batch of the first `limit` rows."""
+        """Yields batches of all rows; if `limit` is above 0, one batch of the first rows."""
 
     @abc.abstractmethod
     def summarize(
@@ -93,13 +96,13 @@ class HeadEvaluator(abc.ABC):
 
         Args:
           config: config of the model, with the evaluated kind of attention.
-          outputs: the results of the function of `forward` by row.
-          timed: this function, with the time that it took.
+          outputs: the results of the function of `forward` for each row, by row.
+          timed: the function of `forward`, with the time that its calls took.
         """
 
     @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table with the results, one row for each kind of attention.
+        """Returns the lines of a table with a row for each kind of attention.
 
         Args:
           report: the complete report as JSON.
@@ -121,8 +124,9 @@ class HeadEvaluator(abc.ABC):
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a text with a few rows and the model's predictions, or None if `control` stopped
-        it.
+        """Returns a text with a few rows and the model's predictions.
+
+        The result is None if `control` stopped the work. `step` has no effect.
         """
         stop_only = Control(control.stop)
         result = self._evaluate(variables.params, *self._functions[0], self.sampled, stop_only)
@@ -173,7 +177,8 @@ def metric_table(
     Args:
       report: the complete report as JSON.
       results: the result of each kind of attention.
-      forms: format of each metric that becomes a column, if the report contains it.
+      forms: format of each metric that becomes a column, by name; metrics that the report lacks are
+        left out.
     """
     shown = [name for name in forms if name in report]
     head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)

@@ -1,8 +1,8 @@
 """The interface of a task: everything that training, evaluation, generation and sweeping call.
 
-A task is a folder `brt/tasks/<name>/` and an entry in `brt.tasks.TASKS`. The packages above
-`brt.tasks` use only the classes of this module and never compare the name of a task. Arguments
-of the methods that are objects are in `brt.tasks.arguments`.
+A task is a folder `brt/tasks/<name>/` and an entry in `brt.tasks.TASKS`. Packages that import
+`brt.tasks`, such as `brt.training`, call only the methods of this module and never compare the name
+of a task. The classes of the methods' arguments are in `brt.tasks.arguments`.
 """
 
 import abc
@@ -38,16 +38,17 @@ ProbeFunction = Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]
 
 
 class Task(abc.ABC):
-    """A kind of problem that models are trained on. Tasks are stateless; all settings are in the
-    config.
+    """A kind of problem that models are trained on, such as language modeling.
+
+    A task has no state; all settings are in the config.
 
     Attributes:
       name: value of Training.task that selects this task.
-      sections: config sections of this task, in addition to those that all tasks read.
+      sections: config sections of this task, in addition to the sections that all tasks read.
       model: field of `Config` that holds the section of the model.
       data: field of `Config` that holds the section of the data.
       metrics: metrics that are logged; the first one is the primary metric.
-      table_metrics: metrics that tables compare runs by; plots show the first ones.
+      table_metrics: metrics by which tables compare runs; plots show the first metrics.
       shows_examples: True if a report contains example outputs, which are printed at the end of
           training.
       generates_text: True if models of this task generate text.
@@ -67,13 +68,11 @@ class Task(abc.ABC):
     # The following methods open and read the data.
 
     def check(self, config: Config) -> None:  # noqa: B027, most tasks have nothing to check
-        """Raises ConfigError for settings that contradict each other or that this task does not
-        support.
-        """
+        """Raises ConfigError for settings that contradict each other or have no effect."""
 
     @abc.abstractmethod
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Returns the opened data of all splits, which are prepared first if necessary.
+        """Opens the data of all splits; prepares the data first if necessary.
 
         Args:
           config: the config.
@@ -86,15 +85,16 @@ class Task(abc.ABC):
     def open_split(
         self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
-        """Returns the opened data of one split, encoded with the tokenizer of a run.
+        """Opens the data of one split, encoded with the tokenizer of a run.
 
-        Other data are not read.
+        The default opens all splits. Tasks override this method to read no other data.
 
         Args:
           config: the config.
           split: name of the split.
-          tokenizer: the tokenizer.
-          known: path of the data that the run was trained on, if the config names the same data.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared its data, if the config names the same data;
+            otherwise None.
         """
         return self.open(config)
 
@@ -111,7 +111,11 @@ class Task(abc.ABC):
         """Returns the reader that yields the training batch of each step."""
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that are sharded over mesh axes, and that these axes must divide."""
+        """Returns the sizes that are sharded over axes of the mesh, by the name of the array axis.
+
+        Each value is the name and the value of a setting, which has to be a multiple of the number
+        of devices along the mesh axis.
+        """
         training, section = config.training, getattr(config, self.model)
         lanes = training.batch_size // training.gradient_accumulation
         return {
@@ -128,7 +132,7 @@ class Task(abc.ABC):
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns one row of the largest batch, or None if the row's shape depends on the data."""
+        """Returns one row of the largest batch; None if the shape of rows depends on the data."""
         return None
 
     # The following methods define the model, its loss and its state.
@@ -147,7 +151,7 @@ class Task(abc.ABC):
 
         Args:
           config: config of the model.
-          lanes: number of rows of a batch whose state is carried from step to step.
+          lanes: number of lanes, the rows of a batch that continue from step to step.
         """
         return ()
 
@@ -156,17 +160,18 @@ class Task(abc.ABC):
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:
-        """Returns the initial values of the state that is learned without gradients."""
+        """Returns the initial model state: arrays that are learned without gradients."""
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
-        """Returns the state that is learned without gradients, as the next step starts from it.
+        """Returns the model state that the next step starts from.
 
-        It is called once a step, after all its microbatches.
+        The model state is the arrays that are learned without gradients. The method is called once
+        in each step, after all microbatches.
 
         Args:
           config: config of the model.
-          model_state: the state after the last microbatch.
+          model_state: the model state after the last microbatch.
         """
         return model_state
 
@@ -174,7 +179,7 @@ class Task(abc.ABC):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a batch, summed over what is scored, and its other results.
+        """Returns the loss of a batch, summed over all scored tokens or rows, and further results.
 
         Args:
           config: config of the model.
@@ -186,13 +191,20 @@ class Task(abc.ABC):
     def predict(self, config: Config, params: PyTree[Array], batch: Any, **options: Any) -> Any:
         """Returns the hidden vectors or logits of a batch.
 
-        Loss, evaluation and generation share this forward pass. Without random keys in `options`
-        there is no dropout, and random choices are the same in every call.
+        Loss and evaluation share this forward pass. If `options` has no random keys, there is no
+        dropout, and random choices are the same in every call.
+
+        Args:
+          config: config of the model.
+          params: parameters.
+          batch: a batch of the task's reader.
+          options: further arguments, which depend on the task.
         """
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step, three times those of its forward pass; None if
-        unknown.
+        """Returns the FLOPs of a training step on a batch; None if they are not known.
+
+        They are three times the FLOPs of the forward pass.
         """
         return None
 
@@ -204,21 +216,24 @@ class Task(abc.ABC):
 
         Raises:
           ConfigError: `request.ablate` names a part that the model does not have.
-          DataError: there is no such split, or it does not fit the model.
+          DataError: there is no such split, or the split does not fit the model.
         """
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics of this task that a JSON report contains, at least one.
+        """Returns the metrics that are logged as curves, by name: those of `metrics` in a report.
 
-        The data may rule out other metrics of the task.
+        A report may lack metrics that are not defined for the data.
+
+        Args:
+          report: the report of an evaluation, as JSON.
         """
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
-        """Returns a cheap function from parameters and carry to metrics by tag; training logs them.
+        """Returns a function from parameters and carry to metrics by tag, which training logs.
 
-        The result is None if the task has no such metrics.
+        The function has to be cheap. The result is None if the task has no such metrics.
         """
         return None
 
@@ -226,7 +241,7 @@ class Task(abc.ABC):
         """Measures how a model uses its memory, for `brt.inspect --probe`.
 
         Args:
-          variables: the learned values of the model.
+          variables: the learned arrays of the model.
           request: the data to read.
 
         Raises:
@@ -235,13 +250,14 @@ class Task(abc.ABC):
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the name and the validation metric of a simple method to compare with,
-        or None.
+        """Returns the name of a simpler method, such as xz, and its metric on the validation data.
+
+        The result is None if there is no such method.
         """
         return None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns the metric that plots and summaries show: the first one that the data allow."""
+        """Returns the metric that plots and summaries show: the first metric that is defined."""
         return self.metrics[0]
 
     def units_per_token(self, dataset: Dataset) -> float:
@@ -251,14 +267,14 @@ class Task(abc.ABC):
     # The following methods generate and score texts, and export a model.
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> Writer:
-        """Returns a text generator; only called for tasks that generate text."""
+        """Returns an object that generates text; only called if `generates_text` is True."""
         raise self.cannot_generate()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
-        """Returns a scorer of single texts.
+        """Returns an object that computes the loss of single texts.
 
         Raises:
-          ConfigError: the model predicts no text by itself.
+          ConfigError: models of this task do not assign probabilities to texts.
         """
         raise ConfigError(
             f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
@@ -266,23 +282,21 @@ class Task(abc.ABC):
         )
 
     def cannot_generate(self) -> ConfigError:
-        """Returns the error that a model of this task generates no text."""
+        """Returns an error which says that models of this task generate no text."""
         return ConfigError(
             f"Training.task = {self.name!r} trains a model that writes no text; "
             "python -m brt.evaluate shows what it does"
         )
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that are useful after training, one per line."""
+        """Returns commands that are useful after training, for the run directory `workdir`."""
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns a trained model in another library's format; only called for tasks with
-        `exports`.
-        """
+        """Returns a trained model in another library's format; only called if `exports` is True."""
         raise no_export_format(source.path)
 
-    # The following methods initialise a model from the weights of another one (a warm start).
+    # The following methods initialise a model from the weights of another model (a warm start).
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns weights that brt.convert wrote.
@@ -299,10 +313,15 @@ class Task(abc.ABC):
         """Raises ConfigError if the weights belong to a model that reads another kind of input."""
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary for all ids of the weights and the tokenizer.
+        """Returns the config with a vocabulary size for all ids of the weights and the tokenizer.
+
+        Args:
+          config: the config.
+          weights: the weights that training starts from.
+          tokenizer: the tokenizer of the training data.
 
         Raises:
-          ConfigError: the ids of the weights mean other tokens.
+          ConfigError: the weights were trained with another tokenizer.
         """
         check_tokenizer(weights, tokenizer)
         return config
@@ -313,7 +332,8 @@ class Task(abc.ABC):
         Args:
           config: config of the model to train.
           weights: the weights.
-          initial: newly initialised parameters, which replace those that the weights lack.
+          initial: newly initialised parameters, which are used for parameters that the weights
+            lack.
 
         Raises:
           CheckpointError: the weights do not fit the model.
@@ -323,7 +343,7 @@ class Task(abc.ABC):
     def start_model_state(
         self, config: Config, weights: Weights, initial: PyTree[Array]
     ) -> PyTree[Array]:
-        """Returns the model state that training starts with, taken from that of another model.
+        """Returns the model state that training starts with; the default takes the initial one.
 
         Args:
           config: config of the model to train.

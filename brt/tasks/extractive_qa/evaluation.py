@@ -23,9 +23,10 @@ class WindowPrediction(NamedTuple):
 
     Attributes:
       row: index of the window in the store.
-      start, end, score: positions and score of the best span.
-      no_answer: sum of the logits of the first token, which stand for "no answer".
-      nats: cross-entropy of start and end, as in training.
+      start, end: positions of the first and last token of the best span in the window's input.
+      score: score of the best span, the sum of the logits of its start and end.
+      no_answer: sum of the start and end logits of the first token, which stands for "no answer".
+      nats: cross-entropy of the true start and end, as in training.
     """
 
     row: int
@@ -37,12 +38,12 @@ class WindowPrediction(NamedTuple):
 
 
 class AnswerEvaluator(HeadEvaluator):
-    """Evaluates windows; the answer to a question is the best answer of its windows.
+    """Evaluates question answering; the answer to a question is the best answer of its windows.
 
-    Exact match and F1 are SQuAD's: the maximum over a question's true answers, in percent, averaged
-    over questions regardless of their numbers of windows. Bits per place are -log2 p of start and
-    end, averaged over two places per window; both places are the first token in windows without the
-    answer. Padding rows and rejected questions are not counted.
+    Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
+    answers, in percent, averaged over questions. Bits per place are -log2 p of the two places,
+    start and end of the answer, averaged over the places of all windows. In windows without the
+    answer, both places are the first token. Empty rows and questions with faults do not count.
     """
 
     summary = "exact_match", "exact match {:.2f} %"
@@ -54,16 +55,20 @@ class AnswerEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        Its arguments are params, a batch and a mask of the context's tokens. Its results are the
-        fields of WindowPrediction except `row`, all [B].
+        The function's arguments are params, a batch, and a mask of the context's tokens. Its
+        results are the fields of WindowPrediction except for `row`, arrays [B].
         """
         longest = config.questions.max_answer_length
 
         def read(
             params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
         ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
-            """Returns start, end and score of the best span, the no-answer score and the nats, all
-            [B].
+            """Returns start, end, score, no_answer and nats of WindowPrediction, arrays [B].
+
+            Args:
+              params: parameters.
+              batch: a batch of windows.
+              mask: True for tokens of the context.
             """
             logits = self.task.predict(config, params, batch)
             nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
@@ -73,13 +78,11 @@ class AnswerEvaluator(HeadEvaluator):
         return read
 
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
-        """Returns the mask of the context tokens, in which an answer may lie."""
+        """Returns the mask of the tokens of the context, of which answers may consist."""
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches that contain every window once, or one batch of the first
-        `limit` windows.
-        """
+        """Yields batches of all windows; if `limit` is above 0, one batch of the first windows."""
         return QuestionReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -88,12 +91,12 @@ class AnswerEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the metrics of all windows, with one prediction per question.
+        """Returns the metrics of all windows, with one prediction for each question.
 
         Args:
           config: config of the model.
-          outputs: the outputs of `forward` by window.
-          timed: the function that computed them, with its speed.
+          outputs: the results of the function of `forward` for each window, by window.
+          timed: the function of `forward`, with the time that its calls took.
         """
         section, store = self._section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
@@ -125,8 +128,11 @@ class AnswerEvaluator(HeadEvaluator):
         )
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of exact match, F1 and bits, with a row per kind of
-        attention.
+        """Returns the lines of a table of metrics, with a row for each kind of attention.
+
+        Args:
+          report: the complete report as JSON.
+          results: the result of each kind of attention.
         """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = (
@@ -141,15 +147,14 @@ def best_answer(
 ) -> dict[str, Any]:
     """Returns the prediction for a question as JSON: the best answer in its windows, and its score.
 
-    The prediction is "" if the lowest no-answer score of all windows exceeds the score of the best
-    span by more than `margin`, as in the baselines of SQuAD 2.0: every window has to agree that the
-    answer is missing.
+    As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
+    of all windows exceed the score of the best span by more than `margin`.
 
     Args:
       store: the store of the split.
       windows: predictions for all windows of the question.
-      no_answer: True if questions may have no answer.
-      margin: see above.
+      no_answer: True if the prediction may be "".
+      margin: the difference of scores that "no answer" requires.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -165,10 +170,11 @@ def best_answer(
 def scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
-    If some questions have no answer, the averages of both sorts of questions are included.
+    If some questions have no answer, the result has additional averages over the questions with and
+    without an answer.
 
     Args:
-      rows: one prediction for each question.
+      rows: for each question its answers, and exact match and F1 of its prediction, as JSON.
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):

@@ -18,9 +18,7 @@ class Score(NamedTuple):
 
 
 def normalized(answer: str) -> str:
-    """Returns an answer without capitals, ASCII punctuation, English articles and repeated
-    spaces.
-    """
+    """Returns an answer in lower case without punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
@@ -30,7 +28,7 @@ def score(prediction: str, answers: Sequence[str]) -> Score:
     Args:
       prediction: the predicted answer.
       answers: true answers; empty if the correct prediction is "". As in the script of SQuAD 2.0,
-        answers that are empty after normalisation only count if all are.
+        answers that are empty after normalisation count only if all answers are empty.
     """
     golds = [text for text in answers if normalized(text)] or [""]
     exact = max(normalized(prediction) == normalized(gold) for gold in golds)
@@ -38,7 +36,7 @@ def score(prediction: str, answers: Sequence[str]) -> Score:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Returns the F1 score of the words of two texts; 1 if both have no words."""
+    """Returns the F1 score (0 to 1) of the words of two answers; 1 if both have no words."""
     predicted, expected = (normalized(text).split() for text in (prediction, gold))
     if not predicted or not expected:
         return float(predicted == expected)

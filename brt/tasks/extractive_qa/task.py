@@ -20,7 +20,10 @@ from brt.tasks.report import SCORE, Metric
 
 
 class ExtractiveQa(EncoderTask):
-    """Predicts start and end of an answer; windows without the answer have both at token 0."""
+    """The task of predicting the first and the last token of an answer within a context.
+
+    A long context is cut into windows. In windows without the answer, both targets are token 0.
+    """
 
     name = "extractive_qa"
     head = "spans"
@@ -34,9 +37,7 @@ class ExtractiveQa(EncoderTask):
     table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for label smoothing, and for windows that are too long for
-        the model.
-        """
+        """Raises ConfigError for label smoothing, and for windows too long for the model."""
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
@@ -69,8 +70,9 @@ class ExtractiveQa(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the starts and ends of answers, summed over a batch, and an
-        Aux.
+        """Returns the cross-entropy of the answers' first and last tokens, summed over a batch.
+
+        The second result has the same value and the number of scored targets, for metrics.
         """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))

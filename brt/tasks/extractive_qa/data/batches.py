@@ -1,4 +1,4 @@
-"""Batches of windows. The targets of a batch are the positions of the answers' starts and ends."""
+"""The reader of batches of windows, whose targets are the first and last token of the answer."""
 
 from brt.data.texts.batches import TextReader as QuestionReader
 

@@ -15,7 +15,11 @@ KEYS, VALUES, FILLERS = 24, 36, 36
 
 
 def questions(source: str) -> Iterator[Question]:
-    """Yields the questions of a generated source; the name of the source determines all of them."""
+    """Yields the questions of a generated source.
+
+    Args:
+      source: the name of the source, `generated:NAME/COUNT`, which determines all questions.
+    """
     name, count = generated.parse(source)
     lexicon = generated.words(f"questions {VERSION}", KEYS + VALUES + FILLERS)
     keys, values, fillers = lexicon[:KEYS], lexicon[KEYS:-FILLERS], lexicon[-FILLERS:]

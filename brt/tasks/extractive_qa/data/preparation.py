@@ -1,7 +1,4 @@
-"""Preparation of questions: from `config.Questions` to stores of windows in the cache.
-
-Equal sources are prepared only once.
-"""
+"""Prepares the questions that the config section Questions names, as stores of windows."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +19,21 @@ from brt.tasks.extractive_qa.data.squad import Question
 from brt.tasks.extractive_qa.data.store import QuestionStore, Row
 from brt.tasks.extractive_qa.data.windows import token_range, windows
 
-TOGETHER = 64  # The number of texts that are tokenized in parallel.
+TOGETHER = 64  # This number of texts is tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
-    """The opened stores of prepared questions, by split, with their tokenizer."""
+    """Prepared questions that are opened for reading; see `RowCorpus`."""
 
     rows = "questions"
 
 
 def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset:
-    """Opens the questions that a section describes, and prepares them first if necessary.
+    """Opens the questions that a config section describes; prepares them first if necessary.
 
     Args:
-      section: the section of the config.
-      progress: report on stderr what is done and which rows are left out.
+      section: the section Questions of the config.
+      progress: True reports the progress, and rows that are left out, on stderr.
 
     Raises:
       DataError: a source cannot be read.
@@ -45,17 +42,17 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens the questions of a section."""
+    """Prepares and opens the questions that a config section describes."""
 
     dataset = QuestionDataset
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
-        """Returns the opened store of a split."""
+        """Returns the opened store of a split, whose questions `encoder` tokenized."""
         return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
-        """Yields every context of the training data once, and every question."""
+        """Yields the texts that a tokenizer is trained on: each training context and question."""
         seen: set[str] = set()
         for row in Tally("train", "").usable(self.read("train")):
             if row.context not in seen:
@@ -64,13 +61,13 @@ class Preparation(TextPreparation):
             yield row.text
 
     def content(self, row: Question) -> str:
-        """Returns the context of a question, so that all its questions belong to the same split."""
+        """Returns the context of a question; all questions about a context are in one split."""
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """Yields the questions of some sources, and a BadRow for each that cannot be used.
+        """Yields the questions of some sources, and a BadRow for each question with a fault.
 
-        A question with the id of an earlier one cannot be used.
+        A question that has the id of an earlier question has a fault.
         """
         seen: set[str] = set()
         no_answer = self.section.no_answer
@@ -126,7 +123,7 @@ class Preparation(TextPreparation):
 
 
 class _Contexts:
-    """The encoded contexts, each once, in the order of their first questions."""
+    """The encoded contexts, each once, in the order in which they first occur."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
@@ -134,7 +131,7 @@ class _Contexts:
         self.encodings: list[Encoding] = []
 
     def index(self, text: str) -> int:
-        """Returns the index of a context, which is added if it is new."""
+        """Returns the index of a context; encodes and adds the context if it is new."""
         if text not in self.indices:
             self.indices[text] = len(self.encodings)
             self.encodings += self._tokenizer.encode([text])

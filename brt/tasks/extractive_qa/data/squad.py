@@ -11,11 +11,16 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 ENDINGS = (".json",)
-SHOWN = 40  # The number of characters of a text that an error quotes.
+SHOWN = 40  # An error quotes at most this number of characters of a text.
 
 
 class Answer(NamedTuple):
-    """An answer within a context; `start` is the index of its first character in the context."""
+    """An answer within a context.
+
+    Attributes:
+      text: the text of the answer.
+      start: index of the answer's first character in the context.
+    """
 
     text: str
     start: int
@@ -25,9 +30,12 @@ class Question(NamedTuple):
     """A question about a context.
 
     Attributes:
-      name: file and position, for messages.
-      id: identifier in predictions.
-      answers: answers given by people, empty if the context has none; training uses the first.
+      name: file and position of the question, for messages.
+      id: identifier of the question in files of predictions.
+      context: the text in which the answer has to be found.
+      text: the text of the question.
+      answers: answers that people gave; empty if the context does not contain an answer. Training
+        uses the first answer.
     """
 
     name: str
@@ -38,10 +46,10 @@ class Question(NamedTuple):
 
 
 def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
-    """Yields the questions of all sources in order, and a BadRow for each that cannot be used.
+    """Yields the questions of all sources in order, and a BadRow for each question with a fault.
 
     Args:
-      names: files in SQuAD's format.
+      names: names of sources, whose files are in SQuAD's format.
       no_answer: True accepts questions without an answer.
 
     Raises:
@@ -59,12 +67,12 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
 def question(
     where: str, context: str, entry: Mapping[str, Any], no_answer: bool
 ) -> Question | BadRow:
-    """Returns a question after checking it, or a BadRow that says what is wrong.
+    """Returns a question, or a BadRow if the entry of the file has a fault.
 
     Args:
       where: file and position, for messages.
       context: the context of the question.
-      entry: a member of `qas` in the file.
+      entry: a member of the list `qas` in the file, with the keys "id", "question" and "answers".
       no_answer: True accepts a question without an answer.
     """
     id, text = entry.get("id"), entry.get("question")
@@ -95,7 +103,7 @@ def question(
 
 
 def _problem(answer: Any, context: str) -> str:
-    """Describes what is wrong with a member of `answers`; "" if nothing is."""
+    """Returns a phrase about a fault of a member of `answers`; "" if it has no fault."""
     text = answer.get("text") if isinstance(answer, Mapping) else None
     start = answer.get("answer_start") if isinstance(answer, Mapping) else None
     if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
@@ -107,7 +115,7 @@ def _problem(answer: Any, context: str) -> str:
 
 
 def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields the context, the position for messages, and each member of `qas`."""
+    """Yields each question of a file: its context, its position for messages, and its entry."""
     try:
         data = contents.no_more_than(untrusted.LARGEST, file.name, contents.text(file))
         content = untrusted.parse_json("".join(plain_text.read(file.name, data)), halves="keep")

@@ -1,4 +1,4 @@
-"""The questions of a split, cut into windows (see `brt.data.rows.store`)."""
+"""Stores of questions, whose contexts are cut into windows (see `brt.data.rows.store`)."""
 
 import dataclasses
 from pathlib import Path
@@ -14,10 +14,11 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class Row(NamedTuple):
-    """A window of a question: the context's tokens from `start` to `stop` - 1.
+    """A window: a question, and a range of tokens of the question's context.
 
     Attributes:
       question: index of the question.
+      start, stop: first token of the context in the window, and the token after the last one.
       answer_start, answer_end: positions of the first and last token of the answer in the model's
           input; 0, the first special token, if the window does not contain the whole answer.
     """
@@ -34,14 +35,17 @@ class QuestionStore(RowStore):
     """Encoded contexts and questions, and the windows into which they are cut.
 
     Attributes:
-      contexts: int32 ids of each context.
-      spans: [T, 2] for each context, the character range of each id.
-      questions: int32 ids of each question, cut to the maximum length.
+      tokenizer: the tokenizer of contexts and questions.
+      contexts: the ids of each context, int32 [T].
+      spans: for each context, the characters that each id stands for, int32 [T, 2]: the first
+          character, and the character after the last one.
+      questions: the ids of each question, int32 [T], cut to the maximum length.
       context_of: int32 [questions], index of each question's context.
-      rows: int32 [rows, 5], the fields of `Row`.
-      ids, asked, answers: for each question its id in predictions, its text, and the true answers,
-          empty if it has none.
-      texts: texts of the contexts.
+      rows: int32 [rows, 5], the windows; the columns are the fields of `Row`.
+      ids: the id of each question in predictions.
+      asked: the text of each question.
+      answers: the true answers to each question; empty if the context does not contain an answer.
+      texts: the text of each context.
     """
 
     tokenizer: TextTokenizer
@@ -56,7 +60,15 @@ class QuestionStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
-        """Opens a store; raises DataError if it is missing, unfinished or damaged."""
+        """Opens the store in a directory.
+
+        Args:
+          directory: the directory of the store.
+          tokenizer: the tokenizer that encoded the questions.
+
+        Raises:
+          DataError: the store is missing, unfinished or damaged.
+        """
         names = ("context_of", "rows", "ids", "asked", "texts")
         with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
             parts = {name: opened.ragged(name) for name in ("contexts", "spans", "questions")}
@@ -87,7 +99,7 @@ class QuestionStore(RowStore):
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
     def row(self, row: int | np.integer) -> Row:
-        """Returns the window with this index."""
+        """Returns the window with the index `row`."""
         return Row(*self.rows[row].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
@@ -100,17 +112,19 @@ class QuestionStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
-        """Positions of the first and last token of the answer in each window, int32 [rows, 2]."""
+        """Positions of the answer's first and last token in the input of each window."""
         return self.rows[:, 3:]
 
     def context_start(self, row: int | np.integer) -> int:
-        """Returns the position of the first context token in the input of a window."""
+        """Returns the position of the first context token in the input of the window `row`."""
         tokenizer = self.tokenizer
         around = len(tokenizer.begin) + len(tokenizer.between)
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask that is True on the tokens of the context, in which an answer may lie.
+        """Returns a mask of inputs that is True for the tokens of the context.
+
+        Answers may only consist of tokens of the context.
 
         Args:
           rows: int [B], indices of windows; -1 is an empty row.

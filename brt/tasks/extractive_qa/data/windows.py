@@ -1,4 +1,4 @@
-"""Overlapping windows of a long text, and the tokens of a range of characters."""
+"""Cuts a long text into overlapping windows, and converts ranges of characters to tokens."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[i
     """Returns the indices of the first and last token that overlap a range of characters.
 
     Args:
-      spans: for each token, its first character and the character after its last one.
+      spans: for each token, its first character and the character after its last character.
       start, stop: first character of the range, and the character after the last one.
 
     Returns:
