@@ -28,8 +28,8 @@ def learning_rate(
         linear    a line that reaches `final_learning_rate` at step `steps`
         constant  learning_rate
 
-    "cosine" and "linear" stay at `final_learning_rate` after step `steps`. Rounding never takes them beyond
-    this value, so no learning rate is negative.
+    "cosine" and "linear" stay at `final_learning_rate` after step `steps`. Rounding never takes a
+    learning rate beyond this value, so no learning rate is negative.
 
     Args:
       optimizer: settings.
