@@ -1,9 +1,10 @@
-"""All settings: frozen dataclasses, the sections of .gin files, which check their values.
+"""All settings of brt, as frozen dataclasses that check their values.
 
-The comment next to a field or above it is its documentation, which `--print_config` shows. The
-functions of `fields` declare what a field means for a resumed run, a warm start and prepared data.
-`__post_init__` checks settings of a section together, `Config.__post_init__` settings of two
-sections, and a task the settings that it reads.
+Each dataclass is a section of .gin files. The comment next to a field or above it is the field's
+documentation, which `--print_config` shows. The functions of `fields` declare what a field means
+for a resumed run, a warm start and prepared data. `__post_init__` of a section checks the settings
+of the section, and `Config.__post_init__` checks settings of two sections against each other. A
+task checks the settings that it reads.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ class Config:
     def __post_init__(self) -> None:
         check(
             self.optimizer.schedule not in ("cosine", "linear")
-            or bool(self.training.epochs)  # The number of steps is not known yet.
+            or bool(self.training.epochs)  # With epochs, the number of steps is not known yet.
             or self.optimizer.warmup_steps < self.training.steps,
             f"Optimizer.warmup_steps = {self.optimizer.warmup_steps} must be below "
             f"Training.steps = {self.training.steps}",
@@ -78,4 +79,4 @@ SECTIONS = {
     field.type.__name__: field.name
     for field in dataclasses.fields(Config)
     if isinstance(field.type, type)
-}  # Fields of Config by section: {"Model": "model", ...}.
+}  # The keys are names of sections, the values the fields of Config: {"Model": "model", ...}.

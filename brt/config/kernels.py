@@ -1,4 +1,4 @@
-"""The choice between the implementations of an operation."""
+"""Settings that choose between the implementations of an operation."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from brt.config.checks import check
 from brt.config.fields import free
 
 AUTO = "auto"
-# Operations that have several implementations, and what a model uses them for.
+# These operations have several implementations. A value says what models use the operation for.
 OPERATIONS = {
     "window_attention": "attention of a decoder's tokens to their window",
     "recurrent_attention": "the scan of recurrent layers over blocks",
@@ -32,10 +32,12 @@ IMPLEMENTATIONS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Implementations of operations, for comparing them; brt takes the fastest by itself.
+    """Implementations of operations, which can be selected for comparisons.
 
-    An item of `use` is OPERATION=IMPLEMENTATION. The attribute of an operation's name is the
-    implementation that `use` names for this operation, or "auto". The implementations are
+    Without a selection, brt takes the fastest implementation. An item of `use` is
+    OPERATION=IMPLEMENTATION. Every operation is also an attribute of this class, such as
+    `kernels.window_attention`. The value of the attribute is the implementation that `use` names
+    for the operation, or "auto". The implementations are
 
         auto                  the best that supports the inputs on this backend
         reference             the definition, which is slow and needs much memory
@@ -48,11 +50,12 @@ class Kernels:
         pallas_interpret      a kernel for TPUs, interpreted, for tests
         pallas_gpu_interpret  a kernel for GPUs, interpreted, for tests
 
-    An operation that does not have the implementation lists those that it has.
+    If an operation does not have the selected implementation, an error lists the implementations
+    that it has.
     """
 
-    # Items such as 'window_attention=xla'. Operations that no item names use the fastest
-    # implementation.
+    # Each item selects the implementation of an operation, such as 'window_attention=xla'.
+    # Operations that no item names use the fastest implementation.
     use: tuple[str, ...] = free(())
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Sections of kinds of layers.
 
-Every kind of layer but the sliding window has a section of its own, which is declared beside the
-kind's module and registered together with it (`brt.layers.kinds`). A `Model` holds the sections
-of the kinds that it has, in `Model.kinds`.
+Every kind of layer except the sliding window has a section of its own. The section is declared next
+to the kind's module, and both are registered together (`brt.layers.kinds`). `Model.kinds` holds the
+sections of the kinds of layers that a model has.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class KindSection:
     """Base class of the settings of a kind of layer.
 
-    A subclass is a frozen dataclass. Its name is the name of the section in .gin files. It has a
-    field `layers`, the indices of the layers of this kind (negative ones count from the last
-    layer), and every field is declared by a function of `brt.config.fields`.
+    A subclass is a frozen dataclass, whose name is the name of the section in .gin files. The field
+    `layers` of the subclass has the indices of the layers of this kind. Negative indices count from
+    the last layer. Every field is declared by a function of `brt.config.fields`.
 
     Attributes:
       kind: the name of the kind, which is part of the names of its parameters.
@@ -37,16 +37,23 @@ class KindSection:
         check_finite(self)
 
     def places(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of layers by the name of their kind."""
+        """Returns the indices of layers by the name of the layers' kind: {"recurrent": (-3,)}."""
         layers: tuple[int, ...] = getattr(self, "layers", ())
         return {self.kind: layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the full name of the field that places layers of this kind."""
+        """Returns the setting that has the indices of a kind's layers: "Recurrence.layers".
+
+        Args:
+          kind: a key of `places`, of which a section with several fields of indices has several.
+        """
         return f"{type(self).__name__}.layers"
 
     def check_model(self, model: "Model") -> None:
-        """Refuses combinations with settings of the model.
+        """Refuses settings of this section that contradict settings of the model.
+
+        Args:
+          model: the model that has this section.
 
         Raises:
           ConfigError: the settings contradict each other.
@@ -57,10 +64,10 @@ class KindSection:
 
         Args:
           name: the setting that gives the length.
-          length: tokens in a segment.
+          length: the number of tokens in a segment.
 
         Raises:
-          ConfigError: the length does not fit.
+          ConfigError: layers of this kind cannot read segments of this length.
         """
 
 
@@ -68,7 +75,7 @@ _SECTIONS: dict[str, type[KindSection]] = {}
 
 
 def register_section(section: type[KindSection]) -> None:
-    """Makes a section known to .gin files and saved configs.
+    """Allows .gin files and saved configs to have settings of a section.
 
     Raises:
       ConfigError: another section has the same name.
@@ -86,7 +93,9 @@ def kind_sections() -> Mapping[str, type[KindSection]]:
 
 
 def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
-    """Returns the kind of each of the model's layers, lowest first.
+    """Returns the name of the kind of each layer of a model, lowest layer first.
+
+    Layers that no section names have the kind "window".
 
     Args:
       kinds: the sections of the model.

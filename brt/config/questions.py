@@ -13,12 +13,12 @@ from brt.config.checks import (
 )
 from brt.config.fields import fixed, free, held_out, sources
 
-SPECIAL = 4  # Largest number of special ids in a window.
+SPECIAL = 4  # A window has at most this number of special ids.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Questions about texts that contain the answers, and how they become windows of tokens.
+    """Questions about texts that contain the answers, and the settings of their windows of tokens.
 
     A source is one of
 
@@ -28,35 +28,37 @@ class Questions:
     A window is the question and a part of its text. The windows of a long text overlap.
     """
 
-    # Sources of the training questions.
+    # The training questions are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
-    # Sources of the validation questions. 'part:SHARE' holds out this share of train's rows, and ()
-    # means no validation. 'auto' means the default if train is the default or generated, and
-    # 'part:0.05' otherwise.
+    # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. 'auto' means the default if train is the default or
+    # generated, and 'part:0.05' otherwise.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
-    # Sources of the test questions, with the same rules as validation.
+    # The test questions are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
-    # 'bytes', a sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a
-    # tokenizer on the training texts.
+    # The tokenizer is 'bytes', a sentencepiece .model file or a tokenizer.json file.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training texts.
     tokenizer: str = free("bytes", cached=True, path="read")
-    # Number of tokens in a window, which contains the question and a part of the text.
+    # A window, which contains the question and a part of the text, has at most this number of
+    # tokens.
     max_length: int = fixed(384, cached=True)
-    # Number of tokens that neighbouring windows of a text share.
+    # Neighbouring windows of a text share this number of tokens.
     stride: int = fixed(128, cached=True)
-    # Longest question in tokens; longer questions are truncated.
+    # A question is truncated to this number of tokens.
     max_question_length: int = fixed(64, cached=True)
-    max_answer_length: int = free(30)  # Longest answer in tokens that is predicted.
+    max_answer_length: int = free(30)  # A predicted answer has at most this number of tokens.
     # True allows questions without an answer, as in SQuAD 2.0.
     no_answer: bool = fixed(False, cached=True)
-    # A question has no answer if the logit of no answer exceeds that of the best span by more than
-    # this.
+    # A question is predicted to have no answer if the logit of "no answer" exceeds the logit of the
+    # best span by more than this number.
     no_answer_margin: float = free(0.0)
-    # Lengths in tokens, ascending, to which batches are padded; () pads all to max_length.
+    # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
+    # max_length.
     buckets: tuple[int, ...] = fixed(())
-    # What happens to answers that are not at the position that the file gives: refuse the file or
-    # skip the row.
+    # If an answer is not at the position that the file gives, the file is refused or the row is
+    # skipped.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:

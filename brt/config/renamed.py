@@ -29,7 +29,8 @@ _MOVED = {
     "Routing": {f"routing_{name}": name for name in _ROUTING},
 }  # fmt: skip
 
-# What a setting is called now. A setting that several kinds shared became one of each.
+# The keys are names of earlier settings, and the values are their present names. If several kinds
+# of layers shared an earlier setting, each of the kinds has a setting of its own now.
 RENAMED: dict[str, tuple[str, ...]] = {
     "Model.memory_size": ("Memorizing.size", "DenseMemory.size"),
     **{

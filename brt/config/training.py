@@ -11,47 +11,53 @@ from brt.config.fields import fixed, free
 class Training:
     """The length, the batches and the periodic actions of training."""
 
-    task: str = fixed("language_modeling")  # Name of the task, as registered in brt.tasks.TASKS.
-    steps: int = free(100_000)  # Number of train steps.
-    # Number of passes over the training data, which replaces steps; 0 uses steps.
+    # The run has the task of this name, as registered in brt.tasks.TASKS.
+    task: str = fixed("language_modeling")
+    steps: int = free(100_000)  # Training has this number of steps.
+    # Training reads the data this number of times, instead of for `steps` steps; 0 uses steps.
     epochs: float = free(0.0)
-    # Weights to start from: a directory written by brt.convert, or a run; '' starts from random
-    # weights.
+    # Training starts from the weights in this directory, which brt.convert wrote or which is a run.
+    # '' starts from random weights.
     init_from: str = free("", path="read")
-    batch_size: int = fixed(32)  # Number of lanes or rows in a step, over all devices and hosts.
-    # Tokens that a lane reads in a step; must be a multiple of Model.window.
+    # A step reads this number of lanes or rows, over all devices and hosts.
+    batch_size: int = fixed(32)
+    # A lane reads this number of tokens in a step. For language models, the number must be a
+    # multiple of the number of tokens in a block (Model.block, or Model.window if it is 0).
     segment_length: int = fixed(4096)
-    # Number of microbatches in a step. More microbatches need less memory.
+    # A step is divided into this number of microbatches. More microbatches need less memory.
     gradient_accumulation: int = free(1)
-    # Share of the target's probability that is distributed over all tokens.
+    # This share of the target's probability is distributed over all tokens.
     label_smoothing: float = free(0.0)
-    # Share of the tokens that masked language modeling hides and predicts.
+    # Masked language modeling hides and predicts this share of the tokens.
     mask_share: float = fixed(0.15)
-    # Number of tokens of a lane whose logits are computed at once. Smaller values need less memory.
+    # Logits are computed for this number of tokens of a lane at once. Smaller values need less
+    # memory.
     loss_chunk: int = free(1024)
-    # Seed of the initial parameters, the order of the data, dropout and samples.
+    # The seed determines the initial parameters, the order of the data, dropout and samples.
     seed: int = fixed(0)
-    log_every: int = free(50)  # Number of steps between lines of the log.
-    # Number of steps between evaluations on the validation split; 0 never evaluates.
+    log_every: int = free(50)  # Lines of the log are this number of steps apart.
+    # Evaluations on the validation split are this number of steps apart; 0 never evaluates.
     evaluate_every: int = free(1000)
-    sample_every: int = free(1000)  # Number of steps between samples; 0 draws none.
-    # Number of steps between statistics of the recurrent states, which cost almost nothing; 0
-    # computes none.
+    # Samples are drawn at intervals of this number of steps; 0 draws none.
+    sample_every: int = free(1000)
+    # Statistics of the recurrent states, which cost almost nothing, are computed at intervals of
+    # this number of steps; 0 computes none.
     probe_every: int = free(1000)
-    # Seconds without progress after which the run prints all stack traces and ends with exit code
-    # 70. Compiling, restoring and saving may take four times as long. 0 waits forever.
+    # After this number of seconds without progress, the run prints all stack traces and ends with
+    # exit code 70. Compiling, restoring and saving may take four times as long. 0 waits forever.
     watchdog_seconds: int = free(1800)
     plots: bool = free(True)  # True draws the curves of the run into plots/ when the run ends.
-    # What follows a bad step, whose loss or gradient is not finite or whose loss exceeds
-    # spike_factor. 'stop' ends the run without saving the step. 'skip' ignores the step's update.
-    # 'rollback' returns to the newest checkpoint and continues after the bad batch.
+    # A bad step is a step whose loss or gradient is not finite or whose loss exceeds the limit of
+    # spike_factor. 'stop' ends the run without saving the bad step. 'skip' ignores the update of
+    # the bad step. 'rollback' returns to the newest checkpoint and continues after the bad batch.
     on_bad_step: Literal["stop", "skip", "rollback"] = free("stop")
-    # A step is bad if its loss exceeds this multiple of the median of recent losses; 0 never
-    # compares.
+    # A step is bad if its loss exceeds this multiple of the median of recent losses; 0 sets no
+    # limit.
     spike_factor: float = free(0.0)
-    # Number of bad steps that are skipped or rolled back; one more ends the run.
+    # The run skips or rolls back this number of bad steps and ends at the next bad step.
     max_bad_steps: int = free(10)
-    # First and last step of a profile for TensorBoard; () writes no profile.
+    # A profile for TensorBoard covers the steps from the first number to the second; () writes
+    # none.
     profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
@@ -99,32 +105,36 @@ class Training:
 class Optimizer:
     """The optimizer (Adafactor as in the paper, AdamW or Muon) and its learning rate."""
 
-    # The optimizer. Muon updates matrices, and leaves all other parameters to Adam.
+    # Parameters are updated by this optimizer. Muon updates matrices and leaves all other
+    # parameters to Adam.
     name: Literal["adafactor", "adamw", "muon"] = fixed("adafactor")
-    # Peak learning rate. Adafactor multiplies it by the scale of each parameter.
+    # The schedule reaches this learning rate at its peak. Adafactor multiplies the learning rate by
+    # the scale of each parameter.
     learning_rate: float = free(1.0)
-    # How the learning rate falls after the warm-up: with the inverse square root of the step, along
-    # a cosine, linearly, or not at all.
+    # After the warm-up, the learning rate falls with the inverse square root of the step ('rsqrt'),
+    # along a cosine, linearly, or not at all ('constant').
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
-    warmup_steps: int = free(1000)  # Number of steps in which the learning rate rises to its peak.
+    warmup_steps: int = free(1000)  # The learning rate rises to its peak in this number of steps.
     # Learning rate at the last step of the schedules 'cosine' and 'linear'.
     final_learning_rate: float = free(0.0)
     # Adafactor stores full second moments of matrices with a dimension below this.
     min_dim_size_to_factor: int = fixed(128)
     # Decay of the first moments of AdamW, and of the parameters that Muon leaves to Adam.
     b1: float = fixed(0.9)
-    # Decay of the second moments of AdamW, and of the parameters that Muon leaves to Adam.
+    # The second moments of AdamW, and of the parameters that Muon leaves to Adam, decay by this
+    # factor per step.
     b2: float = fixed(0.98)
-    # Number of iterations with which Muon makes an update orthogonal.
+    # Muon makes an update orthogonal in this number of iterations.
     orthogonal_steps: int = fixed(3)
-    weight_decay: float = free(0.0)  # Weight decay of matrices with AdamW and Muon.
-    # Largest norm of the whole gradient, to which larger gradients are scaled; 0 does not clip.
+    weight_decay: float = free(0.0)  # AdamW and Muon apply this weight decay to matrices.
+    # If the norm of the whole gradient exceeds this value, the gradient is scaled to this norm; 0
+    # does not clip.
     clip_norm: float = fixed(0.0)
     # True keeps the optimizer's state in host memory between steps, which saves device memory.
     offload: bool = free(False)
-    # 'shared': each replica (device along Mesh.data) stores and updates a shard of the optimizer's
-    # state. 'whole': every replica stores and updates all of it. 'auto' means 'shared' on
-    # accelerators, except with Muon.
+    # With 'shared', each replica (device along Mesh.data) stores and updates a shard of the
+    # optimizer's state. With 'whole', every replica stores and updates the whole state. 'auto'
+    # means 'shared' on accelerators, except with Muon.
     state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
@@ -143,11 +153,13 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When checkpoints are saved and deleted. The last step is always saved."""
+    """The rules for saving and deleting checkpoints. The last step is always saved."""
 
-    every: int = free(1000)  # Number of steps between checkpoints; 0 saves only the last step.
-    keep: int = free(3)  # Number of newest checkpoints to keep.
-    # Checkpoints whose step is a multiple of this are never deleted; 0 marks none.
+    # Checkpoints are saved at intervals of this number of steps; 0 saves only the last step.
+    every: int = free(1000)
+    keep: int = free(3)  # This number of newest checkpoints is kept.
+    # Checkpoints whose step is a multiple of this number are never deleted; 0 exempts no
+    # checkpoint.
     keep_every: int = free(0)
 
     def __post_init__(self) -> None:
@@ -160,21 +172,24 @@ class Checkpoint:
 class Logging:
     """Services that also receive the metrics; each needs the extra of the same name."""
 
-    wandb_project: str = free("")  # Project of Weights & Biases; '' means none.
-    mlflow_experiment: str = free("")  # Experiment of MLflow; '' means none.
+    # This project of Weights & Biases receives the metrics; '' means no project.
+    wandb_project: str = free("")
+    # This experiment of MLflow receives the metrics; '' means no experiment.
+    mlflow_experiment: str = free("")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How held-out data are read and scored."""
+    """Settings for reading and scoring held-out data."""
 
-    batch_size: int = free(8)  # Number of documents or rows that are evaluated in parallel.
-    # Tokens of a document that are read at once; 0 takes Training.segment_length.
+    batch_size: int = free(8)  # This number of documents or rows is evaluated in parallel.
+    # Evaluation reads this number of tokens of a document at once; 0 takes Training.segment_length.
     segment_length: int = free(0)
-    # Tokenization and averaging of ROUGE: as in Hugging Face's `evaluate`, in T5's code or in
-    # LongT5's code.
+    # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), as in T5's code, or as
+    # in LongT5's code.
     rouge: Literal["hf", "t5", "longt5"] = free("hf")
-    # Before the last step, evaluation reads only this many tokens of each document; 0 reads all.
+    # Before the last step, evaluation reads only this number of tokens of each document; 0 reads
+    # all.
     tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:
@@ -185,13 +200,15 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How samples are drawn during training."""
+    """Settings of the texts that are sampled during training."""
 
-    temperature: float = free(1.0)  # Temperature of the logits; 0 takes the most probable token.
-    top_k: int = free(0)  # Number of most probable tokens to sample from; 0 samples from all.
-    # Samples are drawn from the smallest set of tokens that has this probability.
+    # Logits are divided by this temperature; 0 takes the most probable token.
+    temperature: float = free(1.0)
+    # Samples are drawn from this number of most probable tokens; 0 draws from all tokens.
+    top_k: int = free(0)
+    # Samples are drawn from the smallest set of tokens that together have this probability.
     top_p: float = free(1.0)
-    max_tokens: int = free(256)  # Length of a sample in tokens.
+    max_tokens: int = free(256)  # A sample has this number of tokens.
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -202,12 +219,17 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Number of devices along each axis of the mesh; -1: the devices that other axes leave."""
+    """Number of devices along each axis of the mesh.
 
-    data: int = free(1)  # Devices that shard the lanes. Each of them holds a whole model.
-    fsdp: int = free(1)  # Devices that shard the lanes, the parameters and the optimizer's state.
-    tensor: int = free(1)  # Devices that shard heads, MLPs and the vocabulary.
-    sequence: int = free(1)  # Devices that shard the tokens of a segment.
+    An axis of size -1 takes all devices that remain after the other axes.
+    """
+
+    # The devices along this axis shard the lanes. Each of them holds a whole model.
+    data: int = free(1)
+    # The devices along this axis shard the lanes, the parameters and the optimizer's state.
+    fsdp: int = free(1)
+    tensor: int = free(1)  # The devices along this axis shard heads, MLPs and the vocabulary.
+    sequence: int = free(1)  # The devices along this axis shard the tokens of a segment.
 
     def __post_init__(self) -> None:
         check_finite(self)
