@@ -19,14 +19,14 @@ class Attention:
     oracle_top_k        exact attention of each query to its keys with the largest logits
     """
 
-    # The kind of attention; the docstring describes them.
+    # The encoder has this kind of attention; the docstring describes the kinds.
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = free("full")
     min_length: int = free(0)  # Sequences with a padded length below this use exact attention.
-    clusters: int = free(100)  # Largest number of clusters per head.
-    iterations: int = free(5)  # Iterations of k-means. The authors' code uses 10.
-    # Number of random queries from which k-means learns its centroids; 0 uses all queries.
+    clusters: int = free(100)  # A head has at most this number of clusters.
+    iterations: int = free(5)  # K-means has this number of iterations. The authors' code has 10.
+    # K-means learns its centroids from this number of random queries; 0 uses all queries.
     fit_queries: int = free(0)
     # Number of keys with exact logits: per cluster for improved_clustered, per query for
     # oracle_top_k.
@@ -37,8 +37,9 @@ class Attention:
     # True: this weight has no gradient, as in the authors' code. Needs mass_rule = 'paper'.
     mass_stop_gradient: bool = free(False)
     rounds: int = free(1)  # Rounds of hashing of reformer; more rounds are slower and more exact.
-    buckets: int = free(64)  # Hash buckets in a round of reformer.
-    # Sorted queries in a chunk of reformer. A query attends to its chunk and the one before.
+    buckets: int = free(64)  # A round of Reformer has this number of hash buckets.
+    # A chunk of Reformer has this number of sorted queries. A query attends to its chunk and to the
+    # chunk before.
     chunk: int = free(32)
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class Attention:
         )
 
     def check_length(self, length: int, phrase: str) -> None:
-        """Refuses numbers that exceed the length of every sequence.
+        """Refuses `clusters` and `top_k` if they exceed the length of the longest sequence.
 
         Args:
           length: the length of the longest sequence.

@@ -1,4 +1,7 @@
-"""Checks that config sections apply to themselves; all raise ConfigError."""
+"""Functions with which config sections check their own fields.
+
+If a check fails, the function raises a ConfigError that names the setting and its value.
+"""
 
 import dataclasses
 import math
@@ -8,9 +11,9 @@ from brt.config.fields import fill_held_out
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 
-PART = "part:"  # Prefix of a held-out split that is a share of train's rows.
-LARGEST = 2**31 - 1  # Largest count, because indices and steps are int32.
-DEEPEST = 1024  # Largest number of layers; compiling more would take hours.
+PART = "part:"  # A held-out split with this prefix is a share of the training rows.
+LARGEST = 2**31 - 1  # Counts are at most this number, because indices and steps are int32.
+DEEPEST = 1024  # Models have at most this number of layers. Compiling more would take hours.
 
 
 def check(condition: bool, message: str) -> None:
@@ -25,7 +28,7 @@ def name_of(section: object, field: str) -> str:
 
 
 def check_finite(section: Any) -> None:
-    """Refuses numbers that are infinite or NaN."""
+    """Refuses a section in which a number is infinite or NaN."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -36,7 +39,7 @@ def check_finite(section: Any) -> None:
 
 
 def check_positive(section: object, *names: str) -> None:
-    """Refuses fields that are not above 0, or too large for an int32."""
+    """Refuses a section in which one of the named fields is not above 0 or exceeds an int32."""
     for name in names:
         value = getattr(section, name)
         check(value > 0, f"{name_of(section, name)} = {value} must be above 0")
@@ -44,7 +47,7 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
-    """Refuses fields that are negative, or too large for an int32."""
+    """Refuses a section in which one of the named fields is negative or exceeds an int32."""
     for name in names:
         value = getattr(section, name)
         check(value >= 0, f"{name_of(section, name)} = {value} must not be negative")
@@ -52,7 +55,7 @@ def check_not_negative(section: object, *names: str) -> None:
 
 
 def check_layers(section: object, *names: str) -> None:
-    """Refuses numbers of layers that are not above 0 or too large to compile."""
+    """Refuses a section in which a named number of layers is not above 0 or exceeds `DEEPEST`."""
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
@@ -69,7 +72,7 @@ def _check_counts(section: object, name: str) -> None:
 
 
 def check_buckets(section: Any) -> None:
-    """Refuses lengths of buckets that do not ascend to `max_length`."""
+    """Refuses a section whose field `buckets` does not ascend from above 0 to `max_length`."""
     buckets, limit = section.buckets, section.max_length
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),
@@ -82,10 +85,10 @@ def check_buckets(section: Any) -> None:
 
 
 def fill_held_out_rows(section: Any) -> None:
-    """Holds out a part of the user's training rows if the user named no held-out sources.
+    """Holds out 5 % of the rows for each split if the user named training rows but no such split.
 
     Raises:
-      ConfigError: a part is not between 0 and 0.5.
+      ConfigError: the share of a split is not between 0 and 0.5.
     """
     fill_held_out(section, (f"{PART}0.05",))
     for split in ("validation", "test"):
@@ -93,7 +96,7 @@ def fill_held_out_rows(section: Any) -> None:
 
 
 def share_of(section: Any, split: str) -> float:
-    """Returns the share of train's rows that a split takes; 0.0 if the split names sources.
+    """Returns the share of the training rows that a split holds out, or 0.0 if it names sources.
 
     Raises:
       ConfigError: the split names a part together with sources, or the share is not valid.

@@ -10,23 +10,24 @@ from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sour
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """Documents of a language model, and how they become tokens.
+    """Documents of a language model, and the settings that make tokens of them.
 
     A source is a file, a directory (its text and source code), a pattern, `corpus:NAME/SPLIT`
     (part of brt), `tfds:NAME/SPLIT` (prepared on this machine), or
     `memory:TASK/SPLIT/COUNT?SETTINGS` (generated: docs/memory.md). Files may be compressed (.gz,
-    .xz, .zst). If validation and test name no sources, they are parts of train: some of its
-    documents, or the ends of documents if there are fewer than three. Memory tasks generate
-    further documents instead.
+    .xz, .zst). If validation and test name no sources, a part of the training documents is held
+    out: whole documents, or the ends of documents if there are fewer than three. If the training
+    documents are memory tasks, further documents are generated instead.
     """
 
-    train: tuple[str, ...] = sources(("corpus:novels/train",))  # Sources of the training documents.
-    # Sources of the validation documents. () holds out a part of train. 'auto' means the embedded
-    # novels if train has its default, and () otherwise.
+    # The training documents are read from these sources.
+    train: tuple[str, ...] = sources(("corpus:novels/train",))
+    # The validation documents are read from these sources. () holds out a part of the training
+    # documents. 'auto' means the embedded novels if train has its default, and () otherwise.
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
-    # Sources of the test documents, with the same rules as validation.
+    # The test documents are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
-    # A directory written by brt.prepare. It replaces all sources and the tokenizer.
+    # This directory, which brt.prepare wrote, replaces all sources and the tokenizer.
     store: str = free("", path="read")
     # 'bytes', a sentencepiece .model file, a byte-level tokenizer.json, or 'train:VOCAB_SIZE' to
     # train a tokenizer on the training documents.
@@ -35,18 +36,18 @@ class Data:
     text_field: str = free("text", cached=True)
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
-    # Number of unreadable documents that may be left out; quarantine.jsonl lists them.
+    # At most this number of unreadable documents is left out; quarantine.jsonl lists them.
     max_bad_records: int = free(0, cached=True)
-    # Largest size in bytes of a record, and of the content of a compressed file.
+    # A record, and the content of a compressed file, has at most this number of bytes.
     max_document_bytes: int = free(1 << 30)
-    # Share of the documents of train that is held out if validation names no source.
+    # This share of the training documents is held out if validation names no source.
     validation_fraction: float = free(0.05, cached=True)
-    # Share of the documents of train that is held out if test names no source.
+    # This share of the training documents is held out if test names no source.
     test_fraction: float = free(0.05, cached=True)
-    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
-    # Steps after which the second and each further source of train is added; for memory tasks only.
-    # () reads all sources from the start.
+    # The second source of train, and each further source, is added after these numbers of steps.
+    # This is possible for memory tasks only. () reads all sources from the start.
     curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:
@@ -84,7 +85,10 @@ class Data:
         )
 
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
-        """Returns train's memory tasks for another split, with the share of documents it has."""
+        """Returns the sources of the training memory tasks for another split.
+
+        The number of documents is the share of the split (`validation_fraction`, `test_fraction`).
+        """
         share = getattr(self, f"{split}_fraction")
         tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]
         return tuple(

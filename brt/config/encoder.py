@@ -9,15 +9,16 @@ from brt.config.fields import fixed, free, inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """An encoder of tokens or feature vectors, such as RoBERTa; see `Attention` for its attention.
+    """An encoder of tokens (such as RoBERTa) or feature vectors. `Attention` sets its attention.
 
     Models learn to use neighbouring tokens much sooner with convolutional than with absolute
     positions.
     """
 
-    layers: int = inherited(6)  # Number of layers.
-    model_dim: int = inherited(512)  # Width of the residual stream.
-    heads: int = inherited(8)  # Number of attention heads; must divide model_dim.
+    layers: int = inherited(6)  # The encoder has this number of layers.
+    model_dim: int = inherited(512)  # The residual stream has this width.
+    # A layer has this number of attention heads, which must divide model_dim.
+    heads: int = inherited(8)
     mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
     features: int = inherited(0)  # Width of the input vectors; 0 means that the inputs are tokens.
     # Size of the vocabulary of the inputs or outputs; 0 takes it from the data.
@@ -28,20 +29,20 @@ class Encoder:
     classes: int = fixed(2)
     # How positions are encoded. 'convolution' mixes each token with its neighbours.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
-    # Number of learned positions, which limits the length of a sequence.
+    # The encoder has this number of learned positions, which limits the length of a sequence.
     max_positions: int = inherited(4096)
     # True normalises before each part of a layer; False normalises after it, as RoBERTa does.
     norm_first: bool = inherited(True)
-    norm_epsilon: float = inherited(1e-5)  # Constant that layer norms add to the variance.
-    # Activation of the MLPs; 'gelu' is the exact one, not the tanh approximation.
+    norm_epsilon: float = inherited(1e-5)  # Layer norms add this constant to the variance.
+    # The MLPs have this activation. 'gelu' is the exact function, not the tanh approximation.
     activation: Literal["gelu", "relu"] = inherited("gelu")
     # True uses one projection for queries and keys, as shared_full and reformer need.
     shared_queries_keys: bool = inherited(False)
-    # Dropout rate of the inputs and of the outputs of attention and MLPs.
+    # The inputs, and the outputs of attention and MLPs, have this dropout rate.
     dropout: float = free(0.1)
-    # Dropout rate of attention weights; -1 takes the value of dropout.
+    # Attention weights have this dropout rate; -1 takes the value of dropout.
     attention_dropout: float = free(-1.0)
-    # Dtype of activations; 'auto' is bfloat16 on accelerators and float32 on CPUs.
+    # Activations have this dtype; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
     remat: bool = free(False)

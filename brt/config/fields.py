@@ -1,19 +1,21 @@
-"""Declares the fields of config sections, and what each means beyond its type and default.
+"""Functions that declare the fields of config sections.
 
-A field is declared by one of these functions:
+A field is declared by one of these functions. The second column says whether a resumed run may
+change the field. The third column says which value the field has in a run that starts from weights
+(Training.init_from):
 
-             a resumed run      a run that starts from weights (Training.init_from)
-free         may change it      has its own value
-fixed        must keep it       has its own value
-inherited    must keep it       takes the value of the weights; another value is an error
-adaptable    must keep it       takes the value of the weights unless another is given
+             resumed run         run that starts from weights
+free         may change it       the value of the run's own config
+fixed        must not change it  the value of the run's own config
+inherited    must not change it  the value of the weights; another value is an error
+adaptable    must not change it  the value of the weights, unless the config sets another value
 
 `cached` marks settings that determine prepared data, which are cached under a hash of these
 settings. It is True for the value of the field itself, or the name of a property to use instead.
 
-`path` marks settings that name files or directories. The config of a stranger's run may name any
-path. Paths to read are "read"; paths to write are "written", and are used only by commands that
-train or prepare.
+The argument `path` marks settings that name files or directories, because the config of a
+stranger's run may name any path. It is "read" if brt reads the files, and "written" if brt writes
+them, which only commands that train or prepare do.
 """
 
 import dataclasses
@@ -21,13 +23,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _DECLARED = "setting"
-_SOURCES = "sources"  # Prepared data depend on the content of these files.
+_SOURCES = "sources"  # This value of `cached` marks files on whose content prepared data depend.
 _USUAL = "usual"
 _NESTED = "nested"
-_AUTO: Any = ("auto",)  # Placeholder for sources that the user did not name.
+_AUTO: Any = ("auto",)  # This value stands for sources that the user did not name.
 Path = Literal["", "read", "written"]
-GENERATED = "generated:"  # Prefix of sources that are generated instead of read.
-MEMORY = "memory:"  # Prefix of documents of memory tasks (docs/memory.md).
+GENERATED = "generated:"  # Sources with this prefix are generated instead of read.
+MEMORY = "memory:"  # Sources with this prefix are memory tasks (docs/memory.md).
 
 
 class Setting(NamedTuple):
@@ -57,7 +59,7 @@ def sources(default: T) -> T:
 
 
 def held_out(usual: T) -> T:
-    """Declares held-out sources, which `fill_held_out` determines if the user names none.
+    """Declares sources of a held-out split, which `fill_held_out` sets if the user names none.
 
     Args:
       usual: the held-out sources that belong to the default of `train`.
@@ -67,10 +69,10 @@ def held_out(usual: T) -> T:
 
 
 def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
-    """Fills the held-out sources that the user did not name; called by `__post_init__`.
+    """Sets the held-out sources that the user did not name. `__post_init__` calls this function.
 
     Args:
-      section: the section.
+      section: the section, whose fields declared by `held_out` are set in place.
       otherwise: the held-out sources if `train` names data of the user, and not its default or
         generated data. Users want to be evaluated on data like their own.
     """
@@ -126,10 +128,10 @@ def cached_settings(section: Any) -> dict[str, Any]:
 
 
 def _field(default: T, setting: Setting) -> T:
-    # The return type is that of the default, like the return type of dataclasses.field.
+    # The annotated return type is the type of the default, as for dataclasses.field.
     return dataclasses.field(default=default, metadata={_DECLARED: setting})
 
 
-# Results that rematerialisation stores: none, those of all matrix products, or those of products
-# with weights (not of products between activations).
+# Rematerialisation stores no results, the results of all matrix products, or the results of matrix
+# products of activations with weights (and not of products between activations).
 RematPolicy = Literal["nothing", "products", "products_with_weights"]

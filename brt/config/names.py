@@ -1,7 +1,7 @@
-"""The settings by name: their types, and the fields of sections that they mean.
+"""Functions that look up settings by name.
 
-A setting is what .gin files bind. It is a field of a section, or a field that the sections of
-several tasks have in common (`brt.config.shared`).
+A setting is a name that .gin files give a value, such as `Model.layers`. It is a field of a
+section, or a field that the sections of several tasks have in common (`brt.config.shared`).
 """
 
 import functools
@@ -18,14 +18,15 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 
 
 def section_types() -> dict[str, type]:
-    """Returns the class of every section by its name, those of kinds of layers behind `Model`."""
+    """Returns the class of every section by its name, with the kinds of layers after `Model`."""
     return {"Model": _CORE["Model"], **kind_sections(), **_CORE}
 
 
 def field_types() -> dict[str, Any]:
     """Returns the type of every setting by its name in .gin files: {"Model.layers": int, ...}.
 
-    A setting of several sections (`brt.config.shared`) has the values of all of them.
+    If several sections have a setting (`brt.config.shared`), its type allows the values that any of
+    these sections allows.
     """
     return _setting_types(tuple(section_types().items()))
 
@@ -55,7 +56,7 @@ def _setting_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
 
 
 def _union(kinds: list[Any]) -> Any:
-    """Returns the type that has the values of all these types, which are equal or Literals."""
+    """Returns a type with the values of all `kinds`, which are equal types or Literals."""
     if all(kind == kinds[0] for kind in kinds):
         return kinds[0]
     choices = [choice for kind in kinds for choice in typing.get_args(kind)]
@@ -63,26 +64,30 @@ def _union(kinds: list[Any]) -> Any:
 
 
 def fields_of(name: str) -> list[str]:
-    """Returns the fields that a setting means in runs of some task: ["Pairs.buckets", ...]."""
+    """Returns the fields that a setting may refer to, one for each section that has the setting.
+
+    For "Data.buckets", the result is ["Pairs.buckets", "Speech.buckets", ...].
+    """
     return [own for own in field_names(name) if own in own_types()]
 
 
 def task_field(name: str, task: str) -> str | None:
-    """Returns the field ("Pairs.train") that a setting ("Data.train") means in runs of a task, or
-    None if the sections of the task do not have it.
+    """Returns the field that a setting refers to in runs of a task: "Pairs.train" for "Data.train".
+
+    The result is None if the sections of the task do not have the setting.
     """
     own = field_name(name, task)
     return own if own in own_types() else None
 
 
 def declaration(name: str) -> Setting:
-    """Returns how a setting is declared, which is the same in all sections that have it."""
+    """Returns the declaration of a setting, which is the same in all sections that have it."""
     section, _, field = fields_of(name)[0].partition(".")
     return settings(section_types()[section])[field]
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of a field or a setting, that of the first section that has it."""
+    """Returns the default of a field, or of a setting in the first section that has it."""
     section, _, field = fields_of(name)[0].partition(".")
     return getattr(section_types()[section](), field)
 

@@ -44,8 +44,9 @@ REMOVED = {
 
 
 def refusal(name: str, value: Any) -> str:
-    """Returns why a removed setting cannot have this value, or "" if brt still behaves as the value
-    says.
+    """Returns the reason why a removed setting cannot have a value, or "" if it can.
+
+    A setting can have a value if brt behaves as the value says, or if the setting is ignored.
 
     Args:
       name: a key of `REMOVED`.
@@ -63,7 +64,7 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     Implementations of single operations are moved to `Kernels.use`.
 
     Args:
-      saved: fields by section.
+      saved: the values of a saved config by section and field: {"Model": {"layers": 2}}.
     """
     present = {
         section: {

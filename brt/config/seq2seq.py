@@ -15,7 +15,7 @@ from brt.config.checks import (
 from brt.config.fields import fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
-SMALLEST_THRESHOLD = 1e-3  # Smallest threshold of raf_parameters = 'bounded'.
+SMALLEST_THRESHOLD = 1e-3  # With raf_parameters = 'bounded', thresholds are above this value.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,14 @@ class Seq2Seq:
     # 't5' has an RMS norm before each part of a layer and a relative position bias; 'bart' has a
     # layer norm after each part and learned positions.
     family: Literal["t5", "bart"] = inherited("t5")
-    encoder_layers: int = inherited(6)  # Number of encoder layers.
-    decoder_layers: int = inherited(6)  # Number of decoder layers.
-    model_dim: int = inherited(512)  # Width of the residual stream.
-    heads: int = inherited(8)  # Number of attention heads.
-    head_dim: int = inherited(64)  # Width of a head.
-    mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
-    vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
+    encoder_layers: int = inherited(6)  # The encoder has this number of layers.
+    decoder_layers: int = inherited(6)  # The decoder has this number of layers.
+    model_dim: int = inherited(512)  # The residual stream has this width.
+    heads: int = inherited(8)  # A layer has this number of attention heads.
+    head_dim: int = inherited(64)  # A head has this width.
+    mlp_dim: int = inherited(2048)  # The hidden layer of the MLPs has this width.
+    # The vocabulary has this size; 0 takes the size from the tokenizer.
+    vocab_size: int = inherited(0)
     # Activation of the MLPs. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
     # True computes logits with the embedding; False gives logits a matrix of their own.
@@ -47,17 +48,18 @@ class Seq2Seq:
     # Number of tokens that a global token of 'transient_global' summarises.
     global_block: int = inherited(16)
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
-    # Distance in tokens from which all keys share the last bucket of T5's bias.
+    # Keys at this distance in tokens, or farther away, share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
-    # Number of learned positions of BART, which limits the length of texts.
+    # BART has this number of learned positions, which limits the length of texts.
     max_positions: int = inherited(1024)
-    norm_epsilon: float = inherited(1e-6)  # Constant that norms add to the variance; BART has 1e-5.
-    dropout: float = free(0.1)  # Dropout rate of embeddings, attention weights, MLPs and residuals.
-    # Dropout rate of attention weights; -1 takes the value of dropout.
+    norm_epsilon: float = inherited(1e-6)  # Norms add this constant to the variance. BART has 1e-5.
+    # Embeddings, attention weights, MLPs and residuals have this dropout rate.
+    dropout: float = free(0.1)
+    # Attention weights have this dropout rate; -1 takes the value of dropout.
     attention_dropout: float = free(-1.0)
-    # Dropout rate inside the MLP; -1 takes the value of dropout.
+    # The hidden layer of the MLP has this dropout rate; -1 takes the value of dropout.
     activation_dropout: float = free(-1.0)
-    # Dtype of activations; 'auto' is bfloat16 on accelerators and float32 on CPUs.
+    # Activations have this dtype; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
     remat: bool = free(False)
@@ -98,7 +100,7 @@ class CrossAttention:
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
     # Length of a segment in source tokens. A target position attends to one segment.
     segment_size: int = fixed(64)
-    # Target length in tokens over which the segments of a source are distributed.
+    # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
     # How a target position finds its segment: 'fixed' distributes the segments over q_ref
     # positions, 'batch' over the padded length of the batch as the authors' code does in training,
@@ -123,11 +125,11 @@ class CrossAttention:
     # Largest absolute value of the sums of the recurrence; 0 sets no limit, and the authors' BART
     # has 2.
     clamp: float = fixed(0.0)
-    # How attention to the segment and the recurrence are added: directly, with learned weights
+    # Attention to the segment and the recurrence are added directly ('sum'), with learned weights
     # ('sigma'), or with a gate on the recurrence that is closed initially ('gated').
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
-    leak_init: float = fixed(0.1)  # Initial leak of the neurons; the authors' BART has 0.5.
-    threshold_init: float = fixed(0.1)  # Initial threshold at which a neuron fires.
+    leak_init: float = fixed(0.1)  # The neurons have this initial leak. The authors' BART has 0.5.
+    threshold_init: float = fixed(0.1)  # A neuron has this initial threshold at which it fires.
     # 'bounded' keeps the leak in (0, 1) and the threshold above 0; 'raw' does not restrict them.
     raf_parameters: Literal["raw", "bounded"] = fixed("raw")
     # Initial weights of the recurrence: uniform within +-head_dim ** -0.5, or normal with deviation
@@ -166,13 +168,14 @@ class CrossAttention:
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
-        """Refuses lengths with which segments are not read, or positions have no segment.
+        """Refuses lengths with which the decoder reads not all segments, or positions have none.
 
         Args:
-          max_source_length, max_target_length: in tokens, of the longest pair.
+          max_source_length: largest number of tokens of a source.
+          max_target_length: largest number of tokens of a target.
 
         Raises:
-          ConfigError: naming the setting to change.
+          ConfigError: the lengths do not fit; the message names the setting to change.
         """
         if self.kind == "full":
             return
@@ -200,17 +203,18 @@ class CrossAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Documents with their summaries, and how they become tokens.
+    """Documents with their summaries, and the settings that make tokens of them.
 
     A source is a .jsonl, .json, .csv or .parquet file (also compressed as .gz, .xz or .zst), a
     directory or pattern of them, `corpus:NAME/SPLIT` (part of brt), or `tfds:NAME/SPLIT`
     (prepared on this machine, see `brt.prepare --pairs`).
     """
 
-    train: tuple[str, ...] = sources(("corpus:summaries/train",))  # Sources of the training pairs.
-    # Sources of the validation pairs. 'part:SHARE' holds out this share of train's rows, and ()
-    # means no validation. 'auto' means the default if train is the default or generated, and
-    # 'part:0.05' otherwise.
+    # The training pairs are read from these sources.
+    train: tuple[str, ...] = sources(("corpus:summaries/train",))
+    # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. 'auto' means the default if train is the default or
+    # generated, and 'part:0.05' otherwise.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # Sources of the test pairs, with the same rules as validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))
@@ -221,20 +225,21 @@ class Pairs:
     # A sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a tokenizer
     # on the training pairs.
     tokenizer: str = free("train:4000", cached=True, path="read")
-    # Text that is put before every document. T5 has "summarize: ".
+    # This text is put before every document. T5 has "summarize: ".
     prefix: str = fixed("", cached=True)
-    # Longest document in tokens, including the end token.
+    # A document has at most this number of tokens, including the end token.
     max_source_length: int = fixed(1024, cached=True)
-    # Longest summary in tokens, including the end token.
+    # A summary has at most this number of tokens, including the end token.
     max_target_length: int = fixed(128, cached=True)
-    # What happens to longer documents: an error, only the head is read, or only the head and the
-    # tail. Summaries always keep their head.
+    # If a document is longer than max_source_length, it is an error, only the head is read, or only
+    # the head and the tail are read. Summaries always keep their head.
     truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
-    # Source lengths in tokens, ascending, to which batches are padded; () pads all to the longest.
+    # Batches are padded to one of these ascending source lengths in tokens; () pads all batches to
+    # the longest.
     buckets: tuple[int, ...] = fixed(())
-    # What happens to rows that are empty, damaged or not UTF-8: refuse the file or skip the row.
+    # If a row is empty, damaged or not UTF-8, the file is refused or the row is skipped.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # Directory for prepared data; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
@@ -261,21 +266,24 @@ class Pairs:
 class Decoding:
     """Greedy decoding (one beam) or beam search (more) of summaries.
 
-    Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` decides when
-    a document with `beams` finished texts is done: `yes`: at once; `heuristic`: when no unfinished
-    text has a better score at its present length; `never`: when none could have a better score at
-    any length. Hugging Face calls these True, False and "never".
+    Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` determines when
+    the search for a document ends after it has `beams` finished texts. With `yes`, the search ends
+    at once. With `heuristic`, it ends when no unfinished text has a better score at its present
+    length. With `never`, it ends when no unfinished text could have a better score at any length.
+    Hugging Face calls these values True, False and "never".
     """
 
-    beams: int = free(1)  # Number of beams; 1 is greedy decoding.
-    # How the log-probability log p of a text of n tokens becomes its score: 'hf' computes log p / n
-    # ** length_penalty, 't5x' computes log p / ((5 + n) / 6) ** length_penalty.
+    beams: int = free(1)  # Beam search has this number of beams; 1 is greedy decoding.
+    # This rule computes the score of a text of n tokens from its log-probability log p: 'hf'
+    # computes log p / n ** length_penalty, and 't5x' computes log p / ((5 + n) / 6) **
+    # length_penalty.
     penalty: Literal["hf", "t5x"] = free("hf")
-    length_penalty: float = free(1.0)  # Exponent of the score; larger values favour longer texts.
-    # When beam search ends a document; the docstring explains the choices.
+    # The score has this exponent. Larger values favour longer texts.
+    length_penalty: float = free(1.0)
+    # This rule determines when beam search ends a document; the docstring explains the rules.
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")
-    max_length: int = free(128)  # Longest text in tokens.
-    min_length: int = free(0)  # Shortest text in tokens, without the end token.
+    max_length: int = free(128)  # A text has at most this number of tokens.
+    min_length: int = free(0)  # A text has at least this number of tokens, without the end token.
     # N-grams of this length occur only once in a text; 0 sets no restriction.
     no_repeat_ngram: int = free(0)
 

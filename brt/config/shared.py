@@ -1,4 +1,4 @@
-"""Settings that the models or the data of several tasks have.
+"""Settings that the sections of several tasks have in common.
 
 A run has one model and one section of data, and its task decides which (`Seq2Seq` and `Pairs` for
 summarisation). Fields that these sections have in common are one setting: `Model.dropout` is the
@@ -8,7 +8,7 @@ sections declare these fields alike, but their defaults may differ.
 
 from collections.abc import Iterator
 
-# The fields that are bound in a section, whatever the task.
+# For every task, these fields are set in the section that is the key.
 SHARED: dict[str, frozenset[str]] = {
     "Model": frozenset((
         "layers", "model_dim", "heads", "head_dim", "mlp_dim", "vocab_size", "positions",
@@ -30,11 +30,11 @@ _TASKS: dict[str, dict[str, str]] = {}
 
 
 def register_sections(task: str, model: str, data: str) -> None:
-    """Tells which sections describe the model and the data of a task.
+    """Records which sections describe the model and the data of a task.
 
     Args:
       task: the name of the task.
-      model, data: names of sections.
+      model, data: the names of the sections, such as "Seq2Seq" and "Pairs".
     """
     _TASKS[task] = {"Model": model, "Data": data}
 
@@ -58,13 +58,14 @@ def public_name(name: str) -> str:
 
 
 def field_name(name: str, task: str) -> str:
-    """Returns the field that a setting means in runs of a task, the inverse of `public_name`.
+    """Returns the field that a setting refers to in runs of a task, the inverse of `public_name`.
 
-    The task's section may lack the field (`Data.buckets` is "Data.buckets" for language models).
+    The section of the task may lack this field. For language models, for example, the result for
+    `Data.buckets` is "Data.buckets", although `Data` has no such field.
 
     Args:
       name: the name that .gin files have for the setting.
-      task: a name of a task; unknown ones have the sections `Model` and `Data`.
+      task: the name of a task. A task that is not registered has the sections `Model` and `Data`.
     """
     section, _, field = name.partition(".")
     if is_registered(task) and field in SHARED.get(section, ()):
@@ -73,13 +74,13 @@ def field_name(name: str, task: str) -> str:
 
 
 def tasks_with(name: str) -> list[str]:
-    """Returns the tasks whose runs have the field that `field_name` returns."""
+    """Returns the names of the tasks of which a section has the field `name`."""
     section = name.partition(".")[0]
     return [task for task, sections in _TASKS.items() if section in sections.values()]
 
 
 def field_names(name: str) -> Iterator[str]:
-    """Yields the fields that a setting may mean, some of which may not exist."""
+    """Yields the names of the fields that a setting may refer to. Some may not exist."""
     section, _, field = name.partition(".")
     yield name
     if field in SHARED.get(section, ()):

@@ -170,7 +170,10 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Services that also receive the metrics; each needs the extra of the same name."""
+    """Services that also receive the metrics.
+
+    A service needs the extra of its name, such as `pip install 'brt[wandb]'`.
+    """
 
     # This project of Weights & Biases receives the metrics; '' means no project.
     wandb_project: str = free("")
