@@ -9,14 +9,19 @@ from brt.config.fields import free
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of an encoder. Weights trained with one kind can be evaluated with any other.
+    """Settings of the attention of an encoder.
 
-    full                exact softmax attention
-    shared_full         exact softmax attention whose keys are the queries
-    clustered           the queries of a cluster share the attention of their centroid
-    improved_clustered  clustered, but exact for the keys that the centroid attends to most
-    reformer            attention to nearby chunks after sorting by hash; keys are the queries
-    oracle_top_k        exact attention of each query to its keys with the largest logits
+    Weights that were trained with one kind of attention can be evaluated with any other kind. The
+    kinds are
+
+        full                exact softmax attention
+        shared_full         exact softmax attention whose keys are the queries
+        clustered           the queries of a cluster share the attention of their centroid
+        improved_clustered  clustered, with exact logits for the keys to which the centroid
+                            attends most
+        reformer            attention to nearby chunks after sorting by hash; the keys are the
+                            queries
+        oracle_top_k        exact attention of each query to its keys with the largest logits
     """
 
     # The encoder has this kind of attention; the docstring describes the kinds.

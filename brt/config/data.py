@@ -10,7 +10,7 @@ from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sour
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """Documents of a language model, and the settings that make tokens of them.
+    """Settings that name the documents of a language model and make tokens of them.
 
     A source is a file, a directory (its text and source code), a pattern, `corpus:NAME/SPLIT`
     (part of brt), `tfds:NAME/SPLIT` (prepared on this machine), or

@@ -9,10 +9,12 @@ from brt.config.fields import fixed, free, inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """An encoder of tokens (such as RoBERTa) or feature vectors. `Attention` sets its attention.
+    """Settings of an encoder of tokens (such as RoBERTa) or of feature vectors.
 
-    Models learn to use neighbouring tokens much sooner with convolutional than with absolute
-    positions.
+    The section `Attention` has the settings of the encoder's attention.
+
+    Models learn to use neighbouring tokens much sooner with convolutional positions than with
+    absolute positions.
     """
 
     layers: int = inherited(6)  # The encoder has this number of layers.

@@ -32,7 +32,7 @@ IMPLEMENTATIONS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Implementations of operations, which can be selected for comparisons.
+    """Settings that select implementations of operations, for example to compare them.
 
     Without a selection, brt takes the fastest implementation. An item of `use` is
     OPERATION=IMPLEMENTATION. Every operation is also an attribute of this class, such as

@@ -9,7 +9,7 @@ from brt.config.fields import fixed, free, held_out, sources
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """Labelled sentences or pairs of sentences, and the settings that make tokens of them.
+    """Settings that name labelled sentences, or pairs of sentences, and make tokens of them.
 
     A source is one of
 

@@ -20,7 +20,7 @@ SMALLEST_THRESHOLD = 1e-3  # With raf_parameters = 'bounded', thresholds are abo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2Seq:
-    """An encoder-decoder: T5, T5 v1.1, LongT5 or BART."""
+    """Settings of an encoder-decoder such as T5, T5 v1.1, LongT5 or BART."""
 
     # 't5' has an RMS norm before each part of a layer and a relative position bias; 'bart' has a
     # layer norm after each part and learned positions.
@@ -94,7 +94,7 @@ class Seq2Seq:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention:
-    """Attention of the decoder to the source (Segmented Recurrent Transformer, section 3)."""
+    """Settings of the decoder's attention to the source (section 3 of the paper of SRformer)."""
 
     # What a target position attends to; docs/summarization.md compares the kinds.
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
@@ -203,7 +203,7 @@ class CrossAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Documents with their summaries, and the settings that make tokens of them.
+    """Settings that name documents with their summaries and make tokens of them.
 
     A source is a .jsonl, .json, .csv or .parquet file (also compressed as .gz, .xz or .zst), a
     directory or pattern of them, `corpus:NAME/SPLIT` (part of brt), or `tfds:NAME/SPLIT`
@@ -264,7 +264,7 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Greedy decoding (one beam) or beam search (more) of summaries.
+    """Settings of greedy decoding (one beam) or beam search (several beams) of summaries.
 
     Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` determines when
     the search for a document ends after it has `beams` finished texts. With `yes`, the search ends

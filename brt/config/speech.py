@@ -15,7 +15,7 @@ from brt.config.fields import fixed, free, held_out, sources
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speech:
-    """Utterances and their transcripts, and the settings that make frames and tokens of them.
+    """Settings that name utterances with transcripts and make frames and tokens of them.
 
     A source is one of
 

@@ -9,7 +9,7 @@ from brt.config.fields import fixed, free
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """The length, the batches and the periodic actions of training."""
+    """Settings of the length, the batches and the periodic actions of training."""
 
     # The run has the task of this name, as registered in brt.tasks.TASKS.
     task: str = fixed("language_modeling")
@@ -103,7 +103,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The optimizer (Adafactor as in the paper, AdamW or Muon) and its learning rate."""
+    """Settings of the optimizer (Adafactor as in the paper, AdamW or Muon)."""
 
     # Parameters are updated by this optimizer. Muon updates matrices and leaves all other
     # parameters to Adam.
@@ -153,7 +153,7 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The rules for saving and deleting checkpoints. The last step is always saved."""
+    """Settings for saving and deleting checkpoints. The last step is always saved."""
 
     # Checkpoints are saved at intervals of this number of steps; 0 saves only the last step.
     every: int = free(1000)
@@ -170,7 +170,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Services that also receive the metrics.
+    """Settings of services that also receive the metrics.
 
     A service needs the extra of its name, such as `pip install 'brt[wandb]'`.
     """
@@ -222,7 +222,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Number of devices along each axis of the mesh.
+    """Settings of the mesh of devices: the number of devices along each axis.
 
     An axis of size -1 takes all devices that remain after the other axes.
     """
