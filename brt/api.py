@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 
 from brt import command_line, tasks
 from brt.config import Config, Sampling
-from brt.config_io import config_json
+from brt.config_io import earlier_model_settings, model_settings
 from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
@@ -258,7 +258,7 @@ class Model:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(path), self._identity)
+        session.load(Path(path), self._identity, self._translated_identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
@@ -310,9 +310,19 @@ class Model:
         """Facts that a saved memory must share with the model that loads it."""
         return {
             "step": self.step,
-            "model": config_json(self.config)["Model"],
             "tokenizer": self.tokenizer.fingerprint,
+            **model_settings(self.config),
         }
+
+    def _translated_identity(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the present form of an identity, in which earlier versions saved a section."""
+        if "model" not in saved:
+            return saved
+        others = {name: value for name, value in saved.items() if name != "model"}
+        try:
+            return others | earlier_model_settings(saved["model"], self.config)
+        except ConfigError as error:
+            raise DataError(f"the memory belongs to another model: {error}") from error
 
     def _held(self) -> Session:
         """Returns the writer's session; raises ConfigError if there is none."""

@@ -100,6 +100,38 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
     return result
 
 
+def model_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings of the model and of its kinds of layers as JSON.
+
+    The keys are full names, {"Model.layers": 12, "Recurrence.layers": [-3], ...}.
+    """
+    sections = {"Model", *(type(own).__name__ for own in config.model.kinds)}
+    return {
+        f"{section}.{field}": value
+        for section, fields in config_json(config).items()
+        if section in sections
+        for field, value in fields.items()
+    }
+
+
+def earlier_model_settings(saved: Any, config: Config) -> dict[str, Any]:
+    """Returns `model_settings` of a model of which an earlier version saved the section `Model`.
+
+    Args:
+      saved: the fields of the section. In the earliest versions, they included the settings of
+        kinds of layers. Later versions did not save these.
+      config: the config from which the settings of kinds are taken if they were not saved.
+
+    Raises:
+      ConfigError: see `config_from_json`.
+    """
+    earlier = config_from_json({"Model": saved})
+    if not any(f"Model.{field}" in RENAMED for field in saved):
+        model = earlier.model.with_kinds(*config.model.kinds)
+        earlier = dataclasses.replace(earlier, model=model)
+    return model_settings(earlier)
+
+
 def saved_json(config: Config) -> dict[str, dict[str, Any]]:
     """Returns `config_json` without passwords and keys, for files that others may read."""
     return redacted(config_json(config))

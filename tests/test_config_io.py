@@ -18,6 +18,8 @@ from brt.config_io import (
     config_text,
     configs_directory,
     difference,
+    earlier_model_settings,
+    model_settings,
     unknown_name,
 )
 from brt.errors import ConfigError
@@ -52,6 +54,19 @@ def test_json_reads_back_as_the_same_config(config: Config) -> None:
     saved = config_json(config)
     assert json.loads(json.dumps(saved)) == saved
     assert config_from_json(saved) == config
+
+
+def test_the_settings_of_a_model_are_read_from_what_earlier_versions_saved() -> None:
+    """They saved the section Model, in the earliest ones with the settings of kinds of layers."""
+    present = model_settings(UNUSUAL)
+    model = config_json(UNUSUAL)["Model"]
+    assert earlier_model_settings(model, UNUSUAL) == present
+    recurrence = {"recurrent_layers": [-3, 0], "gate": "lstm", "clustered_layers": []}
+    earliest = {k: v for k, v in model.items() if k not in ("unroll", "block", "layer_windows")}
+    earliest |= recurrence | {"layer_unroll": 0, "block_unroll": 0, "layer_kinds": []}
+    assert earlier_model_settings(earliest, UNUSUAL) == present
+    other = earlier_model_settings(earliest | {"gate": "gru", "window": 128}, UNUSUAL)
+    assert {k for k in present if other[k] != present[k]} == {"Recurrence.gate", "Model.window"}
 
 
 def test_fields_that_json_lacks_take_their_defaults() -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,12 +298,18 @@ class Session:
         """
         save(self.memory, path, identity)
 
-    def load(self, path: Path, identity: Mapping[str, object]) -> None:
+    def load(
+        self,
+        path: Path,
+        identity: Mapping[str, object],
+        translate: Callable[[Mapping[str, Any]], Mapping[str, object]] = dict,
+    ) -> None:
         """Continues from a memory that `save` wrote.
 
         Args:
           path: the file.
           identity: description of the present model, which must equal that in the file.
+          translate: returns the present form of a description that an earlier version saved.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
@@ -313,7 +319,7 @@ class Session:
             with untrusted.npz(path) as arrays:
                 saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
                 untrusted.check(saved_identity, {str: object})
-                _check_identity(path, saved_identity, identity)
+                _check_identity(path, translate(saved_identity), identity)
                 stored = [arrays[f"leaf{i}"] for i in range(len(old))]
                 if [array.shape for array in stored] != [leaf.shape for leaf in old]:
                     raise DataError(
@@ -340,12 +346,12 @@ class Session:
 def _check_identity(
     path: Path, saved: Mapping[str, object], identity: Mapping[str, object]
 ) -> None:
-    different = [k for k in identity if saved.get(k) != identity[k]]
+    different = [k for k in {**identity, **saved} if saved.get(k) != identity.get(k)]
     if different:
-        raise DataError(
-            f"{path} belongs to another model: "
-            + ", ".join(f"{k} was {saved.get(k)} and is {identity[k]}" for k in different)
-        )
+        facts = [f"{k} was {saved.get(k)} and is {identity.get(k)}" for k in different[:4]]
+        if len(different) > len(facts):
+            facts.append(f"{len(different) - len(facts)} more")
+        raise DataError(f"{path} belongs to another model: {', '.join(facts)}")
 
 
 def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:

@@ -1,5 +1,6 @@
 """A run that a command trained, in the hands of a program."""
 
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import brt
+from brt.config_io import config_json
 from brt.errors import CheckpointError, ConfigError, DataError
 
 from .conftest import Commands
@@ -40,6 +42,37 @@ def test_memories_are_gone_on_from_as_if_nothing_had_happened(
     np.testing.assert_array_equal(memory.logits, before)
     ids = model.read(np.frombuffer(BOOK.encode(), np.uint8))
     np.testing.assert_allclose(ids.logits, memory.logits, atol=1e-4)
+
+
+def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
+    model: brt.Model, tmp_path: Path
+) -> None:
+    """Earlier versions saved the section Model, in the earliest ones with settings of kinds."""
+    path = tmp_path / "m.npz"
+    memory = model.read("the rain")
+    memory.save(path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    saved = json.loads(str(arrays["identity"]))
+    section = config_json(model.config)["Model"]
+    kinds = {"recurrent_layers": [1], "states": 8, "memorizing_layers": [0]}
+    kinds |= {f"memory_{name}": saved[f"Memorizing.{name}"] for name in ("size", "neighbors")}
+    common = {name: saved[name] for name in ("step", "tokenizer")}
+
+    def loaded(identity: dict) -> brt.Memory:
+        np.savez(path, **arrays | {"identity": np.array(json.dumps(identity))})
+        return model.load_memory(path)
+
+    for identity in (common | {"model": section}, common | {"model": section | kinds}):
+        np.testing.assert_array_equal(loaded(identity).logits, memory.logits)
+    for identity in (
+        saved | {"Recurrence.gate": "gru"},
+        common | {"model": section | kinds | {"gate": "gru"}},
+    ):
+        with pytest.raises(DataError, match="model: Recurrence.gate was gru and is fixed$"):
+            loaded(identity)
+    with pytest.raises(DataError, match=r"another model: .*Model.layers = 'two' must be an int"):
+        loaded(common | {"model": {"layers": "two"}})
 
 
 @pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
