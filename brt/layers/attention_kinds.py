@@ -1,4 +1,6 @@
-"""Attention by the method that `Attention.kind` names; the weights do not depend on the kind."""
+"""Attention of the kind that the setting `Attention.kind` names; all kinds have the same
+parameters.
+"""
 
 import dataclasses
 
@@ -13,8 +15,10 @@ from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
 AUTO = Kernels()
-KEYS_ARE_QUERIES = ("shared_full", "reformer")  # Kinds of attention that use the queries as keys.
-# Kinds that can be causal. In other kinds, later tokens influence what earlier tokens see.
+# These kinds of attention use the queries as keys.
+KEYS_ARE_QUERIES = ("shared_full", "reformer")
+# These kinds of attention can be causal. In all other kinds, later tokens influence which keys an
+# earlier token sees.
 CAUSAL = ("full", "shared_full", "oracle_top_k")
 
 
@@ -33,7 +37,8 @@ def attend(
     bias: Float[Array, "H O"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
-    """Attends from every query to the valid keys; the logits are scale * q.k.
+    """Returns the attention output of every query over the valid keys, by the kind of attention
+    that `config` names; the logits are scale * q.k.
 
     The outputs of an example depend on its own valid tokens and the random key, not on padding or
     on other examples of the batch.
@@ -47,13 +52,13 @@ def attend(
       key: the random key of kinds that draw random numbers (`clustered`, `improved_clustered`,
         `reformer`). Equal keys give equal outputs, so evaluation uses one fixed key.
       dropout: dropout of the weights, whose shape depends on the kind.
-      scale: None stands for K ** -0.5.
+      scale: the factor of the logits; None stands for K ** -0.5.
       queries_valid: False for queries that are padding; None stands for `valid`, if queries and
         keys belong to the same tokens (T = X).
       causal: True hides later tokens.
       bias: the bias of each distance, for `clustered` and `improved_clustered`; see
         `clustered_attention.attend`.
-      kernels: the implementation of each op.
+      kernels: the names of the implementations of ops.
 
     Returns:
       The outputs in the dtype of `values`, with the softmax in float32. Queries that are padding or
@@ -103,15 +108,18 @@ def attend(
 
 
 def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
-    """Returns the settings of the section `Attention` that clustered attention reads."""
+    """Returns those settings of the section `Attention` that clustered attention reads, as the
+    configuration of the op.
+    """
     names = [field.name for field in dataclasses.fields(clustered_attention.ClusteredConfig)]
     return clustered_attention.ClusteredConfig(**{name: getattr(config, name) for name in names})
 
 
 def kind_of_length(config: Attention, length: int) -> str:
-    """Returns the kind for a sequence of `length` tokens: exact below `config.min_length`.
+    """Returns the kind of attention for a sequence of `length` tokens, including padding.
 
-    The length includes padding.
+    Sequences shorter than `config.min_length` have exact attention: "full", or "shared_full" if
+    `config.kind` uses queries as keys. Other sequences have `config.kind`.
     """
     if length >= config.min_length:
         return config.kind

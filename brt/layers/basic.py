@@ -1,5 +1,5 @@
-"""Parameters with names for their axes, initialisers, compute dtype, dropout, and the policies of
-scans and rematerialisation.
+"""Functions that many layers use: creation of parameters whose axes have names, initialisers, the
+compute dtype, dropout, and the choices of unrolling and rematerialisation.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,22 @@ Initializer = Callable[..., Array]
 
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
-# Names of the axes of kernels by head: what they make of the tokens, and what reads the heads.
+# These are the names of the axes of kernels that project vectors to heads, and of kernels that
+# project one or several stacked outputs of heads to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
+# These are the axes of features by head that are not sharded over devices.
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
+# This is the name of the random stream of dropout masks that all blocks of a segment share.
 SHARED = "shared_dropout"
-# Blocks of a recurrence in one iteration on TPUs; with more, only compilation takes longer.
+# On TPUs, one iteration of a recurrence's loop processes this many blocks. A larger number only
+# makes compilation take longer.
 BLOCKS_AT_ONCE = 8
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
-    """Returns the dtype of activations and caches; `auto` is float32 on CPUs and bfloat16
-    elsewhere.
+    """Returns the dtype of activations and caches, `model.dtype`; the setting 'auto' stands for
+    float32 on CPUs and for bfloat16 on other backends.
     """
     if model.dtype == "auto":
         return jnp.dtype(dispatch.policy().dtype)
@@ -39,14 +43,16 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
 
 
 def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
-    """Returns the number of steps of a scan that make one iteration of its loop.
+    """Returns the number of steps of a scan that one iteration of its loop executes, for the
+    argument `unroll` of `jax.lax.scan`.
 
-    Storing the residuals of a loop takes a TPU longer than computing a block.
+    Unrolling makes TPUs faster, because storing the residuals of a loop takes a TPU longer than
+    computing a block.
 
     Args:
-      largest: the setting of the user; 0 takes the number of the backend, which is 1 on GPUs.
+      largest: the user's setting of the largest number; 0 selects the backend's default.
       steps: the number of steps of the scan.
-      on_tpus, on_cpus: the numbers of these backends.
+      on_tpus, on_cpus: the defaults of TPUs and CPUs; the default of GPUs is 1.
     """
     by_backend = dispatch.for_backend(1, tpu=on_tpus, cpu=on_cpus)
     return min(steps, largest or by_backend)
@@ -54,11 +60,12 @@ def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
 
 @jax.custom_vjp
 def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-    """Returns its arguments, tied so that no gradient is propagated below x before the gradients of
-    the parameters are computed.
+    """Returns `params` and x unchanged; the backward pass computes both gradients together.
 
-    Without a loop over layers, a compiler would compute the weight gradients of all layers at the
-    end and keep their inputs in memory until then.
+    An optimization barrier makes the gradient of x, on which all lower layers depend, wait for the
+    gradients of the layer's parameters. If the layers are not in a loop, a compiler would otherwise
+    compute the weight gradients of all layers at the end, and would keep the inputs of all layers
+    in memory until then.
     """
     return params, x
 
@@ -77,7 +84,12 @@ learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
-    """Returns the policy of `nn.remat` for a named choice of what is stored."""
+    """Returns the policy of `nn.remat` for a value of the setting `Model.remat_keep`.
+
+    With "nothing", no results are saved for the backward pass. With "products" and
+    "products_with_weights", the results of all matrix products, or of products with weights only,
+    are saved, and in both cases the outputs of kernels.
+    """
     policies = jax.checkpoint_policies
     if keep == "nothing":
         return policies.nothing_saveable
@@ -90,30 +102,34 @@ def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
 
 
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
-    """Returns a truncated normal initialiser with `variance` over the fan-in, which is the product
-    of the first `inputs` axes.
+    """Returns a truncated normal initialiser whose variance is `variance` divided by the fan-in.
+
+    The fan-in is the product of the sizes of the first `inputs` axes.
     """
     scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
 
     def axes(shape: tuple[int, ...]) -> dict[str, range]:
+        """Returns the input axes and the output axes of a kernel of this shape."""
         return {"in_axis": range(inputs), "out_axis": range(inputs, len(shape))}
 
     return lambda key, shape, dtype: scaling(**axes(shape))(key, shape, dtype)
 
 
 def gate_bias(mean: float) -> Initializer:
-    """Returns a normal initialiser with the standard deviation of the original code."""
+    """Returns a normal initialiser with this mean and the original code's standard deviation,
+    0.1.
+    """
     normal = nn.initializers.normal(0.1)
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)
 
 
 def gate_bias_until(horizon: float, shift: float) -> Initializer:
-    """Returns an initialiser of gate biases with which channels keep a state for 1 to `horizon`
-    blocks (Tallec and Ollivier 2018, eq. 16).
+    """Returns an initialiser of gate biases with which a channel keeps its state for a random
+    number of blocks, from 1 to `horizon` (Tallec and Ollivier 2018, eq. 16).
 
     Args:
-      horizon: largest number of blocks.
-      shift: constant that the gate adds to its bias, so the initialiser subtracts it.
+      horizon: the largest number of blocks.
+      shift: a constant that the gate adds to its bias; the initialiser subtracts this constant.
     """
     return lambda key, shape, dtype: (
         jnp.log(jax.random.uniform(key, shape, dtype, 1.0, horizon)) - shift
@@ -127,27 +143,35 @@ def parameter(
     axes: tuple[str | None, ...],
     init: Initializer | None = None,
 ) -> Array:
-    """Creates a float32 parameter of `module` whose axes have names for sharding, and returns it.
+    """Creates a float32 parameter of `module`, and returns the parameter.
 
     Args:
       module: the module that owns the parameter.
-      name, shape: its name and shape.
-      axes: the name of each axis (`brt.distributed.rules`); None for an axis that is never sharded.
-      init: its initialiser; by default, that of a kernel with one axis of inputs.
+      name, shape: the name and the shape of the parameter.
+      axes: the name of each axis, by which `brt.distributed.rules` shards the parameter; None for
+        an axis that is never sharded.
+      init: the initialiser; None selects `kernel_init()`, for a kernel with one axis of inputs.
     """
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
-    return module.param(name, boxed, shape, jnp.float32)  # Flax returns the array without its box.
+    # The initialiser returns a box with the array and the names of its axes. Flax stores the box,
+    # but returns the array alone.
+    return module.param(name, boxed, shape, jnp.float32)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
-    """Returns the random streams of a train step for Flax: one for dropout, and one for dropout
-    that blocks share when they are read one after the other.
+    """Returns the random keys of a train step by the name of the Flax random stream.
+
+    The stream "dropout" is for ordinary dropout. The stream `SHARED` is for dropout masks that all
+    blocks of a segment share, even if a scan reads the blocks one after the other.
     """
     return {"dropout": key, SHARED: jax.random.fold_in(key, 1)}
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Returns x after inverted dropout; x itself if the rate is 0 or the module is not training."""
+    """Returns x after inverted dropout with the random stream "dropout" of `module`.
+
+    If the rate is 0 or `module.training` is False, x is returned unchanged.
+    """
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)

@@ -34,16 +34,18 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
-    """The cache, and for every centroid its memory of all blocks before the cached one (see
-    `CentroidMemory`).
+    """The cache, and what every centroid remembers of all blocks before the cached block.
+
+    In shapes, C is the number of centroids of a head and R the number of keys that each keeps. The
+    fields after `window` are those of `CentroidMemory`.
 
     Attributes:
-      window: the state of a sliding-window layer.
-      keys: [B, H, C, R, K], as in the cache.
-      values: [B, H, C, R, K].
-      rest: float32 [B, H, C, K].
-      totals: float32 [B, H, C].
-      filled: int32 [B].
+      window: the keys and values of the last block, as in a sliding-window layer.
+      keys: [B, H, C, R, K], the keys that each centroid keeps.
+      values: [B, H, C, R, K], the values of these keys.
+      rest: float32 [B, H, C, K], each centroid's attention output over all other keys.
+      totals: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
+      filled: int32 [B], the number of keys that each centroid keeps.
     """
 
     window: WindowState
@@ -55,6 +57,7 @@ class ClusteredState(NamedTuple):
 
     @property
     def past(self) -> CentroidMemory:
+        """The memory of the centroids, which has all fields but `window`."""
         return CentroidMemory(*self[1:])
 
 
@@ -63,7 +66,9 @@ CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEP
 
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
-    """Returns the state of a clustered layer that has read nothing."""
+    """Returns the state of a clustered layer before the first token, for `batch` rows; `dtype` is
+    the dtype of the cached keys and values.
+    """
     section = model.of(Clustered)
     shape = (
         batch,
@@ -83,16 +88,17 @@ def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> Clustered
 
 
 def clustered_flops(model: Model) -> int:
-    """Returns the FLOPs per token of attention to centroids, to keys that left the window, and to
-    the keys that centroids keep.
+    """Returns the FLOPs per token that a clustered layer has in addition to a sliding-window layer.
 
-    Every centroid attends to a key once, and to the keys that it keeps once per block.
+    A token's query is multiplied with all centroids of its head, with the keys that left the
+    window, and with the keys that its centroid keeps. Every centroid attends once to each key of
+    the past, and once per block to the keys that it keeps.
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
-    left = (
-        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
-    )  # The mean over the places of a block.
+    # `left` is the number of keys of the previous block that have left a token's window, averaged
+    # over the tokens of a block.
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
     reading = attention // 2 * section.clusters + attention * (left + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return reading + taking_in
@@ -101,9 +107,10 @@ def clustered_flops(model: Model) -> int:
 class ClusteredLayer(nn.Module):
     """A layer of causal clustered attention.
 
-    It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
-    those of the previous block, and to older ones as far as the centroids of their heads keep them.
-    For learned positions, all these keys have the distance of the window's farthest key.
+    A token attends to its window as in a sliding-window layer, and also to keys that left the
+    window. Of these, the keys of the previous block are read exactly. Older keys are read through
+    the token's centroid, which keeps some of them and the sum of the others. Learned position
+    biases treat all keys that left the window like the farthest key of the window.
     """
 
     model: Model
@@ -116,8 +123,9 @@ class ClusteredLayer(nn.Module):
         self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
         )
-        # Centroids are initialised like queries: about unit vectors if queries are normalised,
-        # otherwise with entries of unit variance. They share the learned scale of the queries.
+        # Centroids are initialised with the distribution of queries: about unit vectors if queries
+        # are normalised, otherwise vectors whose entries have variance 1. The centroids are
+        # multiplied by the learned scale of the queries.
         spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),
@@ -144,8 +152,11 @@ class ClusteredLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment in two phases: first the centroid memories of all blocks, then the tokens
-        of all blocks.
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        The centroids' memories of all blocks are computed first. Then the tokens of all blocks
+        attend at once. `feedback` has the keys and values of recurrent states that the tokens also
+        attend to, or is None.
         """
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
@@ -161,6 +172,9 @@ class ClusteredLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
+            """Returns the attention output over all earlier tokens; `part` is the result of
+            attention to the window.
+            """
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.attend_to_self, implementation=implementation,
@@ -170,7 +184,7 @@ class ClusteredLayer(nn.Module):
         return LayerOutput(y, ClusteredState(window, *past))
 
     def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
-        """Returns an empty open block behind `state`."""
+        """Returns, as the state of the output, an open block without tokens."""
         return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
 
     def decode_step(
@@ -183,7 +197,9 @@ class ClusteredLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token; the centroid memory does not change. Returns output and open block."""
+        """Reads one token and returns the token's output and the open block with the token's key
+        and value. The memory of the centroids does not change.
+        """
         mix = self._mix_step(state, position)
         return LayerOutput(
             *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
@@ -195,6 +211,9 @@ class ClusteredLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B 1 H K"], part: AttentionPart
         ) -> Float[Array, "B 1 H K"]:
+            """Returns the attention output of one token over all earlier tokens; `part` is the
+            result of attention to the window.
+            """
             return causal_clustered_attention_step(
                 queries, part, self.tokens.unit_keys(window.keys), window.values,
                 cache_is_readable(m, window), position,
@@ -207,8 +226,8 @@ class ClusteredLayer(nn.Module):
     def end_block(
         self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block: its keys and values become the window, and those of
-        the previous window enter the memory of the centroids.
+        """Returns the layer's state after a full block. The block becomes the cache, and the block
+        that was the cache enters the memory of the centroids.
         """
         keys = self.tokens.unit_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))

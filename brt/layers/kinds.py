@@ -1,7 +1,7 @@
 """The registry of kinds of layers.
 
-A kind is a module and its `LayerKind`, registered by `register_kind`; nothing else distinguishes
-kinds.
+A kind of layer consists of a Flax module and a `LayerKind` that describes the module. The function
+`register_kind` adds a kind to the registry. The rest of brt handles all kinds in the same way.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -36,52 +36,61 @@ from brt.layers.window import WindowLayer
 class LayerKind(NamedTuple):
     """Everything that the rest of brt knows about a kind of layer.
 
-    Its module has the fields `model`, `training` and `kernels`, and four methods, which return a
-    `LayerOutput`. The first method reads a segment; the other three do the same for one block,
-    token by token:
+    The module of a kind has the fields `model`, `training` and `kernels`, and four methods, each of
+    which returns a `LayerOutput`. The first method reads a segment of N blocks. The other three
+    methods together read one block token by token, with the same result:
 
       __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state, taps)
       begin_block(None, state, document_start [B] or None, model_state, summaries=None)
       decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries=None)
       end_block(None, state, block, model_state, summaries)
 
-    All arguments but x are keywords, and every kind gets all of them: a module names those that it
-    uses and takes the others as `**_`. `begin_block` and `decode_step` return the open block in the
-    place of the state. A layer may change its open block with every token, so that a recurrence
-    over tokens keeps its state there.
+    All arguments but x are passed by keyword, and every kind gets all of them. A module declares
+    the keywords that it uses and takes the others as `**_`. An open block has the data of a block
+    whose tokens are read one by one. `begin_block` and `decode_step` return the open block in the
+    field `state` of their output. A layer may change its open block with every token, so a
+    recurrence over tokens keeps its state in the open block.
 
       x: vectors of tokens.
       state: the state of the layer before the segment or the block.
-      document_start: True where a block is the first of a document, where the layer forgets.
-      feedback: the keys and values of the states that the highest recurrent layer shows to all
-        layers (`StateKV`), or None.
-      summaries: summaries [B, N, U, D] of the blocks by the layer below, or None.
-      model_state: what the layer has learned without gradients; () for kinds without it. Only
-        `__call__` returns the next one, in `LayerAux`.
+      document_start: True where a block is the first block of a document. The layer must not use
+        anything from before such a block.
+      feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
+        all layers attend if `Model.feedback` is set; otherwise None.
+      summaries: the summaries [B, N, U, D] of the blocks that the layer below computed, or None.
+      model_state: statistics that the layer learns without gradients, such as centroids; () for
+        kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
       taps: accumulators of deferred weight gradients for a single block, or None.
       block: the open block.
       position: int32, the place of the token in its block.
 
     Attributes:
-      new_state: (model, batch, dtype) -> the state of a layer that has read nothing, with the batch
-        on axis 0.
-      axes: (model) -> the names of the axes of the arrays of a state (`brt.distributed.rules`).
-      parts: the fields of the state that make its "cache", its "state" or its "memory", each in
-        one part: what can be ablated or exchanged by itself.
-      flops: of a token, forward, of what the kind adds to a sliding-window layer.
-      section: the kind's section of settings, which also places its layers; None only for
-        sliding windows, which are all layers that no section places.
-      recurs: whether it carries state vectors, `state.vectors` [B, S, D], and its open block
-        shows them as `memory`: what probes look at, and what Model.feedback shows to others.
-      loops: whether it goes block by block through a segment: its gradients then need all that
-        it made on the way, which others compute again where that is quicker than to keep it.
-      summaries: (model) -> the number of vectors in which a layer summarises a block for the
-        layer above; None if the kind neither reads nor makes summaries.
-      taps: (model, parameters of a run, blocks, lanes) -> accumulators of the weight gradients that
-        are computed after a scan over blocks (`brt.ops.deferred`), with blocks on axis 0 and layers
-        on axis 1; None if the kind defers none.
-      new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
-      settle: (model, model_state) -> the next step's, of what a step's parts have made of it.
+      module: the Flax module of a layer.
+      new_state: a function (model, batch, dtype) that returns the state of a layer that has read
+        nothing, with the batch on axis 0.
+      axes: a function (model) that returns a state whose fields are the names of the axes of the
+        state's arrays (`brt.distributed.rules`).
+      parts: the names of the state's fields that belong to the part "cache", "state" or "memory".
+        Evaluation can reset or exchange each part separately. A field belongs to at most one part.
+      flops: a function (model) that returns the FLOPs per token of a forward pass that a layer has
+        in addition to those of a sliding-window layer.
+      section: the kind's section of settings, which also lists the indices of the kind's layers.
+        None for sliding windows: all layers that no section lists are sliding-window layers.
+      recurs: True if the layer carries state vectors, in the field `vectors` [B, S, D] of the
+        state, and if its open block has the keys and values of these vectors in the field `memory`.
+        Probes examine the vectors, and with `Model.feedback` all layers attend to them.
+      loops: True if the layer scans over the blocks of a segment. The results of such a layer are
+        stored for its backward pass. Results of other layers are recomputed in the backward pass on
+        backends where this is faster.
+      summaries: a function (model) that returns the number of vectors in which a layer summarises a
+        block for the layer above; None if layers of the kind neither read nor compute summaries.
+      taps: a function (model, parameters of a run, blocks, lanes) that returns accumulators of the
+        weight gradients that are computed after a scan over blocks (`brt.ops.deferred`), with
+        blocks on axis 0 and layers on axis 1; None if the kind has no such gradients.
+      new_model_state: a function (model) that returns the model state of a layer at step 0; None if
+        the kind has no model state.
+      settle: a function (model, model_state) that returns the model state for the next train step,
+        from the model state that the calls of this step have returned.
     """
 
     module: type[nn.Module]
@@ -102,10 +111,10 @@ KINDS: dict[str, LayerKind] = {}
 
 
 def register_kind(name: str, kind: LayerKind) -> None:
-    """Makes a kind of layer known under a name.
+    """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: the name of the kind or of its section is taken.
+      ConfigError: another kind or section already has this name.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
@@ -154,10 +163,10 @@ register_kind(
 
 
 def of(name: str) -> LayerKind:
-    """Returns the kind of that name.
+    """Returns the registered kind of layer with the given name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: no kind has this name.
     """
     if name not in KINDS:
         raise ConfigError(
@@ -169,9 +178,10 @@ def of(name: str) -> LayerKind:
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
-    """Returns the state of a layer with the named parts taken from `donor`.
+    """Returns the layer's state, in which the named parts are taken from the state `donor`.
 
-    Names that are not among the parts of the kind are ignored.
+    The parts are "cache", "state" and "memory" (see `LayerKind.parts`). Names of parts that the
+    kind does not have are ignored.
     """
     names = {field for part in parts for field in kind.parts.get(part, ())}
     return state._replace(**{name: getattr(donor, name) for name in names & {*state._fields}})

@@ -49,8 +49,9 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
-# Size of the states of a lane from which a CPU loses more time by copying them in a loop than by
-# compiling unrolled blocks.
+# If the states of a lane (a row of the batch) have at least this many numbers, the scan over blocks
+# is unrolled on CPUs. Copying such large states in every iteration takes longer than unrolled code
+# takes to compile.
 _LARGE_STATES = 1 << 15
 
 
@@ -58,8 +59,8 @@ class RecurrentState(NamedTuple):
     """The cache and the recurrent states of a layer.
 
     Attributes:
-      window: the state of a sliding-window layer.
-      vectors: state vectors, float32 [B, S, D].
+      window: the keys and values of the last block, as in a sliding-window layer.
+      vectors: float32 [B, S, D], the S state vectors of each lane (row of the batch).
       valid: bool [B], False where the learned initial states are used instead of `vectors`.
     """
 
@@ -69,19 +70,23 @@ class RecurrentState(NamedTuple):
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns the names of the axes of the arrays of a state."""
+    """Returns a `RecurrentState` that has, for each array, the names of the array's axes."""
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """Returns the state of a recurrent layer that has read nothing."""
+    """Returns the state of a recurrent layer before the first token, for `batch` lanes; `dtype` is
+    the dtype of the cache.
+    """
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
 
 
 def state_update_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the state update: projections, both attentions and gates."""
+    """Returns the FLOPs per token of the state update: the projections, the attention to states and
+    to tokens, the MLP and the gates.
+    """
     section = model.of(Recurrence)
     m, width = model, model.heads * model.head_dim
     flops = 4 * 2 * m.model_dim * width + 4 * width * (section.states + 2 * m.window)
@@ -110,7 +115,12 @@ def _first_keeps(model: Model) -> nn.initializers.Initializer:
 
 
 class StateCell(nn.Module):
-    """The weights of the state update, and the initial states of a document."""
+    """Owner of the parameters of the state update.
+
+    Attributes:
+      initial: [S, D], the learned states at the start of a document.
+      weights: the weights of the state update, a `CellWeights`.
+    """
 
     model: Model
 
@@ -141,9 +151,8 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
         if section.gate_layout == "single":
-            return self._mlp(
-                weights, attended, WHOLE_HEADS
-            )  # The heads of its inputs are not sharded.
+            # The heads that this MLP reads are not sharded.
+            return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
                 self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
@@ -178,10 +187,14 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
+            """Creates a bias of the gate whose name contains `part`; with `keeps`, the initial
+            value makes the gate keep the states.
+            """
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
+            """Creates a kernel of the gate whose name contains `part`."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)
@@ -196,8 +209,12 @@ class StateCell(nn.Module):
 
 
 class RecurrentTaps(NamedTuple):
-    """Accumulators of the deferred weight gradients of a `RecurrentLayer`; `cell` holds those of
-    `state_scan`.
+    """Accumulators of the weight gradients of a `RecurrentLayer` that are computed after a scan
+    over blocks.
+
+    Attributes:
+      tokens: accumulators for the weights that process tokens.
+      cell: accumulators for the weights of the state update, as `state_scan` takes them.
     """
 
     tokens: TokenTaps = NO_TAPS
@@ -210,7 +227,14 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Returns the accumulators for the blocks of a segment (axis 0), separately for each layer."""
+    """Returns accumulators of deferred weight gradients for the layers of a run.
+
+    Args:
+      model: the settings of the model.
+      params: the parameters of the run, stacked by layer.
+      blocks: the number of blocks of a segment, which is axis 0 of the accumulators.
+      lanes: the number of lanes (rows of the batch).
+    """
     section = model.of(Recurrence)
     cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
     scales = dict.fromkeys(("scale", "cross_scale"))
@@ -222,7 +246,11 @@ def recurrent_taps(
 
 
 class RecurrentLayer(nn.Module):
-    """A block-recurrent layer."""
+    """A block-recurrent layer (Block-Recurrent Transformers, section 3).
+
+    Tokens attend to their window and to the state vectors before their block. The states are
+    updated once per block, by attention to the states and to the block's tokens.
+    """
 
     model: Model
     training: bool = False
@@ -261,16 +289,21 @@ class RecurrentLayer(nn.Module):
         taps: RecurrentTaps | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment in two phases: first the states of all blocks, then the tokens of all
-        blocks.
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        The states of all blocks are computed first. Then the tokens of all blocks attend at once.
 
         Args:
-          taps: accumulators of deferred weight gradients; the segment then has one block.
+          x: vectors of the tokens of a segment with N blocks.
+          state: the state before the segment.
+          document_start: True where a block is the first of a document.
+          taps: accumulators of deferred weight gradients, for segments of one block; or None.
         """
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
-        replicated = ("lanes", None, "heads", None)  # Every device holds all tokens.
+        # The axis of tokens has no name here, so every device holds the tokens of all blocks.
+        replicated = ("lanes", None, "heads", None)
         keys, values = (constrain(z, *replicated) for z in (projections.keys, projections.values))
         on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
@@ -293,7 +326,9 @@ class RecurrentLayer(nn.Module):
         document_start: Bool[Array, " B"] | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Returns an empty open block, with the keys and values of the recurrent states."""
+        """Returns, as the state of the output, an open block without tokens. The open block has the
+        keys and values of the recurrent states.
+        """
         vectors = self._vectors(state, document_start)
         memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
@@ -310,14 +345,18 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token; the states do not change. Returns the output and the open block."""
+        """Reads one token and returns the token's output and the open block with the token's key
+        and value. The recurrent states do not change.
+        """
         attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
         return LayerOutput(*attended)
 
     def end_block(
         self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block, which the recurrent states have attended to."""
+        """Returns the layer's state after a full block: the recurrent states are updated by
+        attention to the block, and the block becomes the cache.
+        """
         window = state.window
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)

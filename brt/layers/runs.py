@@ -1,4 +1,7 @@
-"""Runs of neighbouring layers of one kind, which a scan reads, and the states of all runs."""
+"""Runs, which are neighbouring layers of one kind, and the states of all runs of a model.
+
+The parameters and states of the layers of a run are stacked, so that a scan calls the layers.
+"""
 
 from collections.abc import Collection, Mapping
 from itertools import groupby
@@ -15,10 +18,13 @@ from brt.layers import kinds
 from brt.layers.kinds import LayerKind
 from brt.layers.state import LayerState
 
-# One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
+# The states of all layers: a tuple with an entry for each run. Arrays have the batch on axis 0 and
+# the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
+# The open blocks of all layers have the same form as their states.
 StackBlock = tuple[PyTree[Array], ...]
-# Of the runs that have one, by name; the layers of the run on axis 0.
+# The model states (statistics that layers learn without gradients) by the name of the run, for runs
+# of kinds with a model state. Arrays have the layers of the run on axis 0.
 ModelState = Mapping[str, PyTree[Array]]
 
 
@@ -26,12 +32,11 @@ class Run(NamedTuple):
     """Neighbouring layers of one kind with one window, whose parameters are stacked on axis 0.
 
     Attributes:
-      name: the name of the run among the parameters, such as `window_0`: its kind and the index of
-        its first layer.
+      name: the name of the run among the parameters, such as `window_0`. The name consists of the
+        kind and the index of the run's first layer.
       kind: the name of the kind.
       layers: the number of layers.
-      model: the settings of the model as these layers see them: `window` is the window of these
-        layers.
+      model: the settings of the model, with `model.window` set to the window of this run's layers.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Run(NamedTuple):
 
     @property
     def layer_kind(self) -> LayerKind:
+        """The `LayerKind` of the run's layers."""
         return kinds.of(self.kind)
 
 
@@ -48,8 +54,8 @@ def runs(model: Model) -> list[Run]:
     """Returns the runs of the model, the lowest first.
 
     Raises:
-      ConfigError: a kind does not exist, or Model.feedback is set and no layer has states to feed
-        back.
+      ConfigError: a kind does not exist, or Model.feedback is set although no layer has recurrent
+        states.
     """
     recurs = [kinds.of(kind).recurs for kind in model.layer_types]
     check(
@@ -65,9 +71,13 @@ def runs(model: Model) -> list[Run]:
 
 
 def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
-    """Returns the state of a stack that has read nothing."""
+    """Returns the states of all layers before the first token, for `batch` rows.
+
+    The caches and activations have the given dtype.
+    """
 
     def stacked(run: Run) -> LayerState:
+        """Returns the states of the run's layers, stacked on axis 1."""
         layer = run.layer_kind.new_state(run.model, batch, dtype)
         return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], run.layers, axis=1), layer)
 
@@ -75,9 +85,10 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
 
 
 def state_axes(model: Model) -> StackState:
-    """Returns the names of the axes of a stack's state, for sharding."""
+    """Returns the names of the axes of each array of a `StackState`, for sharding."""
 
     def stacked(leaf: Names) -> Names:
+        """Returns the names of an array's axes with the axis of layers inserted at 1."""
         return (*leaf[:1], "layers", *leaf[1:])
 
     axes = (run.layer_kind.axes(run.model) for run in runs(model))
@@ -89,7 +100,7 @@ def _is_names(leaf: Any) -> bool:
 
 
 def new_model_state(model: Model) -> ModelState:
-    """Returns what the layers learn without gradients, at step 0."""
+    """Returns the initial model state: the statistics that layers learn without gradients."""
     result = {}
     for run in runs(model):
         if (new := run.layer_kind.new_model_state) is not None:
@@ -102,7 +113,10 @@ def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
 
 
 def settled(model: Model, model_state: ModelState) -> ModelState:
-    """Returns the model state of the next step (see `LayerKind.settle`)."""
+    """Returns the model state for the next train step, from the model state after this step.
+
+    `LayerKind.settle` of each run's kind computes the result.
+    """
     by_name = {run.name: run for run in runs(model)}
     return {
         name: by_name[name].layer_kind.settle(by_name[name].model, own)
@@ -111,14 +125,18 @@ def settled(model: Model, model_state: ModelState) -> ModelState:
 
 
 def parts(model: Model) -> set[str]:
-    """Returns the parts that the state of a model consists of: "cache", "state", "memory"."""
+    """Returns the names of the parts that the layers' states have, a subset of "cache", "state" and
+    "memory" (see `LayerKind.parts`).
+    """
     return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
 
 
 def replace_parts(
     model: Model, state: StackState, donor: StackState, replaced: Collection[str]
 ) -> StackState:
-    """Returns `state` with the parts named in `replaced` taken from `donor`."""
+    """Returns `state`, in which the parts named in `replaced` ("cache", "state", "memory") are
+    taken from the state `donor`.
+    """
     triples = zip(runs(model), state, donor, strict=True)
     return tuple(
         kinds.replace_parts(run.layer_kind, own, other, replaced) for run, own, other in triples

@@ -1,4 +1,8 @@
-"""How the layers of a run are read by a scan: unrolled, rematerialised, and tied."""
+"""A scan over the stacked layers of a run (neighbouring layers of one kind).
+
+This module chooses how far the scan is unrolled, what is rematerialised, and whether a layer's
+weight gradients must be computed before the backward pass of the layers below (`learned_at_once`).
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,13 +17,17 @@ from brt.layers.runs import Run
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
 
-_CPU_LAYERS = 6  # On CPUs, a loop over more layers saves compile time.
+# On CPUs, runs of at most this many layers are unrolled. For more layers, a loop is used, because
+# unrolled layers would take long to compile.
+_CPU_LAYERS = 6
 
 
 class Stream(NamedTuple):
-    """What layers hand to the layer above: vectors of tokens, and summaries of N blocks.
+    """The arrays that a layer passes to the layer above.
 
-    Either is None where it does not exist (see `brt.layers.state.LayerOutput`).
+    Attributes:
+      x: the vectors of the tokens; None in methods that read no tokens, such as `begin_block`.
+      summaries: U vectors that summarise each of N blocks; None in models without summaries.
     """
 
     x: Float[Array, "B T D"] | None
@@ -27,7 +35,9 @@ class Stream(NamedTuple):
 
 
 def defers_gradients() -> bool:
-    """Returns True on accelerators, which compute weight gradients of loops after the loop."""
+    """Returns True if the backend computes the weight gradients of a loop over blocks after the
+    loop; accelerators do so.
+    """
     return dispatch.policy().defers_gradients
 
 
@@ -36,19 +46,20 @@ def scan_layers(
     each: Mapping[str, PyTree[Array]], shared: Mapping[str, Any], model_state: PyTree[Array] = (),
     taps: PyTree[Array] = None, axis: int = 1, ties: bool = True,
 ) -> LayerOutput:  # fmt: skip
-    """Calls a method of all layers of one run by a scan over them, whose carry is the stream.
+    """Calls a method of all layers of one run, from the lowest to the highest, by a scan.
 
     Args:
       layers: the module of the layers of the run.
       run: the run.
       method: `__call__`, `begin_block`, `decode_step` or `end_block`.
-      stream: what the lowest layer reads.
-      each: keyword arguments with the layers on `axis` of every array.
+      stream: the inputs of the run's lowest layer.
+      each: keyword arguments that differ between layers; every array has the layers on `axis`.
       shared: keyword arguments that are the same for all layers.
       model_state: the model state, with the layers on axis 0; () for kinds without one.
       taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
       axis: the axis of layers in `each` and in the states that are returned.
-      ties: False while parameters are initialised.
+      ties: True if `learned_at_once` may order the gradients; False while parameters are
+        initialised.
 
     Returns:
       The output of the highest layer, the states of all layers with the layers on `axis`, and
@@ -62,6 +73,7 @@ def scan_layers(
     def layer(
         module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, shared: Any
     ) -> tuple[Stream, tuple[Any, LayerAux]]:
+        """Calls one layer; returns the stream for the layer above, the state and the aux output."""
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
         if whole:
             inputs["taps"] = taps
@@ -71,7 +83,8 @@ def scan_layers(
         return Stream(output.x, summaries), (output.state, output.aux)
 
     if whole and (keep := _saved_for_backward(run)):
-        # Without a loop between the passes, common subexpressions would undo rematerialisation.
+        # If the scan is unrolled completely, XLA could merge the recomputed operations with the
+        # equal operations of the forward pass. `prevent_cse` prevents this.
         layer = nn.remat(layer, prevent_cse=no_loop, policy=remat_policy(keep))
     scan = nn.scan(
         layer,
@@ -82,7 +95,8 @@ def scan_layers(
         length=run.layers,
         unroll=at_once,
         metadata_params={nn.PARTITION_NAME: "layers"},
-        check_constancy_invariants=False,  # The check would trace every layer twice.
+        # Flax's check of constant variables is turned off, because it traces every layer twice.
+        check_constancy_invariants=False,
     )
     stream, (state, aux) = scan(layers, stream, each, model_state, taps, shared)
     return LayerOutput(stream.x, state, aux, stream.summaries)
@@ -116,11 +130,13 @@ def _call_tied(
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
+        """Returns the parameters after `learned_at_once`, and stores the layer's tied inputs."""
         params, x_tied = learned_at_once(params, (x, inputs["summaries"]))
         tied.append(x_tied)
         return params
 
     def call(module: nn.Module) -> LayerOutput:
+        """Calls the method of the layer with the tied inputs."""
         x_tied, summaries = tied[-1]
         return _call(module, method, x_tied, {**inputs, "summaries": summaries})
 

@@ -1,4 +1,4 @@
-"""Settings of the kinds of layers of the papers: recurrent and clustered layers."""
+"""Sections of settings of two kinds of layers: recurrent layers and clustered layers."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -17,25 +17,27 @@ class Recurrence(KindSection):
 
     kind: ClassVar[str] = "recurrent"
 
-    # Indices of the recurrent layers, counted from 0; -3 is the third last layer.
+    # The layers with these indices are recurrent. Index 0 is the lowest layer, and -3 is the third
+    # layer from the top.
     layers: tuple[int, ...] = adaptable(())
-    states: int = adaptable(512)  # Number of state vectors of a layer.
-    # Standard deviation of the initial identities: vectors that tell the states apart and are added
-    # to the normalised states.
+    states: int = adaptable(512)  # A layer has this many state vectors.
+    # Each state has a learned identity, a vector that is added to the normalised state and tells
+    # the states apart. This is the standard deviation of the initial identities.
     id_init: float = adaptable(1.0)
-    # Kind of gate that decides how much of a state is kept: a learned constant (fixed), or computed
-    # from the update as in an LSTM or a GRU.
+    # A gate decides how much of a state is kept. The gate is a learned constant (fixed), or is
+    # computed from the update as in an LSTM (lstm) or a GRU (gru).
     gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")
-    # Where the gates stand: after attention and after an MLP (dual), once after both (single), or
-    # after attention without an MLP (skip).
+    # The layout says where the gates are: one after attention and one after an MLP (dual), one
+    # after both together (single), or one after attention without an MLP (skip).
     gate_layout: Literal["dual", "single", "skip"] = adaptable("skip")
-    # Mean of the gate's initial bias. With a value above 0, states are kept longer at first.
+    # This is the mean of the gate's initial bias. With a value above 0, states are kept longer at
+    # the start of training.
     gate_bias: float = adaptable(0.0)
-    # Largest number of blocks for which a channel keeps its state at first; the channels are spread
-    # from 1 block to this number (chrono initialisation). 0 uses gate_bias for all channels.
+    # At the start of training, a channel keeps its state for a number of blocks that is drawn
+    # between 1 and this number (chrono initialisation). 0 uses gate_bias for all channels instead.
     gate_horizon: float = adaptable(0.0)
-    # Which gates bound their update by tanh: those of the single layout, as in the original code,
-    # or those of kind lstm, as in the paper.
+    # The gates of the single layout bound their update by tanh (original, as in the original code),
+    # or the gates of kind lstm do so (paper, as in the paper).
     gate_tanh: Literal["original", "paper"] = adaptable("original")
 
     def __post_init__(self) -> None:
@@ -60,11 +62,11 @@ class Clustered(KindSection):
 
     kind: ClassVar[str] = "clustered"
 
-    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
-    clusters: int = adaptable(64)  # Number of clusters of queries per head.
-    # Number of keys of the past that each centroid keeps; all others are summed up.
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    clusters: int = adaptable(64)  # The queries of a head are divided into this many clusters.
+    # Each centroid keeps this many keys of the past, and a weighted sum of all other keys' values.
     top_k: int = adaptable(16)
-    # True corrects attention to the sums for the variance of queries around their centroid.
+    # True corrects the attention to these sums for the variance of queries around their centroid.
     jensen: bool = adaptable(True)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,9 @@ class Clustered(KindSection):
         check_positive(self, "clusters", "top_k")
 
     def check_model(self, model: Model) -> None:
-        """Refuses rotary positions and models without a cache."""
+        """Raises ConfigError if there are clustered layers and the model has rotary positions or no
+        cache.
+        """
         check(
             not self.layers or model.positions != "rotary",
             "Model.positions = 'rotary' rotates the queries that Clustered.layers = "

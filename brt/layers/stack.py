@@ -36,7 +36,11 @@ class StackOutput(NamedTuple):
 
 
 class Stack(nn.Module):
-    """All layers of a model (see `brt.layers.runs`)."""
+    """All layers of a decoder, in runs of neighbouring layers of one kind (`brt.layers.runs`).
+
+    `__call__` reads a segment. `begin_block`, `decode_step` and `end_block` read a block token by
+    token, with the same result.
+    """
 
     model: Model
     training: bool = False
@@ -83,7 +87,14 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        """Reads a segment."""
+        """Reads a segment of N blocks through all layers.
+
+        Args:
+          x: the embedded tokens of the segment.
+          state: the states of all runs before the segment.
+          document_start: True where a block is the first of a document.
+          model_state: the model state of the runs, which layers learn without gradients.
+        """
         read = self._block_by_block if self.model.feedback else self._layer_by_layer
         return read(x, state, document_start, model_state)
 
@@ -135,9 +146,12 @@ class Stack(nn.Module):
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
             unroll=unrolled(self.model.unroll, document_start.shape[1], BLOCKS_AT_ONCE),
-            check_constancy_invariants=self.is_initializing(),  # Parameters need a second trace.
+            # Flax's check of constant variables traces the function twice, which only the
+            # initialisation of parameters needs.
+            check_constancy_invariants=self.is_initializing(),
         )
-        x = constrain(x, "lanes", None, None)  # Blocks are read in turn: all devices hold all.
+        # The blocks are read one after the other, so every device holds the tokens of all blocks.
+        x = constrain(x, "lanes", None, None)
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
         below, taps = _swap_lanes_and_layers(state[:serial]), self._taps(*blocks.shape[:2])
         carry = below, model_state
@@ -183,7 +197,10 @@ class Stack(nn.Module):
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
-        """Returns empty open blocks behind `state`, which `decode_step` fills."""
+        """Returns open blocks without tokens for all runs, which `decode_step` fills.
+
+        `state` has the states of all runs before the block.
+        """
         return tuple(
             self._scan(
                 run, "begin_block", Stream(None), model_state, each={"state": own},
@@ -200,7 +217,18 @@ class Stack(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
-        """Reads one token and returns its output vector and the open blocks of all runs."""
+        """Reads one token through all layers.
+
+        Args:
+          x: the embedded token of each row.
+          state: the states of all runs before the block.
+          block: the open blocks of all runs, which have the block's tokens so far.
+          position: the index of the token in its block.
+          model_state: the model state of the runs.
+
+        Returns:
+          The output vector of the highest layer, and the open blocks with the token added.
+        """
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
@@ -210,14 +238,17 @@ class Stack(nn.Module):
             )  # fmt: skip
             stream = Stream(output.x)
             after.append(output.state)
-        assert stream.x is not None  # There is at least one run.
+        # Every model has at least one run, and `decode_step` of each run returns a vector.
+        assert stream.x is not None
         return stream.x, tuple(after)
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """Returns the state after full blocks. Summaries of the blocks travel up
-        the layers here.
+        """Returns the states of all runs after their open blocks are full.
+
+        In models with summaries, each layer passes the block's summaries to the layer above in this
+        method.
         """
         lanes = len(jax.tree.leaves(state)[0])
         stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []

@@ -1,7 +1,8 @@
-"""Kinds of memory that none of the three papers is about, a folder each.
+"""Kinds of layers with a memory that are not from the three papers that brt implements.
 
-A folder contains the kind's section, layer, state and FLOPs, and registers the kind as a user's
-own file would. Importing this package registers all of them.
+Each kind has a folder with the kind's section of settings, its layer, the layer's state and its
+FLOPs. The folder registers the kind in the same way as a user's own file would. Importing this
+package registers all these kinds.
 """
 
 from brt.memories.compressive import Compressive as Compressive

@@ -1,4 +1,4 @@
-"""Memories of the last tokens of a document."""
+"""A function for layers whose memory has the last tokens of a document."""
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,18 @@ from jaxtyping import Array, Bool, Int
 def tokens_before(
     length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
 ) -> Int[Array, "B N+1"]:
-    """Returns how many tokens of its document each block finds in a memory of `size` tokens.
+    """Returns the number of tokens in a memory that belong to the same document as each block.
+
+    The memory has the last `size` tokens before a block.
 
     Args:
-      length: tokens of the document in the memory before the first block.
-      document_start: whether a document starts with block n.
-      window: tokens in a block.
-      size: tokens in the memory.
+      length: the number of tokens of the current document in the memory before the first block.
+      document_start: True where a document starts with block n.
+      window: the number of tokens of a block.
+      size: the number of tokens of the memory.
 
     Returns:
-      The number of tokens for every block, and in the last column for the block after them.
+      The number of tokens for each of N blocks and, in the last column, for the block after them.
     """
     blocks = jnp.arange(document_start.shape[1] + 1)[None]
     starts = jnp.pad(document_start, ((0, 0), (0, 1)))

@@ -1,1 +1,1 @@
-"""Layers of bidirectional encoders; with norms after the sub-layers, they are RoBERTa's."""
+"""Inputs and heads of bidirectional encoders such as RoBERTa."""

@@ -1,4 +1,6 @@
-"""Heads of encoders: for each task, a small module named `head` that reads the hidden vectors."""
+"""Heads of encoders: small modules, one for each task, that map the encoder's hidden vectors to
+logits. An encoder has one head, whose parameters have the name `head`.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from brt.layers.transformer.mlp import activated
 
 
 class Ctc(nn.Module):
-    """`out` [D, V + 1]: logits of connectionist temporal classification; the last one
-    is the blank.
+    """The head for speech recognition by connectionist temporal classification (CTC).
+
+    The linear layer `out` [D, V + 1] gives each position a logit for each of V tokens and for the
+    blank, which is the last class.
     """
 
     model: Encoder
@@ -30,7 +34,11 @@ class Ctc(nn.Module):
 
 
 class Classification(nn.Module):
-    """RoBERTa's head for whole sequences, which reads the first token: `dense`, tanh, `out`."""
+    """The head for classification of sequences, as in RoBERTa.
+
+    The hidden vector of the first token passes through the linear layer `dense` [D, D], tanh, and
+    the linear layer `out` [D, C] for C classes.
+    """
 
     model: Encoder
     training: bool = False
@@ -43,7 +51,7 @@ class Classification(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B C"]:
-        """Returns the float32 logits of the classes."""
+        """Returns the float32 logits of the C classes for each sequence."""
         rate = self.model.dropout
         x = jnp.tanh(self.dense(dropout(self, hidden[:, 0], rate)))
         return self.out(dropout(self, x, rate)).astype(jnp.float32)
@@ -63,17 +71,20 @@ class Spans(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T 2"]:
-        """Returns the float32 logits of start and end over T positions; padding has the lowest
-        number.
+        """Returns the float32 logits of each position for being the start and the end of the
+        answer. Padding has the lowest finite number.
         """
         logits = self.out(hidden).astype(jnp.float32)
         return jnp.where(valid[..., None], logits, jnp.finfo(jnp.float32).min)
 
 
 class MaskedLanguageModel(nn.Module):
-    """RoBERTa's head: `dense`, the activation, `norm`, then the embedding and `logits_bias` [V].
+    """The head for masked language modeling, as in RoBERTa.
 
-    `brt.models.encoder.readout` computes the logits, so that they need not exist all at once.
+    The hidden vectors pass through the linear layer `dense`, the activation and `norm`. The logits
+    are the products of the result with the token embeddings, plus `logits_bias` [V]. The loss
+    computes the logits in chunks from `brt.models.encoder.readout`, because the logits of all
+    positions would need much memory.
     """
 
     model: Encoder
@@ -88,5 +99,7 @@ class MaskedLanguageModel(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Returns vectors whose products with the embedding are the logits."""
+        """Returns the vectors whose products with the token embeddings, plus `logits_bias`, are the
+        logits.
+        """
         return self.norm(activated(self.model.activation, self.dense(hidden)))

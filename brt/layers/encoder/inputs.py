@@ -1,5 +1,5 @@
-"""The input of an encoder: embeddings of tokens or projections of feature vectors, their types and
-positions.
+"""The input of an encoder: the sum of the embeddings of tokens (or projections of feature vectors),
+of token types and of positions.
 """
 
 import flax.linen as nn
@@ -13,15 +13,17 @@ from brt.layers.basic import compute_dtype, dropout, parameter
 from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding, Linear, Norm
 from brt.ops.depthwise_convolution import depthwise_convolution
 
-CONVOLUTION_WIDTH = 15  # Width of the convolution of positions, in inputs.
+CONVOLUTION_WIDTH = 15  # The convolution of positions reads this many neighbouring tokens.
 
 
 class Inputs(nn.Module):
-    """`token_embed` or `feature_proj`, `type_embed`, `pos_embed` or `pos_conv`, and `embed_norm`.
+    """A module that maps tokens or feature vectors to the input of an encoder's first layer.
 
-    Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; here without an
-    activation) mix each token with its neighbours, which shows the order of tokens independently of
-    their absolute position.
+    The parameters are `token_embed` for tokens or `feature_proj` for feature vectors, `type_embed`
+    for types of tokens, `pos_embed` for learned positions or `pos_conv` for convolutional
+    positions, and the norm `embed_norm`. Convolutional positions (wav2vec 2.0, Baevski et al. 2020,
+    section 2; here without an activation) mix each token with its neighbours. The mixture depends
+    on the order of tokens, but not on their absolute positions.
     """
 
     model: Encoder
@@ -57,13 +59,15 @@ class Inputs(nn.Module):
         valid: Bool[Array, "B T"],
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer.
+        """Returns the input of the first layer, with zeros for padding.
 
         Args:
-          types: the type of each token; None for the first type.
+          inputs: int32 tokens, or feature vectors of width F.
+          valid: True for tokens, False for padding.
+          types: the type of each token; None gives all tokens the first type.
 
         Raises:
-          ConfigError: vectors have another width, or there are more of them than learned positions.
+          ConfigError: the inputs have the wrong shape, or are longer than the learned positions.
         """
         m = self.model
         check_inputs(m, inputs)
@@ -74,7 +78,8 @@ class Inputs(nn.Module):
         if m.positions == "convolution":
             x = x + depthwise_convolution(jnp.where(valid[..., None], x, 0), self.pos_conv)
         elif m.positions != "none":
-            places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)  # Padding has no position.
+            # Positions count valid tokens only, so padding does not shift the tokens after it.
+            places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
             x = x + jnp.take(self._positions(inputs.shape[1]), places, axis=0).astype(dtype)
         x = dropout(self, self.embed_norm(x), m.dropout)
         return jnp.where(valid[..., None], x, 0)
@@ -83,13 +88,16 @@ class Inputs(nn.Module):
         m = self.model
         if m.positions == "learned":
             return self.pos_embed[POSITION_OFFSET:]
-        size = 1.0 if m.features else DEVIATION  # Positions are scaled to the size of embeddings.
+        # Sinusoidal positions are scaled to the standard deviation of the inputs they are added to.
+        size = 1.0 if m.features else DEVIATION
         return jnp.asarray(size * sinusoids(length, m.model_dim))
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
-    """Returns sinusoidal positions (Vaswani et al. 2017, section 3.5), sines first, with a mean
-    square of 1.
+    """Returns sinusoidal position vectors (Vaswani et al. 2017, section 3.5), float32.
+
+    The first half of a vector has the sines and the second half the cosines. The vectors are scaled
+    so that the mean square of their numbers is 1.
     """
     speeds = 10_000.0 ** (-np.arange(width // 2) / (width // 2))
     angles = np.outer(np.arange(length), speeds)
@@ -98,7 +106,12 @@ def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
 
 
 def check_inputs(model: Encoder, inputs: Array) -> None:
-    """Raises ConfigError if the model cannot read inputs of this shape."""
+    """Checks that the model can read inputs of this shape.
+
+    Raises:
+      ConfigError: the inputs are no token ids or feature vectors as the model needs them, or are
+        longer than the learned positions.
+    """
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(
             f"inputs are {inputs.dtype} {inputs.shape}, but Encoder.features = {model.features} "

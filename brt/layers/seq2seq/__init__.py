@@ -1,1 +1,1 @@
-"""Layers of encoder-decoders: T5 normalises before each sub-layer, BART after it."""
+"""Layers of the encoder-decoders T5 and BART."""

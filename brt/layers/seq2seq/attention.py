@@ -11,8 +11,10 @@ from brt.layers.transformer.attention import Projections
 
 
 class SelfCache(NamedTuple):
-    """Keys and values of the target tokens so far in one layer, separately for each of N beams. The
-    caches of a stack have the layers on axis 1.
+    """Keys and values of the target tokens that were read so far, for each of N beams.
+
+    The cache of one layer has no axis *L. The cache of a decoder has its L layers on axis 1. T is
+    the largest number of target tokens.
     """
 
     keys: Float[Array, "B *L N T H K"]
@@ -25,7 +27,10 @@ class DecoderAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], bias: Float[Array, "H T T"] | None
     ) -> Float[Array, "B T D"]:
-        """Reads whole targets."""
+        """Returns the attention output of all T tokens of each target.
+
+        `bias` is added to the logits of each head, query and key; None stands for no bias.
+        """
         seen = jnp.asarray(np.tri(x.shape[1], dtype=bool))[None]
         y = self.attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
         return self.o(y)
@@ -37,11 +42,20 @@ class DecoderAttention(Projections):
         position: Int[Array, ""],
         bias: Float[Array, "H 1 T"] | None,
     ) -> tuple[Float[Array, "B N D"], SelfCache]:
-        """Reads one token of every beam, at `position`, and writes its key and value into the
-        cache.
+        """Reads one token of every beam.
+
+        Args:
+          x: the vector of each beam's token.
+          cache: the keys and values of the tokens before `position`.
+          position: the position of the token in the target.
+          bias: the bias between the token and every position of the cache, or None.
+
+        Returns:
+          The attention output of the token, and the cache with the token's key and value.
         """
 
         def with_token(past: Array, new: Float[Array, "B N H K"]) -> Array:
+            """Returns the keys or values of the cache with those of the token at `position`."""
             return jax.lax.dynamic_update_slice_in_dim(
                 past, new[:, :, None].astype(past.dtype), position, axis=2
             )

@@ -1,4 +1,6 @@
-"""Cross-attention of the decoder to the source, of the kind that `CrossAttention.kind` names."""
+"""Cross-attention of the decoder to the source, of the kind that the setting `CrossAttention.kind`
+names.
+"""
 
 import dataclasses
 from typing import Any
@@ -16,7 +18,9 @@ from brt.ops.cross_attention import CrossCache, CrossConfig
 
 
 def cross_config(config: CrossAttention) -> CrossConfig:
-    """Returns the settings of the section `CrossAttention` that the op reads."""
+    """Returns those settings of the section `CrossAttention` that the op `cross_attention` reads,
+    as the configuration of the op.
+    """
     names = {field.name for field in dataclasses.fields(CrossConfig)} - {"smallest_threshold"}
     return CrossConfig(
         smallest_threshold=SMALLEST_THRESHOLD, **{name: getattr(config, name) for name in names}
@@ -24,13 +28,18 @@ def cross_config(config: CrossAttention) -> CrossConfig:
 
 
 class Learned(nn.Module):
-    """Parameters of a kind of cross-attention in addition to its projections, under one name."""
+    """Owner of the additional parameters that some kinds of cross-attention have.
+
+    The name of the module selects the group of parameters, such as `raf` (see
+    `cross_attention.specifications`).
+    """
 
     block: Block
     cross: CrossAttention
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
+        """Returns the parameters of the group by name."""
         parts = cross_attention.specifications(
             cross_config(self.cross), self.block.heads, self.block.head_dim
         )
@@ -41,8 +50,10 @@ class Learned(nn.Module):
 
 
 class SourceAttention(Projections):
-    """Projections of queries, keys, values and outputs; `raf` holds the parameters of
-    accumulate-and-fire neurons.
+    """Cross-attention with projections of queries, keys, values and outputs.
+
+    Kinds with additional parameters have further submodules, such as `raf` for accumulate-and-fire
+    neurons.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -68,7 +79,13 @@ class SourceAttention(Projections):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
-        """Reads whole targets; returns the output and metrics."""
+        """Returns the attention output of all T target tokens, and metrics by name.
+
+        Args:
+          x: vectors of the target tokens.
+          encoded: the encoder's outputs for the S source tokens.
+          mask: True for source tokens, False for padding.
+        """
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(),
             cross_config(self.cross),
@@ -79,7 +96,7 @@ class SourceAttention(Projections):
         return self.o(y), metrics
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Computes what decoding steps read, once for each source and for all of its beams."""
+        """Returns the cache of each source that `step` reads; all beams of a source share it."""
         keys, values = self.k(encoded), self.v(encoded)
         return cross_attention.prefill(
             keys, values, mask, self._learned(), cross_config(self.cross)
@@ -88,7 +105,9 @@ class SourceAttention(Projections):
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
-        """Reads one token of every beam, at `position` of the targets."""
+        """Returns the attention output of one token of every beam, at `position` of the targets,
+        and the cache for the next step.
+        """
         config = cross_config(self.cross)
         cache = cross_attention.advance(cache, position, config)
         y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)

@@ -20,8 +20,12 @@ Metrics = dict[str, Float[Array, "*L"]]
 
 
 class Read(NamedTuple):
-    """Inputs that all layers share: the source, and biases for the distances between
-    target tokens.
+    """Inputs that all layers share when complete targets are read.
+
+    Attributes:
+      encoded: the encoder's outputs for the S source tokens.
+      mask: True for source tokens, False for padding.
+      bias: the bias between target tokens, by head; None for no bias.
     """
 
     encoded: Float[Array, "B S D"]
@@ -30,8 +34,12 @@ class Read(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Inputs that all layers share in a decoding step. The cache of the source covers
-    all layers.
+    """Inputs that all layers share in a decoding step.
+
+    Attributes:
+      source: the caches of the source for all layers, with layers on axis 1.
+      position: the position of the token in the targets.
+      bias: the bias between the token and every target position, by head; None for no bias.
     """
 
     source: CrossCache
@@ -58,7 +66,7 @@ class DecoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], _: None, read: Read
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Reads whole targets; returns the output and metrics."""
+        """Returns the layer's output for all T target tokens, and metrics by name."""
         y = self.self_attn(self.before(self.self_attn_norm, x), read.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
@@ -69,7 +77,7 @@ class DecoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
     def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
-        """Computes what decoding steps read of the source."""
+        """Returns x unchanged, and the layer's cache of the source, which `step` reads."""
         return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
@@ -77,11 +85,13 @@ class DecoderLayer(Residual):
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
         """Reads one token of each of the N beams in one layer.
 
-        The caches in `carried` cover all layers. Only the entries of this layer are written, so
-        that arrays which a step does not change are never copied.
+        `carried` has the vectors of the tokens and the self-attention caches of all layers. Only
+        the entries of this layer are written, so no other entry is copied. `layer` is the index of
+        this layer.
 
         Returns:
-          The token's vector, the updated caches, and the `carry` of this layer's cross-attention.
+          The tokens' vectors after this layer and the updated caches; and the field `carry` of this
+          layer's cross-attention cache.
         """
         x, own = carried
         cache = _of_layer(own, layer)
@@ -97,8 +107,9 @@ class DecoderLayer(Residual):
 
 
 class Decoder(Ends):
-    """All layers of the decoder, from embedded target tokens to hidden vectors. Caches have the
-    layers on axis 1.
+    """All layers of the decoder, which map embedded target tokens to hidden vectors.
+
+    Caches have the layers on axis 1.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -115,7 +126,12 @@ class Decoder(Ends):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Reads whole targets; metrics are means over the layers.
+        """Returns the hidden vectors of all T target tokens, and metrics averaged over the layers.
+
+        Args:
+          x: the embedded target tokens.
+          encoded: the encoder's outputs for the S source tokens.
+          mask: True for source tokens, False for padding.
 
         Raises:
           ConfigError: the targets are longer than BART's positions.
@@ -131,11 +147,11 @@ class Decoder(Ends):
         return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Computes what the decoding steps of every layer read of the source."""
+        """Returns the caches of the source for all layers, which `step` reads."""
         return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
-        """Returns an empty cache for targets of up to `length` tokens.
+        """Returns a self-attention cache without tokens, for targets of up to `length` tokens.
 
         Raises:
           ConfigError: `length` exceeds BART's positions.
@@ -153,7 +169,17 @@ class Decoder(Ends):
         source: CrossCache,
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
-        """Reads one token of each of the N beams, at `position` of the targets."""
+        """Reads one token of each of the N beams, at `position` of the targets.
+
+        Args:
+          x: the embedded token of each beam.
+          own: the self-attention caches of all layers.
+          source: the caches of the source, from `prefill`.
+          position: the position of the token in the targets.
+
+        Returns:
+          The hidden vector of the token, and both caches for the next position.
+        """
         bias = None
         if self.model.family == "t5":
             length, distance = own.keys.shape[3], self.model.relative_max_distance

@@ -15,7 +15,7 @@ from brt.ops.relative_bias import bias_tile, offset_bias
 
 
 class Encoder(Ends):
-    """All layers of the encoder, from embedded source tokens to hidden vectors.
+    """All layers of the encoder, which map embedded source tokens to hidden vectors.
 
     Attributes:
       attention: settings of the kind of self-attention.
@@ -37,11 +37,12 @@ class Encoder(Ends):
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], key: jax.Array
     ) -> Float[Array, "B T D"]:
-        """Returns the hidden vectors of sources.
+        """Returns the hidden vectors of the source tokens.
 
         Args:
-          mask: False on padding, which is at the end of a row.
-          key: random key of kinds of attention that draw hash planes.
+          x: the embedded source tokens.
+          mask: True for tokens, False for padding, which is at the end of a row.
+          key: the random key for kinds of attention that draw random numbers.
 
         Raises:
           ConfigError: a source is longer than BART's positions.

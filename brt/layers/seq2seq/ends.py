@@ -1,4 +1,6 @@
-"""Parameters before the first layer of a stack and after its last one."""
+"""Embeddings of positions and norms before the first and after the last layer of an encoder or a
+decoder.
+"""
 
 import flax.linen as nn
 import jax
@@ -12,8 +14,11 @@ from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
 
 
 class Ends(nn.Module):
-    """`pos_embed` and `embed_norm` before the first layer (BART), `final_norm` after the last one,
-    and `rel_bias` (T5).
+    """Base class of `Encoder` and `Decoder`: the computations before and after the layers.
+
+    In BART, the position embeddings `pos_embed` and the norm `embed_norm` come before the first
+    layer. In T5, the norm `final_norm` comes after the last layer, and all layers share the table
+    `rel_bias` of relative position biases.
     """
 
     model: Seq2Seq
@@ -36,8 +41,8 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer for embedded tokens, the first of which is at
-        position `first`.
+        """Returns the input of the first layer for the embedded tokens x; the first of these tokens
+        is at position `first` of its sequence.
         """
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(
@@ -47,20 +52,31 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the output of the stack for the output of the last layer."""
+        """Returns the output of the encoder or decoder, from the output x of the last layer."""
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)
 
 
 def relative_bias(model: Seq2Seq) -> Embedding:
-    """Returns T5's bias [R, H] of each bucket of distances."""
+    """Returns a module with T5's table [R, H] of relative position biases, which has a bias for
+    each of R buckets of distances and H heads.
+    """
     shape = (model.relative_buckets, model.heads)
     return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)
 
 
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
-    """Raises ConfigError if `what` ("source" or "target") is longer than BART's positions."""
+    """Checks that a sequence of `length` tokens is not longer than BART's position embeddings.
+
+    Args:
+      model: the settings of the model; T5 has no limit.
+      length: the number of tokens.
+      what: "source" or "target", for the message.
+
+    Raises:
+      ConfigError: the sequence is too long.
+    """
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
             f"a {what} of {length} tokens is longer than Model.max_positions = "

@@ -1,1 +1,4 @@
-"""Layers that encoders and encoder-decoders share. Settings distinguish the model families."""
+"""Layers that encoders and encoder-decoders share.
+
+The settings in `Block` distinguish the model families RoBERTa, T5 and BART.
+"""

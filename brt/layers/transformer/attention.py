@@ -15,8 +15,14 @@ from brt.ops.encoder_attention import GlobalBlocks, SideKeys, block_sums, local_
 
 
 class Projections(nn.Module):
-    """Kernels `q`, `k`, `v` into heads and `o` out of them; there is no `k` if queries are also the
-    keys.
+    """Base class of attention modules: the projections to queries, keys and values of H heads, and
+    from the heads to the output.
+
+    Attributes:
+      block: sizes and settings of the layer.
+      training: True applies dropout.
+      shared_queries_keys: True if the queries are also the keys, so that there is no projection of
+        keys (`k`).
     """
 
     block: Block
@@ -26,7 +32,8 @@ class Projections(nn.Module):
     def setup(self) -> None:
         b = self.block
         width, heads, into = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
-        # Queries that are not scaled where they are used start smaller.
+        # If the logits are not divided by the square root of the head size, as in T5, the initial
+        # kernel of the queries is divided by this root instead.
         smaller = (b.model_dim * b.head_dim * b.scale**2) ** -0.5
         self.q = b.linear(width, heads, into, smaller)
         if not self.shared_queries_keys:
@@ -35,16 +42,20 @@ class Projections(nn.Module):
         self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
 
     def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
-        """Returns scaled queries."""
+        """Returns the queries of the vectors x by head, multiplied by `block.scale`."""
         return self.q(x) * self.block.scale
 
     def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
-        """Attends with a mask (`brt.ops.masked_attention`)."""
+        """Returns the attention output of queries over keys that a mask makes visible.
+
+        The inputs are the arguments of `brt.ops.masked_attention.attend`: queries, keys, values,
+        bias, mask and dropout.
+        """
         name = self.block.kernels.masked_attention
         return masked_attention.attend(*inputs, implementation=name)
 
     def drop(self) -> Dropout | None:
-        """Returns the dropout of attention weights, or None."""
+        """Returns the dropout of attention weights; None outside of training or at rate 0."""
         rate = self.block.attention_dropout
         return Dropout(self.make_rng("dropout"), rate) if self.training and rate else None
 
@@ -53,12 +64,13 @@ class Source(NamedTuple):
     """Inputs that all layers of an encoder share.
 
     Attributes:
-      valid: False on padding.
-      bias: float32 [H, T, T], or [H, W, 3 W] for a block of local attention; None for no bias.
-      distance_bias: float32 bias by distance, for kinds of attention that take it in this form, or
-        None.
-      blocks: blocks of transient global tokens, or None.
-      side: float32 bias of transient global tokens, or None.
+      valid: True for tokens, False for padding.
+      bias: the float32 bias of the logits: [H, T, T] for full attention, or [H, W, 3 W] for a block
+        of W tokens in local attention; None for no bias.
+      distance_bias: the float32 bias of each distance (key minus query) from 1 - T to T - 1, for
+        kinds of attention that need the bias in this form; None for others.
+      blocks: the block of each token, if blocks have transient global tokens; otherwise None.
+      side: the float32 bias between tokens and transient global tokens; None without the latter.
     """
 
     valid: Bool[Array, "B T"]
@@ -69,16 +81,17 @@ class Source(NamedTuple):
 
 
 class SelfAttention(Projections):
-    """Self-attention: every valid token attends to all others, or to its neighbours and to sums of
-    blocks.
+    """Self-attention of an encoder: a token attends to all valid tokens, or to its neighbours and
+    to transient global tokens, which are sums of blocks (LongT5).
 
     All kinds of attention have the same parameters, so that the same weights can be used with any
     kind.
 
     Attributes:
-      attention: settings of the kind of attention.
-      radius: number of positions on each side that a token attends to; 0 for all.
-      has_globals: True if tokens attend to sums of blocks, which `global_norm` normalises.
+      attention: the kind of attention and its settings.
+      radius: the number of positions on each side that a token attends to; 0 for all positions.
+      has_globals: True if tokens also attend to sums of blocks, which the norm `global_norm`
+        normalises.
     """
 
     attention: Attention = Attention()
@@ -93,10 +106,12 @@ class SelfAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> Float[Array, "B T D"]:
-        """Returns the output of attention.
+        """Returns the attention output of every token.
 
         Args:
-          key: random key of kinds of attention that draw hash planes.
+          x: the vectors of the tokens.
+          key: the random key for kinds of attention that draw random numbers.
+          source: the mask and the biases, which all layers share.
         """
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels

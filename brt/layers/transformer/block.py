@@ -1,4 +1,6 @@
-"""Settings that distinguish the layers of the model families, and residual connections."""
+"""Settings that distinguish the layers of RoBERTa, T5 and BART, and a base class of layers with
+residual connections.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -16,13 +18,23 @@ class Block(NamedTuple):
     """Sizes and settings of a layer.
 
     Attributes:
-      norm: "rms" has a scale, "layer" a scale and a bias.
-      norm_first: True normalises the input of each sub-layer, False the sum of input and output.
+      model_dim: the number of features of a token's vector.
+      heads, head_dim: the number of heads and the size of a head.
+      mlp_dim: the number of hidden features of the MLP.
+      activation: the activation of the MLP; "gated_gelu" multiplies by a second projection.
+      norm: "rms" is a root-mean-square norm with a scale, and "layer" a layer norm with a scale and
+        a bias.
+      norm_epsilon: the number that the norm adds to the mean square or to the variance.
+      norm_first: True normalises the input of each sub-layer; False normalises the sum of a
+        sub-layer's input and output.
       bias: True if matrix products have a bias.
-      deviation: standard deviation of initial matrices; None for fan_in ** -0.5.
-      scale: scale of the products of queries and keys.
-      dtype: dtype of activations and caches.
-      kernels: implementations of operations.
+      deviation: the standard deviation of initial matrices; None for fan_in ** -0.5.
+      scale: the factor of the products of queries and keys.
+      dropout: the dropout rate of embeddings and of the outputs of sub-layers.
+      attention_dropout, activation_dropout: the dropout rates of attention weights and of the MLP's
+        hidden features.
+      dtype: the dtype of activations and caches.
+      kernels: the names of the implementations of operations.
     """
 
     model_dim: int
@@ -49,7 +61,14 @@ class Block(NamedTuple):
         axes: tuple[str | None, ...],
         deviation: float | None = None,
     ) -> Linear:
-        """Returns a module for a matrix product; `deviation` is used if the block names none."""
+        """Returns a `Linear` module that maps axes of the sizes `inputs` to axes of the sizes
+        `outputs`.
+
+        Args:
+          inputs, outputs: the sizes of the kernel's input and output axes.
+          axes: the logical names of the kernel's axes, for sharding.
+          deviation: the standard deviation of the initial kernel if `Block.deviation` is None.
+        """
         return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)
 
     def new_norm(self) -> Norm:
@@ -58,7 +77,9 @@ class Block(NamedTuple):
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """Returns the settings of RoBERTa's layers, or of encoders that normalise before sub-layers."""
+    """Returns the settings of an encoder's layers, which are those of RoBERTa if `m.norm_first` is
+    False.
+    """
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
         m.norm_first, bias=True, deviation=None, scale=m.head_dim**-0.5, dropout=m.dropout,
@@ -85,21 +106,25 @@ def _own(rate: float, usual: float) -> float:
 
 
 class Residual(nn.Module):
-    """A layer whose sub-layers have residual connections: each one reads `before(x)`, and `after`
-    adds its output.
+    """Base class of layers whose sub-layers (attention and MLP) have residual connections.
+
+    For a sub-layer f with a norm, a layer computes y = f(before(norm, x)) and then
+    x = after(norm, x, y).
     """
 
     block: Block
     training: bool = False
 
     def before(self, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the input of a sub-layer."""
+        """Returns the input of a sub-layer: norm(x) if norms come first, otherwise x."""
         return norm(x) if self.block.norm_first else x
 
     def after(
         self, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
     ) -> Float[Array, "*B D"]:
-        """Returns the sum of x and the output y of a sub-layer."""
+        """Returns the sum of x and the sub-layer's output y after dropout. The sum is normalised
+        unless norms come first.
+        """
         total = x + dropout(self, y, self.block.dropout)
         total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)
         return total if self.block.norm_first else norm(total)

@@ -1,4 +1,4 @@
-"""A layer of an encoder of any family."""
+"""A layer of an encoder: of RoBERTa, or of the encoder of T5 or BART."""
 
 import jax
 from jaxtyping import Array, Float
@@ -12,7 +12,7 @@ from brt.layers.transformer.mlp import Mlp
 class EncoderLayer(Residual):
     """Self-attention and an MLP, each with a residual connection and a norm before or after it.
 
-    Attributes: those of `SelfAttention`.
+    The attributes are passed to `SelfAttention`, which describes them.
     """
 
     attention: Attention = Attention()
@@ -32,8 +32,10 @@ class EncoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Reads a sequence, in the form that `brt.layers.transformer.stacked` requires; `key` is
-        the layer's own.
+        """Returns the layer's output for all T tokens, and None.
+
+        The form of the call is the one that `brt.layers.transformer.stacked` requires. `key` is the
+        random key of this layer, and `source` has the mask and the biases.
         """
         y = self.self_attn(self.before(self.self_attn_norm, x), key, source)
         x = self.after(self.self_attn_norm, x, y)

@@ -13,16 +13,20 @@ from brt.ops.lookup import lookup
 from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
 
-POSITION_OFFSET = 2  # BART's and RoBERTa's tables of positions have two rows that no token uses
-DEVIATION = 0.02  # Deviation of initial embeddings and positions.
+# In BART's and RoBERTa's tables of positions, the first two rows belong to no position of a token.
+POSITION_OFFSET = 2
+# This is the standard deviation of initial embeddings and positions.
+DEVIATION = 0.02
 
 
 class Linear(nn.Module):
-    """A matrix product with `kernel` [*inputs, *outputs] and `bias` [*outputs].
+    """A linear layer with the parameters `kernel` [*inputs, *outputs] and `bias` [*outputs].
 
     Attributes:
-      axes: logical names of the kernel's axes.
-      deviation: standard deviation of the initial kernel; None for fan_in ** -0.5.
+      inputs, outputs: the sizes of the input axes and of the output axes.
+      axes: the logical names of the kernel's axes, for sharding.
+      has_bias: True if there is a bias.
+      deviation: the standard deviation of the initial kernel; None for fan_in ** -0.5.
     """
 
     inputs: tuple[int, ...]
@@ -33,8 +37,10 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Maps [..., *inputs] to [..., *outputs] in the dtype of x."""
-        width = math.prod(self.inputs)  # A dimension of -1 fails for arrays without rows.
+        """Returns the product of x [..., *inputs] and the kernel plus the bias, [..., *outputs], in
+        the dtype of x.
+        """
+        width = math.prod(self.inputs)
         init = nn.initializers.normal(self.deviation or width**-0.5)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, init)
         y = dense(x, kernel, len(self.inputs))
@@ -45,13 +51,20 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """A root-mean-square norm with `scale`, or a layer norm with `scale` and `bias`."""
+    """A root-mean-square norm with the parameter `scale`, or a layer norm with the parameters
+    `scale` and `bias`.
+
+    Attributes:
+      kind: "rms" or "layer".
+      epsilon: the number that is added to the mean square or to the variance.
+    """
 
     kind: Literal["rms", "layer"]
     epsilon: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Returns x normalised over its last axis, in the dtype of x."""
         size = x.shape[-1:]
         scale = parameter(self, "scale", size, ("embed",), ONES)
         if self.kind == "rms":
@@ -60,12 +73,13 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`embedding`: one row for each token, kind of token, or bucket of distances.
+    """A table with a row for each id: a token, a type of token, or a bucket of distances.
 
     Attributes:
-      axes: logical names of its two axes.
-      deviation: standard deviation of the initial rows.
-      dtype: dtype of the rows that are looked up.
+      shape: the number of rows and the size of a row.
+      axes: the logical names of the table's two axes, for sharding.
+      deviation: the standard deviation of the initial rows.
+      dtype: the dtype of the rows that are looked up.
     """
 
     shape: tuple[int, int]
@@ -78,7 +92,7 @@ class Embedding(nn.Module):
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """Returns the rows of the given ids."""
+        """Returns the rows of the table with the given ids, in `dtype`."""
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])

@@ -1,4 +1,4 @@
-"""The MLP of a layer."""
+"""The MLP of encoder layers and decoder layers."""
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,11 @@ from brt.ops.activations import relu
 
 
 class Mlp(nn.Module):
-    """An MLP with `wi` (gated: `wi_0`, `wi_1`), an activation, and `wo`."""
+    """An MLP with one hidden layer: the projection `wi`, an activation, and the projection `wo`.
+
+    A gated MLP has two projections `wi_0` and `wi_1`, and multiplies the activation of the first
+    by the second.
+    """
 
     block: Block
     training: bool = False
@@ -25,6 +29,7 @@ class Mlp(nn.Module):
         self.wo = b.linear(inner, outer, ("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Returns the output of the MLP for the vectors x, in the dtype of x."""
         b = self.block
         if b.activation == "gated_gelu":
             hidden = jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x)
@@ -34,5 +39,5 @@ class Mlp(nn.Module):
 
 
 def activated(kind: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Applies `relu` or the exact `gelu`."""
+    """Returns relu(x) if `kind` is "relu", and otherwise the exact (not approximated) gelu(x)."""
     return relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=False)

@@ -1,4 +1,6 @@
-"""Equal layers as a scan over stacked parameters, which is traced once for any depth."""
+"""A stack of equal layers as a scan over their stacked parameters; JAX traces the code of a layer
+once, whatever the number of layers.
+"""
 
 from collections.abc import Sequence
 
@@ -16,15 +18,19 @@ def stacked(
     remat: bool,
     methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
-    """Returns a module of `count` layers with the fields of one layer, whose parameters have the
-    layers on axis 0.
+    """Returns a module class that calls `count` layers one after the other.
 
-    Its methods have the form (x, inputs of each layer, inputs of all layers) -> (x, outputs of each
-    layer), where arrays of each layer have the layers on axis 0. The layers are a loop except on
-    TPUs, where moving what a loop stacks for its backward pass takes too long.
+    The class has the fields of `layer`, and its parameters have the layers on axis 0. A method is
+    called as method(x, each, shared) and returns (x, outputs). The layers pass on x. The arrays in
+    `each` and `outputs` differ between layers and have the layers on axis 0, and all layers read
+    the same `shared`. The scan is a loop on CPUs and GPUs. On TPUs it is unrolled unless `remat` is
+    True, because a loop stacks arrays for its backward pass, and stacking takes TPUs too long.
 
     Args:
-      remat: recomputes the activations of `__call__` in the backward pass.
+      layer: the module class of a layer.
+      count: the number of layers.
+      remat: True recomputes the activations of `__call__` in the backward pass.
+      methods: the names of the methods of `layer` that the class offers.
     """
     if remat:
         layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
@@ -37,10 +43,11 @@ def stacked(
         unroll=unrolled(0, count, 1 if remat else count),
         metadata_params={nn.PARTITION_NAME: "layers"},
         methods=list(methods),
-        check_constancy_invariants=False,  # The check would trace every layer twice.
+        # Flax's check of constant variables is turned off, because it traces every layer twice.
+        check_constancy_invariants=False,
     )
 
 
 def layer_keys(key: jax.Array, count: int) -> jax.Array:
-    """Returns a random key for each layer."""
+    """Returns a different random key for each of `count` layers, [count], derived from `key`."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))

@@ -1,8 +1,8 @@
-"""Compressed blocks, and attention to the window together with compressed blocks (Compressive
-Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
+"""Compression of blocks of tokens, and attention to the window together with compressed blocks
+(Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
 
-In shapes, R is the number of tokens that become one slot, and S is the number of slots that a block
-reads.
+A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, N is the
+number of blocks of W tokens of a segment, and S a number of slots.
 """
 
 from typing import Literal, NamedTuple
@@ -19,11 +19,12 @@ from brt.ops.softmax import MASKED
 
 
 class Convolution(NamedTuple):
-    """Weights of a learned compressor, a convolution whose stride equals its width.
+    """Weights of a convolution that compresses tokens to slots, or of one that restores tokens from
+    slots. The stride equals the width.
 
     Attributes:
-      kernel: [R, D, E].
-      bias: [E].
+      kernel: [R, D, E] to map R tokens to a slot; [D, R, E] to map a slot to R tokens.
+      bias: [E], added to each slot or token.
     """
 
     kernel: Float[Array, "R D E"]
@@ -33,16 +34,16 @@ class Convolution(NamedTuple):
 def compress(
     x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
 ) -> Float[Array, "*B S D"]:
-    """Compresses each group of `rate` neighbouring tokens to one slot; W tokens become W / rate
-    slots.
+    """Returns the slots of a block, to which each group of `rate` neighbouring tokens is
+    compressed.
 
     Args:
-      x: the tokens.
-      rate: the tokens per slot.
-      how: 'mean', 'max', or the weights of a convolution.
+      x: the vectors of the tokens.
+      rate: the number of tokens per slot.
+      how: 'mean' or 'max' of the tokens, or the weights of a convolution.
 
     Returns:
-      The slots, oldest first, in float32.
+      The S = W / rate slots, oldest first, in float32.
     """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
     if isinstance(how, Convolution):
@@ -58,13 +59,14 @@ def visible_slot_counts(
     """Returns the number of slots that each block of a segment, and the block after the segment,
     can read.
 
-    A block becomes `added` slots two blocks later. Slots of other documents are not visible.
+    A block is compressed to `added` slots, which blocks after the next block can read. Slots of
+    other documents are not visible.
 
     Args:
-      length: the number of slots visible to the first block if it may read the block before it.
-      cache_mask: False where a block must not read the block before it, as a document begins.
-      added: the slots that a block becomes.
-      size: the largest number of slots.
+      length: the number of slots that the first block can read if no document begins at this block.
+      cache_mask: False where a document begins, so that a block must not read the block before it.
+      added: the number of slots of a block.
+      size: the largest number of slots that a block can read.
     """
     blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
     begins = jnp.pad(~cache_mask, ((0, 0), (0, 1)))
@@ -74,8 +76,8 @@ def visible_slot_counts(
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """Returns [B, N, size, *D], the parts of x that start at 0, step, 2 step ..., one for each
-    block.
+    """Returns the N = `blocks` slices of x with `size` positions that start at positions 0, `step`,
+    2 `step` and so on, [B, N, size, *D].
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
@@ -88,14 +90,15 @@ def attend_window_and_slots(
     seen: Bool[Array, "B N Q S"],
     bias: Float[Array, " H"],
 ) -> Float[Array, "B N Q H K"]:
-    """Attends to the window and to older keys with one softmax, in the dtype of `values`.
+    """Returns the attention output of every query over the query's window and older keys, with one
+    softmax, in the dtype of `values`.
 
     Args:
       queries: the queries of each block.
       window: the result of attention to the window: output [B, N, Q, H, K] and lse [B, N, Q, H].
-      keys: keys older than the window.
-      values: values older than the window.
-      seen: True where a query may read an older key.
+      keys: the S keys of each block that are older than the window.
+      values: the values of these keys.
+      seen: True where a query may read one of these keys.
       bias: a bias of each head, added to the logits of all older keys.
     """
     q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
@@ -108,12 +111,13 @@ def attend_window_and_slots(
 def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
-    """Returns the mean squared error between x and a transposed convolution of its slots.
+    """Returns the mean squared error between a block of tokens and the tokens that a transposed
+    convolution restores from the block's slots, for each block.
 
     Args:
-      x: the original tokens, treated as a constant.
-      slots: the compressed tokens.
-      decoder: its kernel is [D, R, D] and maps a slot to each of its R tokens.
+      x: the vectors of the tokens, which get no gradient.
+      slots: the slots of the block.
+      decoder: a convolution whose kernel [D, R, D] maps a slot to R tokens.
     """
     decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
     errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
@@ -125,7 +129,8 @@ def attention_reconstruction_error(
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Returns the mean squared difference between attention to a block and attention to its slots.
+    """Returns the mean squared difference between attention to a block and attention to the block's
+    slots, for each block.
 
     Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
 
@@ -137,6 +142,7 @@ def attention_reconstruction_error(
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def attend(keys: Array, values: Array) -> Array:
+        """Returns the attention output [B, N, H, Q, K] of the queries over the given keys."""
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output
 

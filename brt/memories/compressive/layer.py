@@ -41,10 +41,10 @@ class CompressedState(NamedTuple):
     """The cache, the inputs of the cached block, and the compressed slots.
 
     Attributes:
-      window: the state of a sliding-window layer.
-      inputs: [B, W, D], inputs of the layer in the cached block.
-      vectors: float32 [B, C, D], the slots, oldest first; unused slots are zeros.
-      length: int32 [B], number of slots of the present document.
+      window: the keys and values of the last block, as in a sliding-window layer.
+      inputs: [B, W, D], the layer's inputs for the tokens of the last block.
+      vectors: float32 [B, C, D], the slots of older blocks, oldest first; unused slots are zeros.
+      length: int32 [B], the number of slots that belong to the current document.
     """
 
     window: WindowState
@@ -54,8 +54,12 @@ class CompressedState(NamedTuple):
 
 
 class CompressedBlock(NamedTuple):
-    """An open block: that of a sliding-window layer, its inputs [B, W, D], and the keys and values
-    of the slots.
+    """An open block, which is the block whose tokens are read one by one.
+
+    Attributes:
+      tokens: the keys and values of the block's tokens, as in a sliding-window layer.
+      inputs: [B, W, D], the layer's inputs for the block's tokens.
+      slots: the keys and values of the slots that the block reads.
     """
 
     tokens: OpenBlock
@@ -68,7 +72,9 @@ COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes"
 
 
 def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
-    """Returns the state of a compressive layer that has read nothing."""
+    """Returns the state of a compressive layer before the first token, for `batch` rows; `dtype` is
+    the dtype of the cache.
+    """
     section = model.of(Compressive)
     return CompressedState(
         new_window_state(model, batch, dtype),
@@ -79,14 +85,17 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
 
 
 def compressive_flops(model: Model) -> int:
-    """Returns the FLOPs per token of attention to slots and to keys that left the window, of the
-    slots' keys, and of the compressor.
+    """Returns the FLOPs per token that a compressive layer has in addition to a sliding-window
+    layer.
+
+    These are the FLOPs of attention to slots and to keys that left the window, of the keys and
+    values of the slots, and of the compressor.
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
-    left = (
-        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
-    )  # The mean over the places of a block.
+    # `left` is the number of keys of the previous block that have left a token's window, averaged
+    # over the tokens of a block.
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the compressor's auxiliary loss are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
@@ -96,14 +105,15 @@ def compressive_flops(model: Model) -> int:
 class CompressiveLayer(nn.Module):
     """A layer of the Compressive Transformer.
 
-    It is a sliding-window layer whose tokens also attend to keys that left the window: exactly to
-    those of the previous block, and to older blocks as slots (`Compressive.rate` tokens in one)
-    until newer slots push them out. For learned positions, all of these have the distance of the
-    window's farthest key.
+    A token attends to its window as in a sliding-window layer, and also to keys that left the
+    window. Of these, the keys of the previous block are read exactly. Older blocks are read as
+    slots, each of which stands for `Compressive.rate` tokens. When the memory is full, new slots
+    replace the oldest slots. Learned position biases treat all keys that left the window like the
+    farthest key of the window.
 
-    Slots are constants for the layer that attends to them. A learned compressor is trained by a
-    loss of its own: attention to the slots of a block should equal attention to the block, or a
-    transposed convolution should reconstruct the block from them.
+    No gradient passes from attention to the slots. A learned compressor is trained by an auxiliary
+    loss: attention to the slots of a block should equal attention to the block, or a transposed
+    convolution should reconstruct the block from the slots.
     """
 
     model: Model
@@ -143,7 +153,11 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment; with feedback, a single block."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        `feedback` has the keys and values of recurrent states that the tokens also attend to, or is
+        None. With feedback, the segment has a single block.
+        """
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
         projections = self.tokens.project(x)
@@ -228,6 +242,9 @@ class CompressiveLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
+            """Returns the attention output over the window, the previous block and the slots;
+            `part` is the result of attention to the window.
+            """
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()
             y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
@@ -261,7 +278,9 @@ class CompressiveLayer(nn.Module):
         return LayerAux(losses={"compression": loss})
 
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
-        """Returns an empty open block, with the keys and values of the slots."""
+        """Returns, as the state of the output, an open block without tokens. The open block has the
+        keys and values of the slots.
+        """
         tokens = OpenBlock(state.window.keys, state.window.values, None)
         inputs = jnp.zeros_like(state.inputs)
         return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
@@ -276,7 +295,9 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block; the slots do not change."""
+        """Reads one token and returns the token's output and the open block with the token added.
+        The slots do not change.
+        """
         window = state.window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))
@@ -293,7 +314,9 @@ class CompressiveLayer(nn.Module):
     def end_block(
         self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block; the block before it becomes slots."""
+        """Returns the layer's state after a full block. The block becomes the cache, and the block
+        that was the cache is compressed to slots.
+        """
         section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)

@@ -17,15 +17,17 @@ class Compressive(KindSection):
 
     kind: ClassVar[str] = "compressive"
 
-    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
-    slots: int = adaptable(512)  # Number of compressed vectors in the memory.
-    rate: int = adaptable(2)  # Number of tokens that are compressed into one slot.
-    # How tokens are compressed: by their mean, their maximum, or a learned convolution (conv).
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    slots: int = adaptable(512)  # The memory has this many slots, which are compressed vectors.
+    rate: int = adaptable(2)  # This many tokens are compressed into one slot.
+    # The tokens of a slot are compressed to their mean, their maximum (max), or by a learned
+    # convolution (conv).
     compressor: Literal["mean", "max", "conv"] = adaptable("conv")
-    # What the convolution learns: that attention to slots equals attention to their tokens
-    # (attention), or that the tokens can be reconstructed from their slots (autoencoding).
+    # The convolution learns that attention to slots equals attention to the tokens of the slots
+    # (attention), or that the tokens can be reconstructed from the slots (autoencoding).
     loss: Literal["attention", "autoencoding"] = adaptable("attention")
-    # Weight of the compressor's loss relative to the model's. 0 leaves the compressor untrained.
+    # This is the weight of the compressor's loss relative to the model's loss. 0 leaves the
+    # compressor untrained.
     loss_weight: float = free(1.0)
 
     def __post_init__(self) -> None:
@@ -34,7 +36,9 @@ class Compressive(KindSection):
         check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
-        """Refuses windows that the rate does not divide, rotary positions, and no cache."""
+        """Raises ConfigError if there are compressive layers and the rate does not divide the
+        window, positions are rotary, or the model has no cache.
+        """
         if not self.layers:
             return
         check(

@@ -1,4 +1,6 @@
-"""Layers that attend to a whole memory and their block with one softmax (arXiv 2410.03156)."""
+"""Layers that attend, with one softmax, to their block and to all tokens of a memory (baseline of
+MELODI, arXiv 2410.03156).
+"""
 
 from brt.layers.kinds import LayerKind, register_kind
 from brt.memories.dense_memory.layer import (

@@ -1,8 +1,9 @@
-"""The dense-memory layer: one softmax over a block and all of the last tokens before it.
+"""The dense-memory layer: attention, with one softmax, to a block and to the last M tokens before
+the block.
 
-MELODI's authors compare with this layer (arXiv 2410.03156) under the name of a Memorizing
-Transformer: tokens are not searched, all of them are attended to, and there is no gate between
-memory and block.
+The authors of MELODI (arXiv 2410.03156) compare with this layer under the name Memorizing
+Transformer. Unlike the original Memorizing Transformer, a token attends to all tokens of the memory
+instead of the results of a search, and no gate mixes memory and block.
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ class DenseState(NamedTuple):
     """Keys and values of the last M tokens; the layer has no other cache.
 
     Attributes:
-      keys: [B, M, H, K], oldest first; unused places are zeros.
-      values: [B, M, H, K].
-      length: int32 [B], number of tokens of the present document.
+      keys: [B, M, H, K], oldest first; places without a token are zeros.
+      values: [B, M, H, K], in the same order.
+      length: int32 [B], the number of tokens in the memory that belong to the current document.
     """
 
     keys: Float[Array, "B M H K"]
@@ -44,26 +45,33 @@ DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
 def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
-    """Returns the state of a dense-memory layer that has read nothing."""
+    """Returns the state of a dense-memory layer before the first token, for `batch` rows; `dtype`
+    is the dtype of the keys and values.
+    """
     section = model.of(DenseMemory)
     keys = jnp.zeros((batch, section.size, model.heads, model.head_dim), dtype)
     return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
 
 
 def dense_memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of attention to the memory and to half of a block, minus
-    attention to a window.
+    """Returns the FLOPs per token that a dense-memory layer has in addition to a sliding-window
+    layer.
+
+    These are the FLOPs of attention to the memory and to the token's block up to the token, minus
+    those of attention to a window.
     """
     section = model.of(DenseMemory)
     m = model
-    own = (
-        (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
-    )  # The mean over the places of a block.
+    # `own` is the number of keys of its own block that a token sees, averaged over the tokens of a
+    # block.
+    own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
     return 4 * m.heads * m.head_dim * (section.size + own - m.window)
 
 
 class DenseMemoryLayer(nn.Module):
-    """A dense-memory layer without positions."""
+    """A layer whose tokens attend to their own block and to a memory of the last M tokens before
+    the block. The layer has no position biases.
+    """
 
     model: Model
     training: bool = False
@@ -83,7 +91,10 @@ class DenseMemoryLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment: every block attends to itself and to its memory."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Every block attends to itself and to the M tokens before it.
+        """
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
         queries, own = self._projected(x)
@@ -96,9 +107,11 @@ class DenseMemoryLayer(nn.Module):
         queries = constrain(queries, *_VECTORS)
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
 
-        # A block's weights are computed again for its gradients: there are W (M + W) of them.
+        # A block has W (M + W) attention weights for each head. The backward pass recomputes the
+        # weights, because storing them would take too much memory.
         @jax.checkpoint
         def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
+            """Returns the attention output [B, W, H, K] of the tokens of block n."""
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
             seen = StateKV(
@@ -139,7 +152,8 @@ class DenseMemoryLayer(nn.Module):
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
         there = (columns >= section.size) | (columns >= section.size - length[:, None])
-        if not m.mask_empty_cache:  # Missing keys count as zero vectors.
+        # Without `mask_empty_cache`, places of the memory without a token count as zero keys.
+        if not m.mask_empty_cache:
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
@@ -160,7 +174,7 @@ class DenseMemoryLayer(nn.Module):
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
-        """Returns an empty open block behind `state`."""
+        """Returns, as the state of the output, an open block without tokens."""
         m = self.model
         shape = (len(state.length), m.window, m.heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
@@ -175,7 +189,9 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block; the memory does not change."""
+        """Reads one token and returns the token's output and the open block with the token's key
+        and value. The memory does not change.
+        """
         queries, own = self._projected(x)
         block = StateKV(
             *(
@@ -190,7 +206,7 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
-        """Returns the state after a full block, which enters the memory."""
+        """Returns the layer's state after a full block, whose tokens enter the memory."""
         section, m = self.model.of(DenseMemory), self.model
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)

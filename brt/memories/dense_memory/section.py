@@ -17,15 +17,17 @@ class DenseMemory(KindSection):
 
     kind: ClassVar[str] = "dense_memory"
 
-    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
-    size: int = adaptable(32768)  # Number of tokens in the memory.
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    size: int = adaptable(32768)  # The memory has this many tokens.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "size")
 
     def check_model(self, model: Model) -> None:
-        """Refuses feedback, whose states these layers cannot read."""
+        """Raises ConfigError if there are dense-memory layers and `Model.feedback` is set, because
+        these layers cannot attend to recurrent states.
+        """
         check(
             not self.layers or not model.feedback,
             "Model.feedback = True lets every layer attend to recurrent states, which "

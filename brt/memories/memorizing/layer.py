@@ -31,11 +31,11 @@ class MemoryState(NamedTuple):
     """The cache, and a memory of keys and values of the last M tokens by head, oldest first.
 
     Attributes:
-      window: the state of a sliding-window layer.
-      keys: [B, H, M, K], as in the cache. Heads come first because each head is searched
-        separately.
-      values: [B, H, M, K].
-      length: int32 [B], number of tokens of the present document in the memory.
+      window: the keys and values of the last block, as in a sliding-window layer.
+      keys: [B, H, M, K], the keys of the memory's tokens. Heads come before tokens because the
+        search is separate for each head.
+      values: [B, H, M, K], the values of the memory's tokens.
+      length: int32 [B], the number of tokens in the memory that belong to the current document.
     """
 
     window: WindowState
@@ -50,7 +50,9 @@ MEMORY_AXES: Any = MemoryState(
 
 
 def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a memorizing layer that has read nothing."""
+    """Returns the state of a memorizing layer before the first token, for `batch` rows; `dtype` is
+    the dtype of the keys and values.
+    """
     section = model.of(Memorizing)
     shape = (batch, model.heads, section.size, model.head_dim)
     keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -59,7 +61,9 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the search and of attention to its results."""
+    """Returns the FLOPs per token of the search in the memory, and of attention to the keys that
+    the search returns.
+    """
     section = model.of(Memorizing)
     width = model.heads * model.head_dim
     return 2 * width * section.size + 4 * width * section.neighbors
@@ -75,7 +79,7 @@ class Past(NamedTuple):
 def extended(
     state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
 ) -> Past:
-    """Returns the memory followed by the tokens of a segment."""
+    """Returns the keys and values of the memory, followed by those of the T tokens of a segment."""
     pairs = (state.keys, keys), (state.values, values)
     whole = ((old, constrain(new, "lanes", None, "heads", None)) for old, new in pairs)
     return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
@@ -84,7 +88,14 @@ def extended(
 def remembered(
     past: Past, length: Int[Array, " B"], window: WindowState, *, size: int
 ) -> MemoryState:
-    """Returns the state that holds the last `length` tokens of the past, preceded by zeros."""
+    """Returns the layer's state after a segment, whose memory has `size` tokens.
+
+    Args:
+      past: the memory and the tokens of the segment, from `extended`.
+      length: the number of last tokens that the memory keeps; places before them are zeros.
+      window: the cache after the segment.
+      size: the number of tokens of the memory.
+    """
     kept = jnp.arange(size)[None] >= size - length[:, None]
     keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
     return MemoryState(window, keys, values, length)
@@ -123,13 +134,18 @@ class MemorizingLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], window: AttentionPart
         ) -> Float[Array, "B T H K"]:
+            """Returns the outputs of attention to the window and to the memory, mixed by the gate;
+            `window` is the result of attention to the window.
+            """
             local = window.output
             found = memory_attention(
                 queries, *past, counts, size=section.size, neighbors=section.neighbors,
                 search=section.search, null_keys=null_keys,
                 implementation=self.kernels.memory_attention,
             )  # fmt: skip
-            open_gate = (counts > 0) | null_keys  # An empty memory has no influence.
+            # The gate is closed for blocks whose memory is empty, unless missing keys count as zero
+            # keys.
+            open_gate = (counts > 0) | null_keys
             gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
             gate = jnp.repeat(gate, local.shape[1] // counts.shape[1], axis=1)
             gate = gate.astype(local.dtype)[..., None]
@@ -146,7 +162,11 @@ class MemorizingLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment; with feedback, a single block."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        `feedback` has the keys and values of recurrent states that the tokens also attend to, or is
+        None. With feedback, the segment has a single block.
+        """
         section = self.model.of(Memorizing)
         m = self.model
         projections = self.tokens.project(x)
@@ -158,7 +178,7 @@ class MemorizingLayer(nn.Module):
         return LayerOutput(y, remembered(past, counts[:, -1], window, size=section.size))
 
     def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
-        """Returns an empty open block behind `state`."""
+        """Returns, as the state of the output, an open block without tokens."""
         return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
 
     def decode_step(
@@ -171,14 +191,18 @@ class MemorizingLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block; the memory does not change."""
+        """Reads one token and returns the token's output and the open block with the token's key
+        and value. The memory does not change.
+        """
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
         return LayerOutput(
             *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
         )
 
     def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
-        """Returns the state after a full block, which enters the memory."""
+        """Returns the layer's state after a full block. The block becomes the cache, and its tokens
+        enter the memory.
+        """
         section, m = self.model.of(Memorizing), self.model
         past = extended(state, self.tokens.unit_keys(block.keys), block.values)
         length = jnp.minimum(state.length + m.window, section.size)

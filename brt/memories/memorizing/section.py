@@ -10,16 +10,17 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memorizing(KindSection):
-    """Settings of layers that attend to those tokens of a long memory that a search for each query
-    finds.
+    """Settings of layers that attend to a few tokens of a long memory, which a search selects for
+    each query.
     """
 
     kind: ClassVar[str] = "memorizing"
 
-    layers: tuple[int, ...] = adaptable(())  # Indices of the layers of this kind.
-    size: int = adaptable(32768)  # Number of tokens in the memory.
-    neighbors: int = adaptable(128)  # Number of tokens of the memory that a query reads.
-    # How the memory is searched: exactly, or approximately by buckets, as in the original code.
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    size: int = adaptable(32768)  # The memory has this many tokens.
+    neighbors: int = adaptable(128)  # A query reads this many tokens of the memory.
+    # The memory is searched exactly (exact), or approximately with one result from each of
+    # `neighbors` buckets (bucketed), as in the original code.
     search: Literal["exact", "bucketed"] = adaptable("exact")
 
     def __post_init__(self) -> None:
@@ -37,7 +38,10 @@ class Memorizing(KindSection):
         )
 
     def check_segment(self, name: str, length: int) -> None:
-        """Refuses segments that are longer than the memory."""
+        """Raises ConfigError if a segment of `length` tokens is longer than the memory.
+
+        `name` is the name of the setting with the length, for the message.
+        """
         check(
             self.size >= length,
             f"Memorizing.size = {self.size} must not be below {name} = {length}",

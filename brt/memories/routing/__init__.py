@@ -1,4 +1,6 @@
-"""Layers with heads that attend to a token's cluster (Routing Transformer, arXiv 2003.05997)."""
+"""Layers some of whose heads attend to the tokens of a token's cluster (Routing Transformer, arXiv
+2003.05997).
+"""
 
 from brt.layers.kinds import LayerKind, register_kind
 from brt.memories.routing.layer import (

@@ -1,5 +1,5 @@
-"""The routing layer: some heads attend to a window, the others to the last tokens of a token's
-cluster.
+"""The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
+attend to the last tokens of the token's cluster.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ class RoutedState(NamedTuple):
     Each of the G routed heads has C clusters with places for R tokens.
 
     Attributes:
-      window: the state of a sliding-window layer with H - G heads.
-      keys: [B, G, C, R, K], unit vectors, oldest first; unused places are zeros.
-      values: [B, G, C, R, K].
-      filled: int32 [B, G, C], number of places of a cluster that hold a token, at most R.
+      window: the keys and values of the last block, as in a sliding-window layer with H - G heads.
+      keys: [B, G, C, R, K], unit vectors, oldest first; places without a token are zeros.
+      values: [B, G, C, R, K], the values of the same tokens.
+      filled: int32 [B, G, C], the number of places of a cluster that have a token, at most R.
     """
 
     window: WindowState
@@ -61,12 +61,16 @@ class RoutedState(NamedTuple):
 
     @property
     def rings(self) -> Rings:
+        """The last tokens of every cluster, which are all fields but `window`."""
         return Rings(*self[1:])
 
 
 class RoutedBlock(NamedTuple):
-    """An open block: that of a sliding-window layer, and the tokens [B, W, G, K] of the routed
-    heads.
+    """An open block, which is the block whose tokens are read one by one.
+
+    Attributes:
+      tokens: the keys and values of the windowed heads, as in a sliding-window layer.
+      routed: the keys, values [B, W, G, K] and clusters of the routed heads.
     """
 
     tokens: OpenBlock
@@ -84,7 +88,9 @@ def _of_windows(model: Model) -> Model:
 
 
 def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
-    """Returns the state of a routing layer that has read nothing."""
+    """Returns the state of a routing layer before the first token, for `batch` rows; `dtype` is the
+    dtype of the keys and values.
+    """
     section = model.of(Routing)
     m = model
     shape = (batch, section.heads, section.clusters, section.keep, m.head_dim)
@@ -94,19 +100,25 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 
 
 def new_routing(model: Model) -> ClusterStatistics:
-    """Returns the initial model state: the statistics of the clusters."""
+    """Returns the initial model state of a routing layer: the statistics of its clusters, which are
+    learned without gradients.
+    """
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
 
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    """Returns the model state of the next step."""
+    """Returns the model state for the next train step, in which the moving averages include the
+    tokens of this step.
+    """
     return update_averages(statistics, model.of(Routing).decay)
 
 
 def routing_flops(model: Model) -> int:
-    """Returns the FLOPs per token of assigning clusters and attending to their tokens, minus the
-    windows and key projections that routed heads do not need.
+    """Returns the FLOPs per token that a routing layer has in addition to a sliding-window layer.
+
+    These are the FLOPs of assigning tokens to clusters and of attention to the tokens of a cluster,
+    minus those of the windows and key projections that routed heads do not need.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -115,11 +127,12 @@ def routing_flops(model: Model) -> int:
 
 
 class RoutingLayer(nn.Module):
-    """A layer with routed heads, whose model state are the statistics of the clusters.
+    """A layer with routed heads. Its model state are the statistics of the clusters.
 
-    A token of a routed head belongs to the cluster whose centroid fits its query best, and attends
-    to the last tokens of this cluster including itself (`brt.memories.routing.routed_attention`).
-    T5 positions count the tokens of the cluster in between.
+    In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
+    token's query. The token attends to the last tokens of this cluster including itself
+    (`brt.memories.routing.routed_attention`). The distance for T5's position bias is the number of
+    tokens of the cluster between a key and the query.
     """
 
     model: Model
@@ -176,12 +189,17 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        The field `aux` of the result has the statistics of the clusters with the segment's tokens
+        added.
+        """
         m, statistics = self.model, model_state
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         queries, routed = self._routed(x, statistics)
-        heads = ("lanes", None, "heads", None)  # Every device sorts the whole segment.
+        # The axis of tokens has no name here, so every device holds and sorts the whole segment.
+        heads = ("lanes", None, "heads", None)
         queries = constrain(queries, *heads)
         routed = RoutedTokens(
             constrain(routed.keys, *heads), constrain(routed.values, *heads),
@@ -192,7 +210,8 @@ class RoutingLayer(nn.Module):
             queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
             implementation=self.kernels.routed_attention,
         )  # fmt: skip
-        x = x + dense(read, self.output, inputs=2)  # The other heads add theirs in `attend`.
+        # The output of the routed heads is added here. `attend` adds that of the windowed heads.
+        x = x + dense(read, self.output, inputs=2)
         y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)
         return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
@@ -210,7 +229,7 @@ class RoutingLayer(nn.Module):
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        """Returns an empty open block behind `state`."""
+        """Returns, as the state of the output, an open block without tokens."""
         section = self.model.of(Routing)
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
@@ -228,7 +247,9 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block; the rings do not change."""
+        """Reads one token and returns the token's output and the open block with the token added.
+        The clusters' last tokens in `state` do not change.
+        """
         queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
             *(
@@ -249,7 +270,9 @@ class RoutingLayer(nn.Module):
     def end_block(
         self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block, whose tokens enter the rings."""
+        """Returns the layer's state after a full block. The block becomes the cache, and its tokens
+        enter the lists of the clusters' last tokens.
+        """
         nowhere = jnp.zeros((len(state.keys), 1), bool)
         window = closed_window(self.model, state.window, block.tokens)
         rings = rings_after(block.routed, state.rings, nowhere)

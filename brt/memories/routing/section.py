@@ -17,15 +17,15 @@ class Routing(KindSection):
 
     kind: ClassVar[str] = "routing"
 
-    layers: tuple[int, ...] = inherited(())  # Indices of the layers of this kind.
-    # Number of heads of a layer that attend to clusters; the other heads attend to a window.
+    layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
+    # This many heads of a layer attend to clusters; the other heads attend to a window.
     heads: int = inherited(2)
-    clusters: int = inherited(16)  # Number of clusters of each of these heads.
-    # Number of most recent tokens of its cluster that a token attends to.
+    clusters: int = inherited(16)  # Each head that attends to clusters has this many clusters.
+    # A token attends to this many of the last tokens of its cluster.
     keep: int = adaptable(512)
-    # Factor per train step by which the moving averages decay that are the centroids.
+    # The centroids are moving averages. Each train step multiplies the old averages by this factor.
     decay: float = free(0.999)
-    # Weight of the loss that keeps queries close to their centroids.
+    # This is the weight of the loss that keeps queries close to their centroids.
     commitment: float = free(1e-4)
 
     def __post_init__(self) -> None:
@@ -35,7 +35,9 @@ class Routing(KindSection):
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
-        """Refuses layers without windowed heads, rotary positions, feedback, and no cache."""
+        """Raises ConfigError if there are routing layers and a layer has no windowed heads,
+        positions are rotary, `Model.feedback` is set, or the model has no cache.
+        """
         if not self.layers:
             return
         check(

@@ -1,12 +1,15 @@
-"""FLOPs of summary layers, counted from their sizes."""
+"""FLOPs of summary layers, computed from the sizes of the model."""
 
 from brt.config import Model
 from brt.memories.summary.section import Summaries
 
 
 def summary_flops(model: Model) -> int:
-    """Returns the FLOPs per token of summaries and mixtures, minus the keys that a window has in
-    addition.
+    """Returns the FLOPs per token that a layer with a short-term memory has in addition to a
+    sliding-window layer.
+
+    These are the FLOPs of the summaries, which are processed like tokens, of the mixtures, and of
+    attention to the block and the short-term memory, minus those of attention to a window.
     """
     section = model.of(Summaries)
     m, width, places = (
@@ -16,15 +19,19 @@ def summary_flops(model: Model) -> int:
     )
     projection, attention = 2 * m.model_dim * width, 4 * width
     dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
-    keys = section.short_memory + places // 2  # The mean over the places of a block.
+    # `keys` is the number of keys that a place sees, averaged over the places of a block.
+    keys = section.short_memory + places // 2
     mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
     block = section.summaries * dense + places * (attention * keys + mixes)
     return (block + section.short_memory * 2 * projection) // m.window - attention * m.window
 
 
 def long_summary_flops(model: Model) -> int:
-    """Returns the same with the long-term memory, without its keys, which are computed once per
-    segment.
+    """Returns the FLOPs per token that a layer with a short-term and a long-term memory has in
+    addition to a sliding-window layer.
+
+    The keys of the long-term memory at the start of a segment are not counted, because they are
+    computed only once per segment.
     """
     section = model.of(Summaries)
     m, width, places = (

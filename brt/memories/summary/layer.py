@@ -1,12 +1,11 @@
 """Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
 
-A block is read together with U summaries of it by the layer below. Tokens and summaries attend to
-the block up to themselves and to the short-term memory: S vectors that the layer computed from the
-previous block. A layer with a long-term memory also attends to M vectors that it computed from many
-blocks; the oldest leave as new ones enter. All of these vectors are mixtures of the layer's outputs
-and never depend on later tokens.
-
-Letters in shapes: U summaries, S short-term and M long-term vectors, P = W + U.
+A layer reads the W tokens of a block, followed by U vectors that summarise the block and come from
+the layer below. Each of these P = W + U places attends to the places of the block up to itself, and
+to the short-term memory: S vectors that the layer computed from the previous block. A layer with a
+long-term memory also attends to M vectors that the layer computed from many blocks; new vectors
+replace the oldest vectors. All vectors of the memories are mixtures of the layer's outputs and
+never depend on later tokens.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +29,7 @@ from brt.ops.window_attention import circulant
 
 
 class SummaryState(NamedTuple):
-    """The short-term memory.
+    """The state of a layer with a short-term memory only.
 
     Attributes:
       vectors: float32 [B, S, D], computed from the last block; zeros before the first block.
@@ -42,16 +41,18 @@ class SummaryState(NamedTuple):
 
     @property
     def short(self) -> "SummaryState":
+        """The short-term memory; `LongSummaryState` has a field of the same name."""
         return self
 
 
 class LongSummaryState(NamedTuple):
-    """The short-term and the long-term memory.
+    """The state of a layer with a short-term and a long-term memory.
 
     Attributes:
-      short: the state of a layer without a long-term memory.
-      vectors: float32 [B, M, D], oldest first; unused places are zeros.
-      length: int32 [B], number of vectors of the present document.
+      short: the short-term memory.
+      vectors: float32 [B, M, D], the long-term memory, oldest vector first; unused places are
+        zeros.
+      length: int32 [B], the number of vectors that belong to the current document.
     """
 
     short: SummaryState
@@ -65,11 +66,12 @@ LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
 
 
 class Read(NamedTuple):
-    """What a layer knows while it reads a block.
+    """The memories that a layer reads with a block.
 
     Attributes:
-      state: the state before the block, of either kind.
-      long: keys and values [B, M, H, K] of the long-term memory, or None.
+      state: the state before the block, a `SummaryState` or a `LongSummaryState`.
+      long: the keys and values [B, M, H, K] of the long-term memory; None without a long-term
+        memory.
     """
 
     state: Any
@@ -77,12 +79,13 @@ class Read(NamedTuple):
 
 
 class SummaryBlock(NamedTuple):
-    """An open block.
+    """An open block, which is the block whose tokens are read one by one.
 
     Attributes:
-      keys, values: [B, W, H, K], of its tokens.
-      outputs: [B, W, D], outputs of the layer for its tokens.
-      short, long: keys and values of the memories.
+      keys, values: [B, W, H, K], the keys and values of the block's tokens.
+      outputs: [B, W, D], the layer's outputs for the block's tokens.
+      short, long: the keys and values of the short-term memory and of the long-term memory; `long`
+        is None without a long-term memory.
     """
 
     keys: Float[Array, "B W H K"]
@@ -93,7 +96,9 @@ class SummaryBlock(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens and summaries of N blocks, with their queries, keys and values."""
+    """The layer's inputs for the P places (tokens, then summaries) of N blocks, and their queries,
+    keys and values.
+    """
 
     inputs: Float[Array, "B N P D"]
     queries: Float[Array, "B N P H K"]
@@ -102,14 +107,18 @@ class Tokens(NamedTuple):
 
 
 def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
-    """Returns the state of a short-term layer that has read nothing."""
+    """Returns the state of a layer with a short-term memory before the first token, for `batch`
+    rows. `dtype` is unused, because the memory is float32.
+    """
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
     return SummaryState(vectors, jnp.zeros((batch,), bool))
 
 
 def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
-    """Returns the state of a long-term layer that has read nothing."""
+    """Returns the state of a layer with both memories before the first token, for `batch` rows.
+    `dtype` is unused, because the memories are float32.
+    """
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
     short = new_summary_state(model, batch, dtype)
@@ -123,7 +132,13 @@ def number_of_summaries(model: Model) -> int:
 
 
 class TokenMix(nn.Module):
-    """Weights of a mixture of P places into `size` vectors."""
+    """A module that mixes the P places of a block to `size` vectors.
+
+    Attributes:
+      model: the settings of the model.
+      size: O, the number of vectors.
+      residual: True normalises the inputs and adds the summaries to the result.
+    """
 
     model: Model
     size: int
@@ -133,7 +148,7 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        """Mixes tokens (see `mix_tokens`)."""
+        """Returns O = `size` weighted sums over the tokens and summaries (see `mix_tokens`)."""
         section = self.model.of(Summaries)
         places = self.model.window + section.summaries
         weights = MixWeights(
@@ -150,7 +165,7 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A layer with a short-term memory."""
+    """A layer with a short-term memory (MELODI, arXiv 2410.03156)."""
 
     model: Model
     training: bool = False
@@ -183,9 +198,15 @@ class SummaryLayer(nn.Module):
         summaries: Float[Array, "B N U D"],
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment: projections of all blocks at once, then block by block."""
+        """Reads a segment and returns the outputs of its tokens, the state after the segment, and
+        the summaries of its blocks for the layer above.
+
+        The projections of all blocks are computed at once. Then the blocks are read one by one,
+        because each block reads the memory that the previous block has changed. `summaries` has the
+        summaries of the blocks by the layer below.
+        """
         m, blocks, shape = self.model, document_start.shape[1], x.shape
-        # The blocks are read one after the other, so every device holds all of them.
+        # The blocks are read one after the other, so every device holds all blocks.
         x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
         z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
         projected = self._projected(z.reshape(len(z), -1, m.model_dim))
@@ -198,7 +219,9 @@ class SummaryLayer(nn.Module):
             in_axes=(1, 1, nn.broadcast),
             out_axes=1,
             unroll=unrolled(m.unroll, blocks, BLOCKS_AT_ONCE),
-            check_constancy_invariants=self.is_initializing(),  # Parameters need a second trace.
+            # Flax's check of constant variables traces the function twice, which only the
+            # initialisation of parameters needs.
+            check_constancy_invariants=self.is_initializing(),
         )
         read = Read(state, self._long(state))
         read, (x, summaries) = scan(self, read, tokens, document_start, self._bias())
@@ -238,7 +261,8 @@ class SummaryLayer(nn.Module):
         """Returns the attention of queries, the first of which is at place `first` of the block."""
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
-        nulls = not m.mask_empty_cache  # Missing keys count as zero vectors.
+        # Without `mask_empty_cache`, missing keys of the memories count as zero keys.
+        nulls = not m.mask_empty_cache
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
         distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
@@ -254,7 +278,8 @@ class SummaryLayer(nn.Module):
             queries, *read.long, None, (there | nulls)[:, None], self._dropout(),
             implementation=implementation,
         )  # fmt: skip
-        # An empty memory has no influence.
+        # The gate's weight of the local attention is 1 if the long-term memory is empty, so that an
+        # empty memory has no influence.
         kept = jnp.where(_along((state.length > 0) | nulls, y), nn.sigmoid(self.memory_gate), 1)
         return (kept * y + (1 - kept) * far).astype(y.dtype)
 
@@ -308,13 +333,15 @@ class SummaryLayer(nn.Module):
         m, row = self.model, self._row()
         if row is None:
             return None
-        last = section.short_memory - (
-            0 if m.attend_to_self else 1
-        )  # The distance of place 0 to key 0.
+        # `last` is the distance between place 0 of the block and key 0, which is the first vector
+        # of the short-term memory.
+        last = section.short_memory - (0 if m.attend_to_self else 1)
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        """Returns an empty open block, with the keys and values of the memories."""
+        """Returns, as the state of the output, an open block without tokens. The open block has the
+        keys and values of the memories.
+        """
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
@@ -330,11 +357,14 @@ class SummaryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block; the memories do not change."""
+        """Reads one token and returns the token's output and the open block with the token added.
+        The memories do not change.
+        """
         section = self.model.of(Summaries)
         queries, keys, values = self._projected(x)
 
         def with_token(whole: Array, z: Array) -> Array:
+            """Returns the block's array `whole` with the token's vector z at `position`."""
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
         own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
@@ -360,7 +390,12 @@ class SummaryLayer(nn.Module):
         summaries: Float[Array, "B 1 U D"],
         **_: Any,
     ) -> LayerOutput:
-        """Returns the state after a full block. Summaries travel up the layers only now."""
+        """Returns the layer's state after a full block, and the block's summaries for the layer
+        above.
+
+        `summaries` has the summaries of the block by the layer below. They attend to the complete
+        block, so they are processed here and not in `decode_step`.
+        """
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)
         pairs = zip((block.keys, block.values), kv, strict=True)
@@ -376,7 +411,7 @@ class SummaryLayer(nn.Module):
 
 
 class LongSummaryLayer(SummaryLayer):
-    """A layer with a short-term and a long-term memory."""
+    """A layer with a short-term and a long-term memory (MELODI, arXiv 2410.03156)."""
 
     remembers: ClassVar[bool] = True
 

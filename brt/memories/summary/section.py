@@ -16,18 +16,20 @@ class Summaries(KindSection):
     """Settings of the layers of MELODI, which summarise every block for the layer above and for the
     next block.
 
-    The section places two kinds of layers, with and without a long-term memory, because all of them
-    must have the same number of summaries.
+    The section is for two kinds of layers, with and without a long-term memory. The kinds share a
+    section because all layers must have the same number of summaries.
     """
 
     kind: ClassVar[str] = _SHORT
 
-    layers: tuple[int, ...] = adaptable(())  # Indices of layers without a long-term memory.
-    long_layers: tuple[int, ...] = adaptable(())  # Indices of layers with a long-term memory.
-    summaries: int = adaptable(128)  # Number of vectors that summarise a block for the layer above.
-    short_memory: int = adaptable(128)  # Number of vectors that a block hands to the next.
-    long_memory: int = adaptable(8192)  # Number of vectors in the long-term memory.
-    long_increment: int = adaptable(64)  # Number of vectors that a block adds to it.
+    # The layers with these indices are summary layers without a long-term memory.
+    layers: tuple[int, ...] = adaptable(())
+    # The layers with these indices are summary layers with a long-term memory.
+    long_layers: tuple[int, ...] = adaptable(())
+    summaries: int = adaptable(128)  # This many vectors summarise a block for the layer above.
+    short_memory: int = adaptable(128)  # A block passes this many vectors to the next block.
+    long_memory: int = adaptable(8192)  # The long-term memory has this many vectors.
+    long_increment: int = adaptable(64)  # A block adds this many vectors to the long-term memory.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,15 +41,17 @@ class Summaries(KindSection):
         )
 
     def places(self) -> dict[str, tuple[int, ...]]:
-        """Returns the layers of both kinds."""
+        """Returns the indices of the layers of each kind, by the name of the kind."""
         return {_SHORT: self.layers, _LONG: self.long_layers}
 
     def field_of(self, kind: str) -> str:
-        """See the base class."""
+        """Returns the name of the setting that has the indices of the layers of a kind."""
         return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
 
     def check_model(self, model: Model) -> None:
-        """Refuses rotary positions and feedback."""
+        """Raises ConfigError if there are summary layers and positions are rotary or
+        `Model.feedback` is set.
+        """
         for kind, layers in self.places().items():
             check(
                 not layers or model.positions != "rotary",

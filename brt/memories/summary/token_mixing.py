@@ -1,7 +1,7 @@
 """Summary vectors of a block: learned weighted sums over its positions (MELODI, arXiv 2410.03156).
 
-The inputs are the tokens of a window and the summaries that the layer below made of the same
-tokens.
+The inputs are the W tokens of a block and the U summaries of the same tokens by the layer below. In
+shapes, P = W + U is the number of these input positions, and O the number of weighted sums.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from brt.ops.products import einsum_float32
 
 
 class MixWeights(NamedTuple):
-    """Weights of a token mixing layer.
+    """Weights of the mixture of P input positions to O vectors.
 
     Attributes:
-      kernel: [W+U, O], the weight of each input position in each output.
-      bias: [O].
-      token_norm, summary_norm: [D], scales of the norms of the inputs, or both None for a layer
-        without norms and residual connection.
+      kernel: [P, O], the weight of each input position in each weighted sum.
+      bias: [O], a number that is added to all features of each weighted sum.
+      token_norm, summary_norm: [D], the scales of the norms of tokens and of summaries; both None
+        for a mixture without norms and without a residual connection.
     """
 
     kernel: Float[Array, "P O"]
@@ -32,9 +32,10 @@ class MixWeights(NamedTuple):
 def mix_tokens(
     tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
 ) -> Float[Array, "B O D"]:
-    """Returns O weighted sums over the tokens and summaries, with float32 sums.
+    """Returns O weighted sums over the tokens and summaries, in float32.
 
-    With norms, the inputs are normalized first and the summaries are added to the result.
+    If the weights have norms, the inputs are normalized first, and the summaries are added to the
+    result, so that O must equal U.
     """
     mixed = tokens, summaries
     if weights.token_norm is not None:

@@ -1,7 +1,8 @@
 """Attention to a memory of past tokens (Memorizing Transformers, section 3).
 
-Each head of a query searches for the few remembered keys with the largest products and attends to
-these alone. The memory is a constant: gradients reach the queries only.
+For each head of a query, a search selects the few keys of the memory with the largest products with
+the query. These keys are the query's neighbours, and the query attends to its neighbours alone. The
+memory gets no gradient: gradients reach the queries only.
 
 In shapes, M is the number of tokens of the memory, R the number of neighbours of a query, and Q the
 number of queries. Heads come before tokens, because every head is searched separately.
@@ -36,23 +37,23 @@ def memory_attention(
     null_keys: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends from the tokens of every block to their neighbours in the past.
+    """Returns the attention output of every token over its neighbours in the memory.
 
-    The queries are those of N blocks of W = T / N tokens. Block n sees the M tokens before it,
-    which begin at n * W of `keys`: the memory comes first, then the segment, as far as later blocks
-    read it. With one block, `keys` may be the memory alone.
+    The queries belong to N blocks of W = T / N tokens. A block sees the M tokens before the block.
+    `keys` has the memory before the segment, followed by the segment's tokens, so the tokens that
+    block n sees begin at index n * W. With one block, `keys` may be the memory alone.
 
-    Apart from the arguments, each lane holds at once `xla.AT_ONCE` float32 scores (or those of one
-    query in all heads, if these are more), as many retrieved numbers, and the indices [H, T, R] of
-    neighbours. The same holds for the backward pass.
+    The memory use of each lane (row of the batch) is limited to `xla.AT_ONCE` float32 scores (or
+    the scores of one query in all heads, if this is more), the same number of retrieved keys and
+    values, and the indices [H, T, R] of neighbours. The limit also holds for the backward pass.
 
     Args:
       queries: already multiplied by any scale; a positive scale does not change the neighbours.
-      keys, values: the oldest first.
-      counts: the number of the M tokens before a block, counted from the end, that may be
-        neighbours.
-      size: M.
-      neighbors: R.
+      keys, values: the keys and values, oldest token first.
+      counts: for each block, the number of last tokens before the block that may be neighbours, at
+        most M.
+      size: M, the number of tokens of the memory.
+      neighbors: R, the number of neighbours of a query.
       search: see `retrieval`; "bucketed" needs M to be a multiple of R.
       null_keys: True makes missing neighbours count as zero keys with zero values instead of being
         ignored, as the original code does.

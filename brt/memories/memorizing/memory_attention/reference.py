@@ -23,7 +23,10 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.memory_attention`."""
+    """Returns the attention output of every token over its neighbours, in the dtype of `values`.
+
+    The arguments are those of `api.memory_attention`.
+    """
     blocks = counts.shape[1]
     width = queries.shape[1] // blocks
     outputs = []

@@ -1,8 +1,11 @@
-"""Search for the neighbours of a query, and attention to them.
+"""Search for the neighbours of a query, and attention to these neighbours.
 
-exact     the keys with the largest products with the query
-bucketed  the best key of each bucket; tokens are distributed in turn to as many buckets as there
-are neighbours (the original code's approximate search)
+There are two kinds of search:
+  exact: the neighbours are the keys with the largest products with the query.
+  bucketed: the tokens are distributed in turn to as many buckets as a query has neighbours. The
+    neighbours are the best key of each bucket, as in the approximate search of the original code.
+
+In shapes, M is the number of keys, Q of queries, and R of neighbours of a query.
 """
 
 from typing import Literal, NamedTuple
@@ -20,8 +23,9 @@ class Neighbors(NamedTuple):
     """The neighbours of every query, in no particular order.
 
     Attributes:
-      indices: int32 [B, H, Q, R], indices of keys.
-      there: bool [B, H, Q, R], False if there were too few keys or a bucket was empty.
+      indices: int32 [B, H, Q, R], the indices of the neighbours' keys.
+      there: bool [B, H, Q, R], False where a neighbour is missing because there are too few keys or
+        a bucket is empty.
     """
 
     indices: Int[Array, "B H Q R"]
@@ -36,7 +40,17 @@ def find_neighbors(
     neighbors: int,
     search: Search,
 ) -> Neighbors:
-    """Searches the last `count` keys of every lane; all [B, H, Q, M] scores exist at once."""
+    """Returns the R = `neighbors` neighbours of every query among the last `count` keys.
+
+    All [B, H, Q, M] scores exist at once.
+
+    Args:
+      queries: the queries.
+      keys: the keys of the memory, oldest first.
+      count: the number of last keys that may be neighbours, for each row of the batch.
+      neighbors: R, the number of neighbours of a query.
+      search: "exact" or "bucketed"; the latter needs M to be a multiple of R.
+    """
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]
     mask = jnp.arange(size)[None] >= size - count[:, None]
@@ -59,7 +73,15 @@ def attend_to_neighbors(
     *,
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
-    """Attends from every query to its own keys; see `api.memory_attention`."""
+    """Returns the attention output of every query over its R neighbours, in the dtype of `values`.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of each query's neighbours.
+      there: False for missing neighbours.
+      null_keys: True makes missing neighbours count as zero keys with zero values instead of being
+        ignored.
+    """
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
     weights = jnp.where(there, weights, 0).astype(values.dtype)

@@ -1,7 +1,8 @@
 """Memory attention in plain XLA, for a few queries at a time to limit the number of scores.
 
-There are two passes. The first searches and keeps only indices. The second gathers the neighbours.
-Its backward pass gathers them again, because they take R times the memory of the queries.
+There are two passes. The first pass searches and keeps only the indices of the neighbours. The
+second pass gathers the neighbours and attends to them. Neighbours take R times the memory of the
+queries, so they are not stored, and the backward pass gathers the neighbours again.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from brt.memories.memorizing.memory_attention.retrieval import (
 )
 from brt.ops.gathering import take
 
-AT_ONCE = 2**23  # Number of scores or retrieved numbers of a lane: 32 MiB in float32.
+# At most this many scores, or numbers of retrieved keys or values, exist at once for a lane (a row
+# of the batch). In float32 they take 32 MiB.
+AT_ONCE = 2**23
 
 
 def memory_attention(
@@ -33,7 +36,10 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.memory_attention`."""
+    """Returns the attention output of every token over its neighbours, in the dtype of `values`.
+
+    The arguments are those of `api.memory_attention`.
+    """
     by_head = queries.swapaxes(1, 2)
     results = _find_in_blocks(
         jax.lax.stop_gradient(by_head), keys, counts, size=size, neighbors=neighbors, search=search
@@ -41,6 +47,7 @@ def memory_attention(
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
+        """Returns the attention output of some queries over their neighbours."""
         k, v = take(keys, results.indices), take(values, results.indices)
         return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
 
@@ -65,9 +72,13 @@ def _find_in_blocks(
     rows = _rows(window, heads * size)
 
     def search_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
+        """Returns the neighbours of the queries q of block n among the last `count` keys before
+        the block.
+        """
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
+            """Returns the neighbours of some queries of the block."""
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)
@@ -90,9 +101,11 @@ def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
     """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
 
     def cut(x: Array) -> Array:
+        """Splits the axis of queries into parts, which are stacked on a new first axis."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
 
     def joined(x: Array) -> Array:
+        """Joins the parts on the first axis again to one axis of queries."""
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 

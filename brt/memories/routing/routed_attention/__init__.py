@@ -1,4 +1,4 @@
-"""Causal attention of every token to the last tokens of its own cluster."""
+"""Causal attention of every token to the last tokens of the token's cluster."""
 
 from brt.memories.routing.routed_attention.api import routed_attention as routed_attention
 from brt.memories.routing.routed_attention.api import routed_attention_step as routed_attention_step

@@ -1,12 +1,15 @@
-"""Causal attention by content (after Roy et al. 2020, Routing Transformers).
+"""Causal attention of tokens to tokens with similar queries (after Roy et al. 2020, Routing
+Transformers).
 
-In the paper a cluster takes the tokens of a complete sequence that fit it best, so a token depends
-on later tokens; the public code leaks in this way. Here a token belongs to the cluster that its own
-query fits best, and reads the last R tokens of that cluster in its document. No token is omitted or
-read twice, and nothing depends on later tokens.
+In the paper, each cluster selects the tokens of a complete sequence that are nearest to its
+centroid, so a token depends on later tokens; the paper's public code also has this leak. Here each
+token selects the cluster whose centroid is nearest to its query, and reads the last R tokens of
+that cluster in its document. No token is omitted or read twice, and nothing depends on later
+tokens.
 
-Queries are used as keys, as in the paper's decoders, so one set of centroids suits both. In shapes,
-C is the number of clusters of a head, and R the number of tokens of its cluster that a token reads.
+Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
+centroids. In shapes, C is the number of clusters of a head, and R the number of tokens of its
+cluster that a token reads.
 """
 
 import jax.numpy as jnp
@@ -39,12 +42,14 @@ def routed_attention(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attends from every token of a segment.
+    """Returns the attention output of every token of a segment over the last R tokens of the
+    token's cluster.
 
     Args:
       queries: already multiplied by any scale.
-      tokens: the segment's tokens.
-      rings: the tokens before the segment; nothing of them is read after the start of a document.
+      tokens: the keys, values and clusters of the segment's tokens.
+      rings: the last tokens of every cluster before the segment, which tokens after the start of a
+        document do not read.
       document_start: True where a document starts.
       bias: float32, added to the logits of the cluster's last R tokens, the nearest first.
       attend_to_self: True if the nearest token is the token itself.
@@ -52,8 +57,8 @@ def routed_attention(
         inputs.
 
     Returns:
-      The outputs in the dtype of the values, with the softmax in float32. Zeros where a token reads
-        nothing.
+      The outputs in the dtype of the values, with the softmax in float32. A token that sees no key
+        gets zeros.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -74,8 +79,16 @@ def routed_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Computes `routed_attention` for the token at `position` of `block`, which contains it
-    already.
+    """Returns the attention output of one token of each row over the last R tokens of the token's
+    cluster.
+
+    Args:
+      queries: the query of the token, already multiplied by any scale.
+      cluster: the token's cluster in each head.
+      block: the keys, values and clusters of the token's block up to and including the token.
+      rings: the last tokens of every cluster before the block.
+      position: the index of the token in its block.
+      bias, attend_to_self: as for `routed_attention`.
     """
     bias_length, place = bias.shape[1], jnp.arange(block.keys.shape[1])
     nearest = 0 if attend_to_self else 1

@@ -1,8 +1,9 @@
 """Centroids of clusters of tokens: means of their queries, learned without gradients.
 
-Counts and sums are moving averages over steps (Routing Transformers, section 4.1, spherical
-k-means). Sums start as unit vectors and counts as 1, so that no sum is divided by almost zero at
-first. Only directions decide, so no cluster attracts tokens by its length.
+The counts and sums of each cluster's queries are moving averages over train steps (Routing
+Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start as 1, so
+that no sum is divided by a count near 0 at the start. Tokens are assigned to clusters by the
+directions of the centroids alone, so the length of a centroid does not matter.
 """
 
 from typing import NamedTuple
@@ -19,10 +20,12 @@ class ClusterStatistics(NamedTuple):
     """Float32 statistics of C clusters of each head.
 
     Attributes:
-      counts: [*L, H, C], the average number of tokens of a step.
-      sums: [*L, H, C, K], the average sum of their queries; `sums / counts` are the centroids.
-      new_counts, new_sums: those of the tokens since the last `update_averages`, which alone moves
+      counts: [*L, H, C], the average number of a cluster's tokens in a train step. L stands for an
+        axis of layers, if statistics of several layers are stacked.
+      sums: [*L, H, C, K], the average sum of these tokens' queries; `sums / counts` are the
         centroids.
+      new_counts, new_sums: the number of tokens and the sum of queries since the last call of
+        `update_averages`. Only that function changes the centroids.
     """
 
     counts: Float[Array, "*L H C"]
@@ -32,7 +35,9 @@ class ClusterStatistics(NamedTuple):
 
 
 def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
-    """Returns statistics without tokens; the directions are random but always the same."""
+    """Returns the initial statistics. The directions of the centroids are pseudo-random, and are
+    the same in every call.
+    """
     drawn = np.random.default_rng(0).normal(size=(heads, clusters, width))
     sums = jnp.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), jnp.float32)
     counts = jnp.ones((heads, clusters), jnp.float32)
@@ -42,7 +47,9 @@ def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
 def nearest_clusters(
     queries: Float[Array, "B T H K"], statistics: ClusterStatistics
 ) -> Int[Array, "B T H"]:
-    """Returns the cluster with the largest cosine to each token's query."""
+    """Returns the index of the cluster whose centroid has the largest cosine to each token's query,
+    int32.
+    """
     directions = l2_normalize(statistics.sums).astype(queries.dtype)
     cosines = jnp.einsum(
         "bthk,hck->bthc", jax.lax.stop_gradient(queries), directions,
@@ -54,7 +61,10 @@ def nearest_clusters(
 def add_tokens(
     statistics: ClusterStatistics, queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"]
 ) -> ClusterStatistics:
-    """Adds these tokens to the new counts and sums."""
+    """Returns the statistics with tokens added to `new_counts` and `new_sums`.
+
+    `queries` are the tokens' queries, and `clusters` the tokens' clusters.
+    """
     queries = jax.lax.stop_gradient(queries).astype(jnp.float32)
     ones = jax.nn.one_hot(clusters, statistics.counts.shape[-1], dtype=jnp.float32)
     sums = jnp.einsum("bthc,bthk->hck", ones, queries)
@@ -65,10 +75,12 @@ def add_tokens(
 
 
 def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStatistics:
-    """Updates the averages with the new tokens, once a step, whatever number of parts it was read
-    in.
+    """Returns the statistics after a train step: the averages move towards `new_counts` and
+    `new_sums`, which are then set to zero.
 
-    A cluster without tokens keeps its averages; they would otherwise decay to zero.
+    A train step calls this function once, even if it reads its batch in several parts. `decay` is
+    the weight of the old averages. A cluster without new tokens keeps its averages, which would
+    otherwise decay to zero.
     """
     old, new = statistics[:2], statistics[2:]
     full = statistics.new_counts > 0
@@ -83,7 +95,10 @@ def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStati
 def commitment(
     queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"], statistics: ClusterStatistics
 ) -> Float[Array, ""]:
-    """Returns the mean squared distance of queries to their centroids, which are constants."""
+    """Returns the mean squared distance between queries and the centroids of their clusters.
+
+    The centroids get no gradient.
+    """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])
     own = jnp.einsum("bthc,hck->bthk", jax.nn.one_hot(clusters, means.shape[1]), means)
     return jnp.mean(jnp.sum(jnp.square(queries.astype(jnp.float32) - own), axis=-1))

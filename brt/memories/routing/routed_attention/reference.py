@@ -20,7 +20,10 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.routed_attention`."""
+    """Returns the attention output of every token over the last R tokens of the token's cluster.
+
+    The arguments are those of `api.routed_attention`.
+    """
     visible = places(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]
     total = visible.groups.shape[-1]
@@ -28,8 +31,8 @@ def routed_attention(
     own = place[-count:]
     same = visible.groups[:, :, -count:, None] == visible.groups[:, :, None]
     same &= (place[None] <= own[:, None])[None, None]
-    # The distance from a key to a query is the number of tokens of their cluster after the key, up
-    # to and including the query.
+    # The distance between a key and a query of the same cluster is the number of the cluster's
+    # tokens after the key, up to and including the query.
     back = jnp.sum(same, axis=-1, keepdims=True) - jnp.cumsum(same, axis=-1)
     back -= 0 if attend_to_self else 1
     seen = same & (back >= 0) & (back < bias_length)

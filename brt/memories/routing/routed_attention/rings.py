@@ -1,7 +1,8 @@
-"""The last tokens of every cluster, which are carried from segment to segment.
+"""The last tokens of every cluster (a ring for each cluster), which are carried from segment to
+segment.
 
-In shapes, C is the number of clusters of a head, R the number of tokens that each keeps, and M = C
-R + T the number of positions, the first of which are those of the rings.
+In shapes, C is the number of clusters of a head, R the number of tokens of a ring, and M = C R + T
+the number of places for tokens: first those of the rings, then the T tokens of a segment.
 """
 
 from typing import NamedTuple
@@ -11,16 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.gathering import take
 
-NO_TOKEN = -1  # The group of a position without a token.
+NO_TOKEN = -1  # A place without a token has this group.
 
 
 class Rings(NamedTuple):
     """The last R tokens of every cluster.
 
     Attributes:
-      keys: [B, H, C, R, K], the oldest first; zeros before the first token.
-      values: [B, H, C, R, K].
-      filled: int32 [B, H, C], the number of tokens, which are at the end.
+      keys: [B, H, C, R, K], oldest token first; places before the first token are zeros.
+      values: [B, H, C, R, K], in the same order.
+      filled: int32 [B, H, C], the number of tokens of each ring. The tokens are in the last places.
     """
 
     keys: Float[Array, "B H C R K"]
@@ -29,7 +30,7 @@ class Rings(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Keys and values of tokens, and their clusters."""
+    """Keys and values of tokens, and the index of each token's cluster in each head."""
 
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
@@ -40,7 +41,9 @@ class Places(NamedTuple):
     """All tokens that a segment can read, in the order in which they were read.
 
     Attributes:
-      groups: int32, equal for tokens of one cluster and one document; NO_TOKEN for none.
+      keys, values: the keys and values; first those of the rings, then those of the segment.
+      groups: int32, a number that is equal for tokens of the same cluster and document; NO_TOKEN
+        for places without a token.
     """
 
     keys: Float[Array, "B H M K"]
@@ -49,14 +52,16 @@ class Places(NamedTuple):
 
 
 def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
-    """Returns True for positions of the rings that have a token."""
+    """Returns a mask that is True for places of the rings that have a token."""
     size = rings.keys.shape[3]
     return jnp.arange(size)[None, None, None] >= size - rings.filled[..., None]
 
 
 def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
-    """Returns the rings' tokens, then the segment's; the rings belong to the document before its
-    first start.
+    """Returns the tokens of the rings, followed by the tokens of the segment.
+
+    The tokens of the rings belong to the document that is being read when the segment begins.
+    `document_start` is True where a block of the segment is the first of a document.
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
@@ -74,7 +79,10 @@ def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
-    """Returns the rings after a segment: the last tokens of its last document."""
+    """Returns the rings after a segment, which have the last tokens of the segment's last document.
+
+    `rings` are the rings before the segment.
+    """
     clusters, size = rings.keys.shape[2:4]
     visible = places(tokens, rings, document_start)
     last = jnp.sum(document_start, axis=1, dtype=jnp.int32)
@@ -82,7 +90,8 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
     wanted = wanted[:, None, :, None]
     there = visible.groups[:, :, None]
     counts = jnp.sum(there == wanted, axis=-1, dtype=jnp.int32)
-    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)  # Ends of the groups in sorted order.
+    # `ends` are the indices at which the groups end if the places are sorted by group.
+    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)
     order = jnp.argsort(visible.groups, axis=-1, stable=True)
     places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)
     flat = places_in_order.reshape(*ends.shape[:2], -1)

@@ -1,8 +1,9 @@
-"""Routed attention in plain XLA: the tokens of a cluster lie side by side, in small chunks.
+"""Routed attention in plain XLA: the tokens of a cluster are stored side by side, in small chunks.
 
-A chunk belongs to one document and one cluster, and begins a multiple of the chunk's size after the
-first token of these. The position of a token in its chunk, and its neighbours, therefore depend on
-earlier tokens alone, and its result is bitwise the same for any later tokens.
+A chunk has tokens of one cluster and one document (a group). The tokens of a group fill chunk after
+chunk. The place of a token in its chunk, and the tokens before it, therefore depend on earlier
+tokens alone, and the token's result is bitwise the same for any later tokens. In shapes, P is the
+number of chunks of Q rows, and M the number of places for tokens.
 """
 
 from typing import NamedTuple
@@ -23,17 +24,18 @@ from brt.ops.partial_attention import attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED
 
-# Least number of tokens of a chunk; smaller ones save less work than their number costs.
+# A chunk has at least this many tokens. Smaller chunks would save some work, but handling more
+# chunks would cost more than that.
 MIN_CHUNK = 8
 
 
 class ChunkLayout(NamedTuple):
-    """The positions of tokens in chunks.
+    """The assignment of tokens to the rows of chunks.
 
     Attributes:
-      sources: int32 [B, H, P * Q], the position in each row of P chunks of Q rows; M for an empty
-        row.
-      rows: int32 [B, H, M], the row of each position; P * Q for none.
+      sources: int32 [B, H, Z], the index of the token in each of Z = P Q rows of chunks; M for an
+        empty row.
+      rows: int32 [B, H, M], the row of each token; Z for places without a token.
     """
 
     sources: Int[Array, "B H Z"]
@@ -49,11 +51,15 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.routed_attention`."""
+    """Returns the attention output of every token over the last R tokens of the token's cluster.
+
+    The arguments are those of `api.routed_attention`.
+    """
     visible = places(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
-    # Every cluster of every document may have one chunk that is not full.
+    # In every cluster of every document, one chunk may not be full. The number of chunks below is
+    # sufficient for this case.
     size = min(max(count // (blocks * clusters), MIN_CHUNK), bias_length)
     total = visible.groups.shape[-1]
     chunks = (total + blocks * clusters * (size - 1)) // size
@@ -61,6 +67,7 @@ def routed_attention(
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
     def row_major(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
+        """Returns the vectors of the tokens, copied to the rows of chunks."""
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return take(padded, sources)
 
@@ -68,7 +75,7 @@ def routed_attention(
     groups = jnp.pad(visible.groups, ((0, 0), (0, 0), (0, 1)), constant_values=NO_TOKEN)
     groups = jnp.take_along_axis(groups, layout.sources, axis=-1).reshape(sources.shape)
     nearest = 0 if attend_to_self else 1
-    # Number of chunks that a chunk reads in addition to itself.
+    # A chunk reads this many previous chunks in addition to itself.
     back = -(-(bias_length - 1 + nearest) // size)
     keys, values = (
         _with_previous_chunks(row_major(x), back, 0) for x in (visible.keys, visible.values)
@@ -101,6 +108,7 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
     rows = jnp.where(there, chunk * size + rank % size, chunks * size)
 
     def scattered(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
+        """Returns the layout of one head, from the tokens sorted by group and the row of each."""
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
         return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
 
