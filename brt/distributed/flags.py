@@ -1,4 +1,4 @@
-"""Command line flags of commands that may be one of several processes."""
+"""Command line flags of commands that several processes may run together."""
 
 import argparse
 
@@ -17,12 +17,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Connects this process to the others that the flags or the cluster name.
+    """Connects this process to the other processes of the run, as the flags or the cluster say.
 
-    Without such flags and such a cluster, the process stays alone. `processes.start` lists the
-    errors.
+    Without these flags and outside of a cluster with several processes, the function does nothing.
+    `processes.start` lists the errors that it raises.
     """
-    # The import is here because it loads jax, which --help does not need.
+    # The import is inside the function because it loads jax, which --help does not need.
     from brt.distributed import processes
 
     names = processes.Launch._fields

@@ -1,7 +1,7 @@
-"""Heartbeats, with which processes notice that another one has died.
+"""Heartbeats, by which processes notice that another process has died.
 
 A collective operation would wait for a dead process for ever. Each process therefore publishes a
-counter every second, and exits if the counter of another process does not change for long.
+counter every second, and exits if the counter of another process does not change for a long time.
 """
 
 import os
@@ -14,18 +14,20 @@ from typing import Any
 from brt import hanging
 from brt.errors import PeerError
 
-HEARTBEAT_SECONDS = 30  # A process without a heartbeat for this long is considered dead.
-# After a process has announced its end, the others have this long to end by themselves.
+HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds without a heartbeat.
+# After a process has announced its end, the other processes have this many seconds to end by
+# themselves.
 GRACE_SECONDS = 15
-# A thread may hang if the key-value service is gone. Nothing waits longer than this for a thread.
+# A thread may hang if the key-value service is gone. Code that waits for the end of a thread waits
+# at most this many seconds.
 JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Threads that publish the heartbeat of this process and watch those of the others.
+    """Threads that publish this process's heartbeat and watch the heartbeats of other processes.
 
-    The process exits if the heartbeat of another process stops.
+    This process exits if the heartbeat of another process stops.
 
     Args:
       client: the key-value service of JAX.
@@ -34,8 +36,8 @@ class Heartbeat:
       peer: a function that returns the name of a process for messages.
 
     Attributes:
-      doing: a function that returns the activity of this process, such as "stepping after step 3",
-        for messages of other processes.
+      doing: a function that returns the current activity of this process, such as "stepping after
+        step 3". Other processes mention the activity in their messages.
     """
 
     doing: Callable[[], str] = str
@@ -53,7 +55,9 @@ class Heartbeat:
             thread.start()
 
     def last_activities(self) -> list[str]:
-        """Returns a phrase about the last known activity of each other process, for messages."""
+        """Returns a phrase for each other process, such as "process 1 of 2 was stepping after step
+        3", for messages.
+        """
         return [
             f"{self._peer(index)} was {activity}"
             for index, (beat, _) in self._seen.items()
@@ -61,9 +65,10 @@ class Heartbeat:
         ]
 
     def close(self) -> None:
-        """Stops the threads; after this, the end of another process is no error.
+        """Stops the threads, so that this process no longer exits when another process ends.
 
-        Python aborts if it exits while a thread is inside the service's code; see `hanging.leave`.
+        The method waits for the threads, because Python aborts if it exits while a thread is inside
+        the code of the key-value service (see `hanging.leave`).
         """
         self._over.set()
         for thread in self._threads:
@@ -79,21 +84,22 @@ class Heartbeat:
                 alive = self._read("brt/alive")
                 self._stopped = self._read("brt/stopped")
             except Exception:
-                # Process 0 has ended, and the service with it; `_watch` will notice this.
+                # Process 0 has ended, and the key-value service has ended with it. The method
+                # `_watch` will notice this, so nothing is done here.
                 continue
             for index in alive.keys() - {self._index}:
                 if alive[index] != self._seen[index][0]:
                     self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        # `_watch` runs in a thread of its own because requests of `_beat` to a stopped process 0 do
-        # not return.
+        # This method runs in a thread of its own, because the requests that `_beat` sends to
+        # process 0 do not return if process 0 is stopped.
         while not self._over.wait(_BEAT_SECONDS):
             for index, (beat, last_time) in sorted(self._seen.items()):
                 silent = time.monotonic() - last_time
                 reason = self._stopped.get(index)
-                # A process that never had a heartbeat is noticed by the next `processes.gather`
-                # instead.
+                # This method ignores processes that never had a heartbeat. The next call of
+                # `processes.gather` notices such processes.
                 if index == self._index or not (beat or index == 0):
                     continue
                 if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):

@@ -1,7 +1,7 @@
-"""Builds the mesh of devices, which has four axes, and places arrays on it.
+"""Builds the mesh of devices and places arrays on the mesh.
 
-A lane is a row of the batch. The table `RULES` says which axes of the mesh shard an axis of an
-array.
+The mesh has the axes "data", "fsdp", "tensor" and "sequence". The table `RULES` maps the name of an
+array's axis to the axes of the mesh that shard it. A lane is a row of the batch.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
-# `Needs` has sizes that the devices must divide: the name of an array's axis in RULES -> (setting,
-# size).
+# A mapping of this type has sizes that must be divisible by the number of devices that shard them.
+# It maps the name of an array's axis in RULES to the name of a setting and the setting's value.
 Needs = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")
@@ -29,14 +29,15 @@ AXES = ("data", "fsdp", "tensor", "sequence")
 def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
     """Returns the number of devices along each axis of the mesh, by the axis's name.
 
-    A size of -1 becomes the number of devices that the other axes leave.
+    An axis whose setting is -1 gets all devices that remain: the number of devices divided by the
+    sizes of the other axes.
 
     Args:
       mesh: the settings of the mesh.
       devices: the number of devices.
 
     Raises:
-      ConfigError: there are too few devices, or -1 has no integer value.
+      ConfigError: there are too few devices, or the other axes do not divide their number.
     """
     shape = {axis: getattr(mesh, axis) for axis in AXES}
     named = {axis: size for axis, size in shape.items() if size > 1}
@@ -57,22 +58,25 @@ def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, number: int) -> int:
-    """Returns the divisor of `number` that is nearest to `wanted`; the smaller one if two are."""
+    """Returns the divisor of `number` that is nearest to `wanted`, and the smaller one of two
+    divisors that are equally near.
+    """
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
     mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the mesh of the first devices.
+    """Returns the mesh, which uses the first devices of the list `devices`.
 
     Args:
-      mesh: the number of devices along each axis.
+      mesh: the settings of the mesh, which say the number of devices along each axis.
       needs: sizes that must be divisible by the number of devices that shard them.
-      devices: the devices; None takes all.
+      devices: the devices; None stands for all devices.
 
     Raises:
-      ConfigError: there are too few devices, or they do not divide a size.
+      ConfigError: there are too few devices, a size is not divisible, or only one of several
+        processes would have devices in the mesh.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
@@ -87,7 +91,8 @@ def build(
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
-    """Returns a sentence about a size that the devices cannot share equally; None if there is none.
+    """Returns a sentence about a size that is not divisible by the number of devices that shard it;
+    None if all sizes are divisible.
 
     Args:
       shape: the number of devices along each axis of the mesh.
@@ -106,8 +111,14 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError if the mesh of the first `used` devices leaves out devices of several
-    processes.
+    """Checks that a mesh uses all devices if there are several processes.
+
+    Args:
+      used: the number of devices of the mesh.
+      devices: the devices of all processes.
+
+    Raises:
+      ConfigError: there are several processes, and the mesh does not use all devices.
     """
     count = len({device.process_index for device in devices})
     if count > 1 and used < len(devices):
@@ -119,7 +130,9 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context in which traced code uses the mesh; for one device, no mesh is set."""
+    """Context in which the mesh is the current mesh of traced code. For a mesh of one device, no
+    mesh is set.
+    """
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
@@ -130,11 +143,12 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
-    """Returns the arrays on the device of the parameters, if the parameters are on a single device.
+    """Returns the arrays of `tree`, committed to the device of the parameters.
 
-    An initial state is not bound to a device, but the state that a program returns is. jax.jit
-    compiles again if the placement of an argument changes, so without this function a loop over
-    segments would compile its program twice.
+    If the parameters are on several devices, `tree` is returned unchanged. A new state is not
+    committed to a device, but the state that a program returns is. jax.jit compiles a program again
+    if the placement of an argument changes, so without this function a loop over segments would
+    compile its program twice.
     """
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:
@@ -145,7 +159,7 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays whose first axis is the lanes."""
+    """Returns the sharding of arrays whose first axis has the lanes."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
@@ -156,28 +170,30 @@ def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
-    """Returns the global array of all lanes from the rows that this process has.
+    """Returns the global array of all lanes, of which this process has some rows.
 
     Args:
       mesh: the mesh.
       x: the rows of this process.
-      own: the index of the lane of each row.
+      own: for each row of x, the index of its lane in the global array.
       lanes: the number of lanes of all processes.
     """
     row = {lane: place for place, lane in enumerate(own)}
 
     def rows_of_device(cut: tuple[slice, ...]) -> np.ndarray:
-        """Returns the rows of a device, given by its slice of the global array."""
+        """Returns the rows of one device; `cut` is the device's slice of the global array."""
         return x[[row[lane] for lane in range(lanes)[cut[0]]]]
 
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), rows_of_device)
 
 
 def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
-    """Returns the settings of a mesh for evaluating a trained run on the devices of this machine.
+    """Returns the settings of a mesh with which a trained run can be evaluated on the devices of
+    this machine.
 
-    The result is the run's own mesh if the devices allow it. Otherwise it is a mesh that shards the
-    parameters in the same way, or over all devices, or not at all.
+    The result is the mesh of the run if there are enough devices. Otherwise the function tries a
+    mesh that shards the parameters in the same way, then a mesh that shards the parameters over all
+    devices, and finally returns a mesh of one device.
 
     Args:
       mesh: the settings of the run's mesh.

@@ -21,25 +21,29 @@ from brt import durable, hanging
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
-RENDEZVOUS_SECONDS = 300  # All processes must connect within this time.
-PATIENCE_SECONDS = 1800  # This is the longest wait for a process that compiles or reads.
-_LEAVING_SECONDS = 10  # Process 0 waits at most this long for the others at the end.
+RENDEZVOUS_SECONDS = 300  # All processes must connect within this many seconds.
+# A process waits at most this many seconds for another process that compiles or reads data.
+PATIENCE_SECONDS = 1800
+# At the end, process 0 waits at most this many seconds for the other processes to disconnect.
+_LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
-# If a process does not answer, the errors of collectives and of the service contain these words.
+# If another process does not answer, the errors of collective operations and of the key-value
+# service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
 _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
 class Launch(NamedTuple):
-    """The flags that say which of several processes this one is.
+    """The command line flags that say which of several processes this process is.
 
-    All are None or False if the process is alone, or if the cluster knows its position.
+    All flags are None or False if there is only one process, or if the environment of a cluster
+    provides their values.
 
     Attributes:
       coordinator_address: "HOST:PORT" of process 0.
       process_count: the number of processes.
       process_index: the index of this process, from 0.
-      distributed: True takes the other three from the cluster.
+      distributed: True takes the values of the other three flags from the cluster.
     """
 
     coordinator_address: str | None = None
@@ -49,9 +53,10 @@ class Launch(NamedTuple):
 
 
 def start(launch: Launch) -> None:
-    """Connects this process to the others, if there are any.
+    """Connects this process to the other processes of the run and starts the heartbeat.
 
-    The call must precede any use of devices.
+    The function does nothing if the process is the only one. The call must precede any use of
+    devices.
 
     Raises:
       ConfigError: the flags are not valid.
@@ -63,19 +68,19 @@ def start(launch: Launch) -> None:
     elif not (launch.distributed or _cluster()):
         return
     address, count, index = flags
-    # By default, JAX aborts a process if another one ends. The option prevents this.
+    # By default, JAX aborts a process if another process ends. This option prevents the abort.
     if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
-    # If a process is missing, JAX aborts without a clear message. The timer ends this process with
-    # a message before that.
+    # If a process is missing, JAX aborts without a clear message. Before JAX does so, the timer
+    # ends this process with a message.
     timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
     timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
-            # JAX's heartbeat aborts without a clear message, so it gets twice the time of brt's
-            # own.
+            # JAX's heartbeat aborts without a clear message. It therefore gets twice the time of
+            # brt's heartbeat, which ends the process with a message.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
@@ -146,13 +151,13 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Returns True for process 0, which is the one that writes files."""
+    """Returns True in process 0, which is the only process that writes files."""
     return jax.process_index() == 0
 
 
 def service() -> Any:
-    """Returns the client of JAX's key-value service, which all processes share; None without
-    others.
+    """Returns the client of JAX's key-value service, which all processes share; None if there is
+    only one process.
     """
     # JAX has no public interface to its key-value service.
     from jax._src import distributed
@@ -176,17 +181,18 @@ def _exchange_hosts(address: str | None) -> None:
 
 
 def peer(index: int) -> str:
-    """Returns the name of a process for messages: its index, the number of processes
-    and its host.
+    """Returns the name of the process with the given index for messages, such as "process 1 of 4 on
+    host-b".
     """
     host = f" on {_hosts[index]}" if index < len(_hosts) else ""
     return f"process {index} of {jax.process_count()}{host}"
 
 
 def gather(name: str, text: str) -> list[str]:
-    """Returns the texts that all processes pass under the same name, in the order of processes.
+    """Returns the texts that all processes pass to this function under the same name, in the order
+    of the processes' indices.
 
-    The call waits for all processes.
+    The call waits until all processes have called the function with this name.
 
     Raises:
       PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
@@ -223,18 +229,19 @@ def _refuse_if_stopped(client: Any) -> None:
 
 
 def announce_end(reason: str) -> None:
-    """Tells the other processes, which would wait for this one, that this process ends early.
+    """Tells the other processes that this process ends early, so that they do not wait for it.
 
-    `reason` is a sentence for their messages.
+    `reason` is a sentence that the other processes print.
     """
     if several():
-        # The service may be gone, too, and then nobody can be told.
+        # Errors are ignored: if the key-value service is gone, other processes cannot be told.
         with contextlib.suppress(Exception):
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
 
 
 def report_activity(doing: Callable[[], str]) -> None:
-    """Sets the function that returns the activity of this process, for messages of other processes.
+    """Sets the function that returns the current activity of this process, such as "stepping after
+    step 3".
 
     Other processes report the last known activity if this process's heartbeat stops.
     """
@@ -243,7 +250,9 @@ def report_activity(doing: Callable[[], str]) -> None:
 
 
 def last_activities() -> list[str]:
-    """Returns a phrase about the last known activity of each other process, for messages."""
+    """Returns a phrase for each other process, such as "process 1 of 2 was stepping after step 3",
+    for messages.
+    """
     return _heartbeat.last_activities() if _heartbeat else []
 
 
@@ -253,19 +262,23 @@ def wait_for_all(name: str) -> None:
 
 
 def from_first(value: Any, name: str = "decision") -> Any:
-    """Returns the value that process 0 passes, on all processes.
+    """Returns, on all processes, the value that process 0 passes to this function.
 
     Args:
-      value: a JSON value; only that of process 0 counts.
-      name: the name of the decision, the same on all processes.
+      value: a JSON value; the values of processes other than 0 are ignored.
+      name: a name of the exchange, which must be equal on all processes.
     """
     return json.loads(gather(name, json.dumps(value))[0])
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Raises ConfigError on all processes if one of them has a different value of a fact.
+    """Checks that all processes have the same values, such as the same version of a library.
 
-    `facts` maps a description of each fact, for the message, to its value in this process.
+    Args:
+      facts: the values of this process as texts, by a description of each value for the message.
+
+    Raises:
+      ConfigError: two processes have different values. All processes raise the error.
     """
     everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
     for index, others in enumerate(everyone):
@@ -285,9 +298,12 @@ def _difference(first: str, other: str) -> str:
 
 
 def check_shared(directory: Any) -> None:
-    """Raises ConfigError if processes do not see each other's files in a directory.
+    """Checks that all processes see the same files in a directory.
 
-    Process 0 writes a file for this and removes it again.
+    For the check, process 0 writes a file to the directory and removes the file again.
+
+    Raises:
+      ConfigError: a process does not see the file of process 0.
     """
     name = from_first(durable.partial_name(), "shared")
     if is_first():
@@ -334,10 +350,10 @@ def _wait_for_others_to_leave() -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Context that turns errors of collectives that lost a process into a PeerError.
+    """Context that raises PeerError if a collective operation fails because another process ended.
 
-    If this process fails inside the context, it tells the others. All processes must stay connected
-    inside the context, and may end independently after it.
+    If this process fails inside the context, it tells the other processes. All processes must stay
+    connected inside the context, and may end independently after leaving the context.
     """
     try:
         yield

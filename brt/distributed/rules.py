@@ -1,9 +1,9 @@
 """Sharding rules: every axis of every array has a name, and a table maps names to mesh axes.
 
-The names of a parameter's axes are given where it is created (`brt.layers.basic.parameter`); those
-of batches, activations, caches and states where they are made. An axis is not sharded if the number
-of devices does not divide its size. A lane is a row of the batch. The current mesh is the one that
-`mesh.use` has set for the traced code.
+The code that creates an array names the array's axes; for parameters this is
+`brt.layers.basic.parameter`. An axis is not sharded if the number of devices does not divide its
+size. A lane is a row of the batch. The current mesh is the mesh that `mesh.use` has set for the
+traced code.
 """
 
 import functools
@@ -22,7 +22,7 @@ Mesh = jax.sharding.Mesh | AbstractMesh
 # Parameters are replicated along the axis "data" of the mesh.
 REPLICAS = "data"
 
-# RULES has, for each name of an array's axis, the axes of the mesh that shard it.
+# RULES maps the name of an array's axis to the axes of the mesh that shard it.
 RULES: Mapping[str, tuple[str, ...]] = {
     # Lanes are axis 0 of batches, activations, caches and states.
     "lanes": ("data", "fsdp"),
@@ -33,7 +33,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    # Along "matrices", the matrices are stacked that Muon orthogonalises, each on one device.
+    # The optimizer Muon stacks the matrices that it orthogonalises along the axis "matrices". Each
+    # matrix is on one device.
     "matrices": ("fsdp", "tensor"),
 } | dict.fromkeys(
     (
@@ -74,14 +75,18 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter on the given mesh; vectors are replicated."""
+    """Returns the partition spec of a parameter on the given mesh: the result of `spec` for
+    matrices, and replication for vectors.
+
+    The arguments are those of `spec`.
+    """
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
 def is_matrix(names: Names) -> bool:
-    """Returns True for the axes of a matrix, False for those of a vector.
+    """Returns True if a parameter with axes of these names is a matrix, False if it is a vector.
 
-    An axis "layers", along which the parameters of several layers are stacked, does not count.
+    The axis "layers", along which the parameters of several layers are stacked, is not counted.
     """
     return sum(name != "layers" for name in names) > 1
 
@@ -92,13 +97,13 @@ def _devices(axis: str, mesh: Mesh) -> int:
 
 
 def partitioned() -> bool:
-    """Returns True if the traced code runs on several devices."""
+    """Returns True if the traced code is partitioned over several devices of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
 def automatic_axes() -> frozenset[str]:
-    """Returns the axes of the current mesh over which the traced code is still partitioned.
+    """Returns the names of the current mesh's axes over which XLA partitions the traced code.
 
     Inside of `shard_map`, these are the axes that are not manual.
     """
@@ -115,8 +120,8 @@ def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def shard_count(name: str, size: int) -> int:
-    """Returns the number of devices of the current mesh that shard an axis with this
-    name and size.
+    """Returns the number of devices over which an axis with this name and size is sharded on the
+    current mesh; 1 if the axis is not sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
@@ -138,30 +143,33 @@ def is_sharded(name: str) -> bool:
 
 
 def can_merge_axes(axes: int) -> bool:
-    """Returns True if the first `axes` axes of an array can be merged without moving data.
+    """Returns True if the first `axes` axes of an array can be merged to one axis without moving
+    data between devices.
 
-    The first axis is the lanes. If other axes are sharded as well, the compiler may move data.
+    The first axis must be that of the lanes. If one of the other merged axes can be sharded, the
+    compiler might move data, and the result is False.
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Returns True if the traced code belongs to one replica of the parameters.
-
-    `brt.training.replicas` runs such code.
+    """Returns True if the traced code computes for a single replica of the parameters, in a
+    `shard_map` over replicas (see `brt.training.replicas`).
     """
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def lane_indices(count: int) -> Int[Array, " count"]:
-    """Returns the indices, in the whole batch, of the `count` lanes of the traced code; int32."""
+    """Returns the indices in the global batch, int32, of the `count` lanes that the traced code
+    processes.
+    """
     indices = jnp.arange(count)
     return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
 
 
 def lane_keys(key: Array, count: int) -> Array:
-    """Returns a random key for each of the `count` lanes of the traced code.
+    """Returns a random key for each of the `count` lanes that the traced code processes.
 
     The key of a lane does not depend on the number of lanes or of devices.
     """
@@ -169,7 +177,7 @@ def lane_keys(key: Array, count: int) -> Array:
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Returns x with the sharding that the rules give to axes of these names.
+    """Returns x, constrained to the sharding that RULES gives to axes of these names.
 
     Without several devices, x is returned unchanged. A name of None stands for an axis that is not
     sharded.
@@ -180,20 +188,23 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def replicated(tree: PyTree[Array]) -> PyTree[Array]:
-    """Returns the arrays, constrained to be replicated, so that every process can read them."""
+    """Returns the arrays of `tree`, constrained to be replicated on all devices, so that every
+    process can read the arrays.
+    """
     if not partitioned():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Returns `jax.jit` of a function whose results are replicated, so that every process can read
-    them.
+    """Returns `jax.jit` of `function`, with its results replicated on all devices.
+
+    Every process can then read the results. `options` are keyword arguments of `jax.jit`.
     """
 
     @functools.wraps(function)
     def replicated_function(*args: Any, **kwargs: Any) -> PyTree[Array]:
-        """Returns the replicated results of `function`."""
+        """Returns the results of `function`, constrained to be replicated."""
         return replicated(function(*args, **kwargs))
 
     return jax.jit(replicated_function, **options)

@@ -1,4 +1,4 @@
-"""Agreement of several processes on the step at which all do something, such as stopping."""
+"""Agreement of several processes on the step at which all processes do something, such as stop."""
 
 import contextlib
 import sys
@@ -23,8 +23,8 @@ class AgreedRequest:
 
     Args:
       name: the name of the request.
-      requester: a function that returns who or what makes the request to this process; None if
-        there is no request.
+      requester: a function that returns a phrase about who or what has made the request to this
+        process, such as the name of a signal; None if there is no request.
       announce: a function that is called with the reason if the request was made to another
         process.
 
@@ -46,7 +46,8 @@ class AgreedRequest:
         self._thread.start()
 
     def due(self) -> str | None:
-        """Returns the reason if the process must carry out the request now; None otherwise.
+        """Returns the reason of the request if this process must carry out the request now, and
+        None otherwise.
 
         Raises:
           PeerError: a process did not answer.
@@ -64,7 +65,7 @@ class AgreedRequest:
         return self.reason if self._calls > self._last_call else None
 
     def done(self) -> None:
-        """Marks the request as carried out, so that another one can be made."""
+        """Marks the request as carried out, so that another request can be made."""
         with self._lock:
             self._frozen, self._last_call, self.reason = False, sys.maxsize, None
             self._agreed.clear()
@@ -73,7 +74,8 @@ class AgreedRequest:
     def close(self) -> None:
         """Stops the thread; `due` must not be called any more.
 
-        Python aborts if it exits while a thread is inside the service's code; see `hanging.leave`.
+        The method waits for the thread, because Python aborts if it exits while a thread is inside
+        the code of the key-value service (see `hanging.leave`).
         """
         self._over = True
         self._done.set()
@@ -95,7 +97,8 @@ class AgreedRequest:
         while not self._over:
             if (request := self._requester()) and not published:
                 published = True
-                # The service refuses the text if another process has published one first.
+                # The key-value service raises an error if another process has already published a
+                # request. The error is ignored, because the first request counts.
                 with contextlib.suppress(Exception):
                     texts.key_value_set(place, f"{request} to {peer(jax.process_index())}")
             try:
@@ -117,7 +120,7 @@ class AgreedRequest:
         try:
             self._last_call = max(int(n) for n in gather(self._name, str(calls)))
             self.reason = reason
-        # The next call of `due` raises the error.
+        # The error is raised by the next call of `due`, in the thread of the caller.
         except PeerError as error:
             self._lost = error
         finally:

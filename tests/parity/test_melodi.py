@@ -15,7 +15,7 @@ from brt.config import Model
 from brt.layers.kinds import KINDS
 from brt.layers.scan import Stream
 from brt.memories import Summaries
-from brt.memories.summary.layer import LongSummaryState, SummaryState
+from brt.memories.summary.state import LongSummaryState, SummaryState
 from brt.models import decoder
 from brt.models.decoder import Decoder
 

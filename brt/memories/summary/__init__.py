@@ -1,17 +1,18 @@
-"""Layers that summarise what they read (MELODI, arXiv 2410.03156)."""
+"""Layers that summarise every block for the layer above and for the next block (MELODI, arXiv
+2410.03156).
+"""
 
 from brt.layers.kinds import LayerKind, register_kind
 from brt.memories.summary.flops import long_summary_flops, summary_flops
-from brt.memories.summary.layer import (
+from brt.memories.summary.layer import LongSummaryLayer, SummaryLayer
+from brt.memories.summary.section import Summaries as Summaries
+from brt.memories.summary.state import (
     LONG_SUMMARY_AXES,
     SUMMARY_AXES,
-    LongSummaryLayer,
-    SummaryLayer,
     new_long_summary_state,
     new_summary_state,
     number_of_summaries,
 )
-from brt.memories.summary.section import Summaries as Summaries
 
 register_kind(
     "summary",

@@ -21,48 +21,12 @@ from brt.layers.attention import TransformerBlock
 from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
 from brt.layers.state import LayerOutput
 from brt.memories.summary.section import Summaries
+from brt.memories.summary.state import LongSummaryState, SummaryState
 from brt.memories.summary.token_mixing import MixWeights, mix_tokens
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import circulant
-
-
-class SummaryState(NamedTuple):
-    """The state of a layer with a short-term memory only.
-
-    Attributes:
-      vectors: float32 [B, S, D], computed from the last block; zeros before the first block.
-      valid: bool [B], False before the first block of a document.
-    """
-
-    vectors: Float[Array, "B S D"]
-    valid: Bool[Array, " B"]
-
-    @property
-    def short(self) -> "SummaryState":
-        """The short-term memory; `LongSummaryState` has a field of the same name."""
-        return self
-
-
-class LongSummaryState(NamedTuple):
-    """The state of a layer with a short-term and a long-term memory.
-
-    Attributes:
-      short: the short-term memory.
-      vectors: float32 [B, M, D], the long-term memory, oldest vector first; unused places are
-        zeros.
-      length: int32 [B], the number of vectors that belong to the current document.
-    """
-
-    short: SummaryState
-    vectors: Float[Array, "B M D"]
-    length: Int[Array, " B"]
-
-
-_VECTORS = ("lanes", None, None)
-SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
-LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
 
 
 class Read(NamedTuple):
@@ -104,31 +68,6 @@ class Tokens(NamedTuple):
     queries: Float[Array, "B N P H K"]
     keys: Float[Array, "B N P H K"]
     values: Float[Array, "B N P H K"]
-
-
-def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
-    """Returns the state of a layer with a short-term memory before the first token, for `batch`
-    rows. `dtype` is unused, because the memory is float32.
-    """
-    section = model.of(Summaries)
-    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
-    return SummaryState(vectors, jnp.zeros((batch,), bool))
-
-
-def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
-    """Returns the state of a layer with both memories before the first token, for `batch` rows.
-    `dtype` is unused, because the memories are float32.
-    """
-    section = model.of(Summaries)
-    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
-    short = new_summary_state(model, batch, dtype)
-    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
-
-
-def number_of_summaries(model: Model) -> int:
-    """Returns the number of vectors in which a layer summarises a block for the layer above."""
-    section = model.of(Summaries)
-    return section.summaries
 
 
 class TokenMix(nn.Module):

@@ -13,20 +13,21 @@ from jaxtyping import Array, Float
 
 from brt.ops.softmax import FLOOR
 
-# Logits are multiplied by log2(e), because the hardware computes powers of two.
+# The kernels multiply logits by this number, log2(e), and compute powers of two instead of powers
+# of e, because the hardware has an instruction for powers of two.
 LOG2E = 1.4426950408889634
 
 
 class WindowTileInputs(NamedTuple):
-    """Arrays of one head and lane, or their block specs; unused arrays are None.
+    """Input arrays of a kernel for one head and lane, or their block specs; unused arrays are None.
 
     The fields `gradient`, `lse` and `along` are for the backward pass only.
 
     Attributes:
       q: [T, K], queries.
-      keys, values: [Z, K], with the window before the segment.
-      band: float32, the bias times log2(e), the farthest key first, with as many MASKED entries on
-        either side as a tile has rows or columns.
+      keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
+      band: float32, the bias times log2(e) by distance, the farthest key first. On both sides, the
+        band is padded with MASKED by as many entries as a tile has rows or columns.
       cache_mask: int32 [N], not zero where a block may read the block before it.
       dropout: int8 [W, W], not zero for weights that are kept.
       gradient: [T, K], gradient of the output.
@@ -49,12 +50,12 @@ class WindowTileInputs(NamedTuple):
 class WindowTiles(NamedTuple):
     """The logits of one head and lane, in tiles of R queries and C keys.
 
-    In the methods, i is the index of a query tile and j that of a key tile.
+    In the methods, i is the index of a query tile and j the index of a key tile.
 
     Attributes:
       inputs: the arrays of one head and lane.
-      rows: R.
-      columns: C.
+      rows: R, the number of queries of a tile.
+      columns: C, the number of keys of a tile.
       scale: the factor of weights that dropout keeps.
       transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
         computes the gradients of a tile of keys.
@@ -72,18 +73,16 @@ class WindowTiles(NamedTuple):
         return self.inputs.keys.shape[0] - self.inputs.q.shape[0]
 
     def queries(self, i: Array) -> Any:
-        """Returns the slice of query tile i."""
+        """Returns the index slice of the queries of query tile i."""
         return pl.ds(i * self.rows, self.rows)
 
     def keys(self, j: Array) -> Any:
-        """Returns the slice of key tile j."""
+        """Returns the index slice of the keys of key tile j."""
         return pl.ds(j * self.columns, self.columns)
 
     def window_of(self, i: Array) -> tuple[Array, ...]:
-        """Returns three indices of key tiles for query tile i.
-
-        These are the first tile of its window, the last one (exclusive), and the first one that it
-        may read.
+        """Returns three indices of key tiles for query tile i: the first tile of the tile's window,
+        the end of the window (exclusive), and the first tile that the queries may read.
         """
         begin = i * self.rows
         block = jax.lax.div(begin, self.window)
@@ -93,8 +92,8 @@ class WindowTiles(NamedTuple):
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
     def readers(self, j: Array) -> tuple[Array, ...]:
-        """Returns the indices of the first and the last (exclusive) query tile that may read key
-        tile j.
+        """Returns the range of query tiles that may read key tile j: the first index and the end
+        (exclusive).
         """
         begin = j * self.columns
         block = jax.lax.div(begin, self.window)
@@ -105,9 +104,9 @@ class WindowTiles(NamedTuple):
         return tuple(jax.lax.div(place, self.rows) for place in places)
 
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:
-        """Returns the logits of a tile times log2(e), with bias and mask.
+        """Returns the logits of query tile i and key tile j times log2(e), with bias and mask.
 
-        `products` are the products of the tile's queries and keys.
+        `products` are the dot products of the tile's queries and keys.
         """
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
         row, column = reversed(iota) if self.transposed else iota
@@ -115,7 +114,9 @@ class WindowTiles(NamedTuple):
         return LOG2E * products + self.inputs.band[nearest + column - row]
 
     def apply_dropout(self, i: Array, j: Array, weights: Array) -> Array:
-        """Returns weights, or their gradients, of a tile after dropout."""
+        """Returns `weights` after dropout; they are the weights of query tile i and key tile j, or
+        the gradients of these weights.
+        """
         if self.inputs.dropout is None:
             return weights
         row, slot = (jax.lax.rem(place, self.window) for place in (i * self.rows, j * self.columns))
@@ -128,10 +129,10 @@ class WindowTiles(NamedTuple):
         """Returns the weights of a tile after dropout, and the gradient of its logits.
 
         Args:
-          i: the query tile.
-          j: the key tile.
-          products: products of queries and keys.
-          d_weights: products of the output's gradient and values.
+          i: the index of the query tile.
+          j: the index of the key tile.
+          products: the dot products of queries and keys.
+          d_weights: the dot products of the output's gradient and values.
         """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
@@ -143,7 +144,7 @@ class WindowTiles(NamedTuple):
 
 
 def dot_float32(a: Array, b: Array) -> Float[Array, "..."]:
-    """Returns the product of two matrices, with float32 sums."""
+    """Returns the matrix product a b in float32."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
@@ -164,7 +165,8 @@ def window_attention_forward(
 ) -> None:
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    Null keys come first. Keys and values are zero, so they only add to the softmax's sum.
+    Unreadable keys that count as zero keys (null keys) come first. Their values are zero, too, so
+    they add to the softmax's sum only.
 
     Args:
       inputs: the arrays of one head and lane.
@@ -181,21 +183,25 @@ def window_attention_forward(
     def update_softmax(
         logits: Array, top: Array, total: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Returns the weights of a tile, the factor of earlier sums, the new maxima and the new
-        sums.
+        """Returns the weights of a tile, the factor by which sums of earlier tiles must be
+        multiplied, the new maximum of each row and the new sum of each row's weights.
+
+        `top` and `total` are the maxima and the sums of earlier tiles.
         """
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
         weights, shrunk = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
         return weights, shrunk, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the maximum and the sum after key tile j, whose keys are zero."""
+        """Returns the maximum logits and the sums of weights after key tile j, whose keys count as
+        zero keys.
+        """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns the weighted sum of values, the maximum and the sum of weights
-        after key tile j.
+        """Returns the weighted sums of values, the maximum logits and the sums of weights after key
+        tile j.
         """
         read, top, total = carry
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
@@ -205,8 +211,8 @@ def window_attention_forward(
         kept = tiles.apply_dropout(i, j, weights).astype(values.dtype)
         return read * shrunk[:, None] + dot_float32(kept, values), top, total
 
-    # The running softmax starts with the virtual logit `softmax.FLOOR`, which takes all the weight
-    # of rows without visible keys.
+    # The running softmax starts with the virtual logit `softmax.FLOOR`. In rows without visible
+    # keys, the virtual logit has all the weight, so that the output is zero.
     start = jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
     if null_keys:
         start = jax.lax.fori_loop(begin, first, add_null_keys, start)
@@ -229,7 +235,7 @@ def window_attention_queries(
     _, end, first = tiles.window_of(i)
 
     def add_key_tile(j: Array, total: Array) -> Array:
-        """Returns the gradient of the queries after key tile j."""
+        """Returns the gradient of the queries after the contribution of key tile j is added."""
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
         pair = dot_float32(own, keys.T), dot_float32(theirs, values.T)
         _, d_logits = tiles.gradients(i, j, *pair)
@@ -253,7 +259,7 @@ def window_attention_keys(
     keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the gradients of keys and values after query tile i."""
+        """Returns the gradients of keys and values after those from query tile i are added."""
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
@@ -270,24 +276,24 @@ def window_attention_band(
     inputs: WindowTileInputs, d_tile: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float, walk: int,
 ) -> None:  # fmt: skip
-    """Writes the gradient of the logits at one distance of tiles, summed over `walk` tiles of
-    queries.
+    """Writes the gradient of the logits between query tiles and the key tiles at one distance from
+    them, summed over `walk` query tiles.
 
-    The gradient of the bias follows from these sums. `d_tile` [R, C] is the output; the other
+    The gradient of the bias is computed from these sums. `d_tile` [R, C] is the output; the other
     arguments are those of `window_attention_forward`.
     """
     tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add_query_tile(i: Array, total: Array) -> Array:
-        """Returns the sum after query tile i."""
+        """Returns the sum of logit gradients after those of query tile i are added."""
         farthest, _, first = tiles.window_of(i)
         j = farthest + distance
         pair = (
             dot_float32(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
             dot_float32(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),
         )
-        # Unreadable keys and values are zeros if they count as null keys.
+        # With null keys, unreadable keys and values are replaced by zeros.
         if null_keys:
             pair = zero_unless(j >= first, pair[0]), zero_unless(j >= first, pair[1])
         _, d_logits = tiles.gradients(i, j, *pair)

@@ -1,4 +1,4 @@
-"""Limits of a kernel's inputs, and the reason that it gives if inputs are beyond them."""
+"""The sizes and dtypes that a kernel of window attention supports, and a check of inputs."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ class Limits(NamedTuple):
     """Sizes and dtypes of inputs that a kernel supports.
 
     Attributes:
-      windows: the numbers of tokens of a window.
-      head_dims: the sizes of a head.
-      dtypes: the names of dtypes.
+      windows: the supported numbers of tokens of a window.
+      head_dims: the supported sizes of a head.
+      dtypes: the names of the supported dtypes.
     """
 
     windows: tuple[int, ...]

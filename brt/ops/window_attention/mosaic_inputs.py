@@ -1,4 +1,6 @@
-"""Inputs of the kernels in `mosaic_kernels`, in tiles. This module does not need Mosaic GPU.
+"""Inputs of the kernels in `mosaic_kernels`, and their division into tiles.
+
+This module does not import Mosaic GPU, so it can be imported with every version of jax.
 
 In shapes, T is the number of tokens of a segment, W that of a window, Z = W + T, and N the number
 of blocks. A lane is a row of the batch.
@@ -10,24 +12,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-TILE = 64  # A tile has as many rows as one matrix product of a warpgroup.
-_MAX_PART = 128  # Longer vectors make a matrix product spill registers.
-_ABOVE_ANY_TILE = 1 << 20  # No array has as many tiles as this.
+TILE = 64  # A tile has this many rows, as many as one matrix product of a warpgroup.
+# Vectors are split into parts of at most this many numbers, because a matrix product with longer
+# vectors would spill registers.
+_MAX_PART = 128
+_ABOVE_ANY_TILE = 1 << 20  # This number is greater than the index of any tile.
 
 
 def vector_parts(x: Array) -> int:
-    """Returns the number of parts that the vectors of x are split into, so that they fit into
-    registers.
+    """Returns the number of parts into which the vectors of x are split, so that each part fits
+    into registers.
     """
     return -(-x.shape[-1] // _MAX_PART)
 
 
 def opaque_zero(n: Array) -> Array:
-    """Returns zero, computed from a number of tiles n so that the compiler cannot know the value.
+    """Returns zero in a form that the compiler cannot recognise as zero.
 
-    The compiler would keep the descriptors of operands that do not change in a loop, and of all
-    iterations that it unrolls, in registers that the products need. An index that the compiler does
-    not know prevents this.
+    The zero is computed from n, a number of tiles. If the compiler knows an operand's index, it
+    keeps the operand's descriptor in registers during a loop, and the descriptors of all unrolled
+    iterations. The matrix products need these registers. Adding this zero to an index hides the
+    index from the compiler.
     """
     return jax.lax.div(n, _ABOVE_ANY_TILE)
 
@@ -39,7 +44,8 @@ class WindowMosaicInputs(NamedTuple):
 
     Attributes:
       q: [B, T, H, K], queries.
-      keys, values: [B, Z, H, K], with the window before the segment.
+      keys, values: [B, Z, H, K], the keys and values of the window before the segment and of the
+        segment.
       strip: float32 [H, TILE, W + TILE], bias and mask for a tile of queries. Column s * TILE + c
         is key c of the s-th key tile in the window, counted from the farthest.
       cache_mask: int32 [B, N], not zero where a block may read the block before it.
@@ -64,12 +70,12 @@ class WindowMosaicInputs(NamedTuple):
 
     @property
     def tiles_per_window(self) -> int:
-        """The number of tiles of a window."""
+        """The number of tiles that the keys of a window fill."""
         return (self.keys.shape[1] - self.q.shape[1]) // TILE
 
     def window_of(self, lane: Array, i: Array) -> tuple[Array, Array]:
-        """Returns the indices of the first and the last (exclusive) key tile that query tile i may
-        read.
+        """Returns the range of key tiles that query tile i of a lane may read: the first index and
+        the end (exclusive).
 
         The window of query tile i begins at key tile i.
         """
@@ -79,8 +85,8 @@ class WindowMosaicInputs(NamedTuple):
         return first, i + self.tiles_per_window + 1 + opaque_zero(flag)
 
     def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
-        """Returns the indices of the first and the last (exclusive) query tile that may read key
-        tile j.
+        """Returns the range of query tiles of a lane that may read key tile j: the first index and
+        the end (exclusive).
         """
         block = jax.lax.div(j, self.tiles_per_window)
         following = jnp.minimum(block, self.cache_mask.shape[1] - 1)

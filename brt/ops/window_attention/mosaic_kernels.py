@@ -40,9 +40,10 @@ def window_attention_forward(
 ) -> None:  # fmt: skip
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    The arguments from `own` on are shared memory. `own` has the tile's queries; `keys`, `values`,
-    `strip` and `factors` have slots for tiles that are copied in turns. `ready` and `arrived` are
-    the barriers of their copies.
+    The arguments from `own` on are shared memory and barriers. `own` has the tile's queries, whose
+    copy arrives at the barrier `ready`. `keys`, `values`, `strip` and `factors` have several slots,
+    to which the tiles of the window are copied in turns; these copies arrive at the barriers
+    `arrived`.
 
     Args:
       inputs: references to the inputs.
@@ -64,13 +65,13 @@ def window_attention_forward(
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
     def attend_to_window(*read: Any) -> tuple[Array, Array]:
-        """Adds the weighted values to `read`; returns the maximum logit and the sum of weights of
-        each row.
+        """Adds the weighted values of all keys of the window to the accumulators `read`. Returns
+        the maximum logit and the sum of weights of each row.
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the values of the n-th key tile to `read`; returns the new maxima and sums of
-            weights.
+            """Adds the weighted values of the n-th key tile to `read`. Returns the maximum logits
+            and the sums of weights after this tile.
             """
             top, total = carry
             may_read = begin + n >= first if null_keys else True
@@ -90,8 +91,8 @@ def window_attention_forward(
                 wgmma(sums, weights, values.at[slot, part])
             return higher, total
 
-        # The running softmax starts with the virtual logit `softmax.FLOOR`, which takes all the
-        # weight of rows without visible keys.
+        # The running softmax starts with the virtual logit `softmax.FLOOR`. In rows without visible
+        # keys, the virtual logit has all the weight, so that the output is zero.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
         return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 
@@ -128,7 +129,9 @@ def window_attention_queries(
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
     def sum_gradients(*totals: Any) -> None:
-        """Adds the gradients of the queries to `totals`."""
+        """Adds the contributions of all key tiles to the accumulators `totals`, which are parts of
+        the queries' gradient.
+        """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the contribution of the n-th key tile to `totals`; the carry is unused."""
@@ -183,7 +186,9 @@ def window_attention_keys(
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
     def sum_gradients(keys_total: Any, values_total: Any) -> None:
-        """Adds the gradients of keys and values to the totals."""
+        """Adds the contributions of all query tiles to the accumulators of the gradients of keys
+        and of values.
+        """
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the contribution of the n-th query tile to the totals; the carry is unused."""
@@ -234,7 +239,7 @@ def window_attention_band(
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
     def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
-        """Returns the sum after the n-th query tile."""
+        """Returns the sum of logit gradients after those of the n-th query tile are added."""
         first, _ = inputs.window_of(lane, begin + n)
         may_read = begin + n + distance >= first
         pair = (
@@ -255,5 +260,7 @@ def window_attention_band(
 
 
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
-    """Returns x times dropout's factors in a slot of shared memory, or x if there is no dropout."""
+    """Returns x times the dropout factors in a slot of the shared memory `factors`; returns x if
+    there is no dropout (`factors` is None).
+    """
     return x if factors is None else x * factors[slot]

@@ -45,11 +45,12 @@ from brt.ops.window_attention.mosaic_inputs import (
 
 # The last axis of the grid varies fastest, so neighbouring programs read the same keys.
 _AXES = ("lane", "head", "tile")
-_SWIZZLE = 128  # The products read shared memory in this swizzling pattern, given in bytes.
+_SWIZZLE = 128  # Matrix products read shared memory in a swizzling pattern of this many bytes.
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
 if _unknown := [name for name in _OPTIONS if not hasattr(CompilerParams, name)]:
     raise ImportError(f"CompilerParams has no {', '.join(_unknown)}")
-# This module sets layouts explicitly, which needs `Lane`; jax 0.11 would infer layouts by default.
+# This module sets the layouts of arrays explicitly, which requires the semantics `Lane`. By
+# default, jax 0.11 infers layouts.
 _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
@@ -59,8 +60,8 @@ def program_place() -> tuple[Array, Array, Array]:
     return lane, head, tile
 
 
-# The following functions are about tiles in shared memory, in the layout in which products read
-# them.
+# The following functions are about tiles in shared memory. The tiles have the layout in which
+# matrix products read them.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
@@ -72,7 +73,7 @@ def _tiling(itemsize: int) -> tuple[Any, ...]:
 
 
 def vector_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of the vectors in x [..., K], each split
+    """Returns shared memory for `slots` tiles of the vectors in x [..., K]; each vector is split
     into parts.
     """
     parts = vector_parts(x)
@@ -81,21 +82,23 @@ def vector_tiles(x: Array, slots: int) -> Any:
 
 
 def square_tiles(slots: int) -> Any:
-    """Returns shared memory for `slots` tiles with a float32 number for each pair of rows of two
-    tiles.
+    """Returns shared memory for `slots` square tiles [TILE, TILE] of float32 numbers, such as
+    biases between queries and keys.
     """
     return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory for the two numbers in `WindowMosaicInputs.sums` of every row of a
-    tile.
+    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`, which has two numbers
+    for each row of a tile.
     """
     return SMEM((slots, 2, TILE), jnp.float32)
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
-    """Returns barriers for `slots` slots, each of which waits for `copies` copies."""
+    """Returns a barrier for each of `slots` slots; a barrier opens after `copies` copies have
+    arrived.
+    """
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
@@ -104,7 +107,7 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
 
     Args:
       array: the array in global memory.
-      place: the lane, the tile and the head.
+      place: the indices of the lane, the tile and the head.
       to: shared memory for one tile of vectors.
       arrived: the barrier at which the copies arrive.
     """
@@ -147,7 +150,8 @@ def copy_factors(
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
     """Starts the copy of a tile of an array [B, H, 2, T] to shared memory.
 
-    `place` is the lane, the tile and the head; the copy arrives at the barrier `arrived`.
+    `place` has the indices of the lane, the tile and the head. `to` is the shared memory. The copy
+    arrives at the barrier `arrived`.
     """
     lane, tile, head = place
     copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
@@ -162,8 +166,8 @@ def write_vectors(
       parts: the parts of the vectors, from part `first` on.
       through: shared memory that the vectors pass through.
       to: the array.
-      place: the lane, the tile and the head.
-      first: the index of the first part.
+      place: the indices of the lane, the tile and the head.
+      first: the index of the first of these parts.
     """
     lane, tile, head = place
     width = through.shape[2]
@@ -184,7 +188,7 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
       square: the numbers of the tile.
       through: shared memory that the numbers pass through.
       to: the array.
-      place: the group, the head and the tile.
+      place: the indices of the group, the head and the tile.
     """
     group, head, column = place
     through[...] = square
@@ -199,7 +203,8 @@ class CopyRing(NamedTuple):
 
     Attributes:
       arrived: a barrier for each slot.
-      copy: starts the n-th copies; its arguments are n, the slot and the slot's barrier.
+      copy: a function that starts the n-th copies. Its arguments are n, the slot and the slot's
+        barrier.
     """
 
     arrived: Any
@@ -213,15 +218,17 @@ class CopyRing(NamedTuple):
         slots = self.arrived.shape[0]
 
         def start_copies(n: Any, slot: Any) -> None:
-            """Starts the n-th copies; does nothing for n >= count."""
+            """Starts the n-th copies to a slot if n is less than `count`."""
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def run_step(n: Array, carry: Any) -> Any:
-            """Returns the carry after step n, and starts the copies that use the slot next."""
+            """Returns the carry after step n. Then the slot of step n is free, and the next copies
+            to this slot are started.
+            """
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
             carry = step(n, slot, carry)
-            # The products that read the slot must be done before it is overwritten.
+            # The matrix products that read the slot must have ended before the slot is overwritten.
             wgmma_wait(0)
             start_copies(n + slots, slot)
             return carry
@@ -231,7 +238,8 @@ class CopyRing(NamedTuple):
         return jax.lax.fori_loop(0, count, run_step, carry)
 
 
-# The following functions are about values in registers, in the layout of a product's result.
+# The following functions are about arrays in registers. The arrays have the layout of the result of
+# a matrix product.
 
 
 def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
@@ -240,7 +248,9 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
     """
 
     def multiply(total: Any) -> Array:
-        """Adds the products of all parts of the vectors to `total` and returns it."""
+        """Adds the matrix products of all parts of the vectors to the accumulator `total`, and
+        returns the accumulator's value.
+        """
         for part in range(a.shape[0]):
             wgmma(total, a.at[part], b.at[part].T)
         return total[...]
@@ -251,7 +261,7 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, walk: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Allocates `count` accumulators of `width` columns and passes them to `walk`.
+    """Calls the function `walk` with `count` new accumulators of `width` columns.
 
     Returns:
       The values of the accumulators after `walk`, and the result of `walk`.
@@ -280,15 +290,15 @@ def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """Returns an array whose row r has the r-th number of `ref`, in shared memory, in
-    all columns.
+    """Returns an array whose row r has the r-th number of `ref` in all columns; `ref` is a
+    reference to shared memory.
     """
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    """Returns an array whose column c has the c-th number of `ref`, in shared memory,
-    in all rows.
+    """Returns an array whose column c has the c-th number of `ref` in all rows; `ref` is a
+    reference to shared memory.
     """
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
@@ -310,7 +320,7 @@ def call(
         shared memory and `options`.
       inputs: the inputs of the kernel.
       outputs: the shapes of the outputs.
-      grid: the numbers of programs.
+      grid: the number of programs along each axis of the grid.
       interpret: as for `pl.pallas_call`.
       scratch: the shared memory and the barriers, by name.
       options: static arguments of the body.
@@ -318,7 +328,9 @@ def call(
     arguments = [x for x in inputs if x is not None]
 
     def call_with_names(*refs: Any) -> None:
-        """Calls `function` with the references by field or by name."""
+        """Calls `function`; `refs` are the references to the inputs, the outputs and the shared
+        memory, which the function takes by field or by name.
+        """
         remaining = iter(refs)
         references = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
         results = [next(remaining) for _ in outputs]

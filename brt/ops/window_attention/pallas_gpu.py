@@ -37,15 +37,15 @@ from brt.ops.window_attention.limits import Limits
 
 try:
     from jax.experimental.pallas import triton
-# jax 0.11 deprecates the module, and a later version may remove it.
+# jax 0.11 deprecates the module that is imported here, and a later version may remove the module.
 except ImportError:
     triton = None  # type: ignore[assignment]
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
-# The kernels are tuned for this compute capability (H100, H200). Other GPUs have less shared memory
-# or other matrix units.
+# The launch parameters of the kernels are tuned for this compute capability (H100, H200). Other
+# GPUs have less shared memory or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
-# A program sums the bias's gradient over at most this many query tiles.
+# One program of the kernel for the bias's gradient sums over at most this many query tiles.
 MAX_WALK = 32
 
 
@@ -148,11 +148,11 @@ def window_attention(
     null_keys: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
     The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
-    `api.window_part`, with the cached block before the keys and values of the segment. With
+    `api.window_part`, except that `keys` and `values` begin with the cached block. With
     `interpret`, the kernels run on any device and with windows of any size.
     """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
@@ -186,7 +186,7 @@ class _Arguments(NamedTuple):
     def launch(self, kernel: str) -> _LaunchShape:
         """Returns the launch parameters of a kernel.
 
-        If the window is not a multiple of the tile, the window is the tile.
+        If the window is not a multiple of the tile's size, a tile has the size of the window.
         """
         launch = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
         if self.window % max(launch.rows, launch.columns):
@@ -196,7 +196,9 @@ class _Arguments(NamedTuple):
     def kernel_inputs(
         self, settings: WindowGpuSettings, launch: _LaunchShape, **others: Array
     ) -> WindowTileInputs:
-        """Returns the inputs of a kernel; `others` are the inputs of the backward pass."""
+        """Returns the inputs of a kernel with the given launch parameters; `others` are additional
+        inputs of the backward kernels.
+        """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
@@ -287,8 +289,9 @@ def _sum_diagonals(
     Row r and column c of tile s belong to the place s R + R - 1 - r + c of the band of distances.
     """
     heads, count, rows, _ = tiles.shape
-    # The tiles are padded to rows of 2R numbers. If these are read as rows of 2R - 1 numbers, each
-    # row is shifted by one place from the row before, so that diagonals become columns.
+    # The rows of the tiles are padded to 2R numbers. If the padded numbers are read as rows of
+    # 2R - 1 numbers, each row is shifted by one place from the row before, so that the diagonals of
+    # the tiles become columns.
     skewed = jnp.pad(jnp.flip(tiles, axis=2), ((0, 0), (0, 0), (0, 0), (0, rows)))
     cut = skewed.reshape(heads, count, 2 * rows * rows)[..., : rows * (2 * rows - 1)]
     sums = jnp.sum(cut.reshape(heads, count, rows, 2 * rows - 1), axis=2)
@@ -299,7 +302,7 @@ def _sum_diagonals(
 
 
 def shape_like(x: Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of x."""
+    """Returns the shape and dtype of x as a `ShapeDtypeStruct`, to describe a kernel's output."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -326,7 +329,7 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec of an array, or None if there is no array."""
+        """Returns the block spec place(x, *options) of an array, or None if x is None."""
         return None if x is None else place(x, *options)
 
     lane_block = (None, inputs.cache_mask.shape[1])

@@ -1,11 +1,11 @@
 """Window attention on Hopper GPUs as Pallas kernels for the Mosaic GPU backend.
 
 The forward kernel has one program for each lane (row of the batch), head and tile of queries. The
-program walks over the tiles of keys in the window with a running softmax. Bias and mask are one
-strip per head with a row for every row of a tile: the bias of a tile of logits depends only on the
-distance of its keys from its queries, so it is one tile of the strip. The tensor memory accelerator
-(TMA) copies it to shared memory like keys and values. Tiles before the start of a document are not
-computed.
+program loops over the tiles of keys in the window with a running softmax. The bias of a tile of
+logits depends only on the distance between its key tile and its query tile. The biases of all
+distances, with the mask, are therefore stored side by side as one strip per head. The tensor memory
+accelerator (TMA) copies a tile of the strip to shared memory in the same way as keys and values.
+Tiles before the start of a document are not computed.
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. Each program owns
 the sums that it computes: a tile of queries; a tile of keys and values; or one tile of the strip
@@ -32,9 +32,10 @@ from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
 from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# `_SLOTS` has the number of tiles that are copied or computed with at the same time, by head size
-# and kernel. With these numbers, shared memory is enough for two programs per multiprocessor, or
-# one program uses all of it.
+# `_SLOTS` has, by head size and kernel, the number of slots for tiles in shared memory. Some slots
+# are filled by copies while the kernel computes with another slot. With these numbers, shared
+# memory is sufficient for two programs per multiprocessor, or one program uses the complete shared
+# memory.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
@@ -60,7 +61,7 @@ def refusal(
     try:
         _modules()
     except ImportError as error:
-        # If a module of brt is missing, this is a bug of brt and no missing feature of jax.
+        # A missing module of brt is a bug, and not a version of jax without Mosaic GPU.
         if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
@@ -79,12 +80,12 @@ def window_attention(
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
     The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
-    `api.window_part`, with the cached block before the keys and values of the segment, and with
-    dropout's factors instead of a mask.
+    `api.window_part`, except that `keys` and `values` begin with the cached block, and that
+    `dropout` has the factors of the weights instead of a mask.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
@@ -107,17 +108,17 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
-        """Returns the number of slots for tiles that a kernel copies in turns."""
+        """Returns the number of slots to which a kernel copies tiles in turns (see `_SLOTS`)."""
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
-        """Returns a function of the bias that computes the strips for tiles of
-        queries and of keys.
-        """
+        """Returns a function that computes the two strips (see `_strips`) from the bias."""
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
-        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
+        """Returns the inputs of the kernels; `others` are additional inputs of the backward
+        kernels.
+        """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, transposed_strip = self.strips(settings)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
@@ -135,11 +136,13 @@ def _strips(
     length = window + 2 * TILE
 
     def skew(bias: Array, before: int) -> Array:
-        """Returns a strip whose row r has the bias shifted by r columns."""
+        """Returns a strip whose row r has the bias shifted by r columns; the first row begins with
+        `before` MASKED entries.
+        """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
-        # The band of L numbers is repeated for every row. If the result is read as rows of L - 1
-        # numbers, each row is shifted by one place from the row before.
+        # The band of L numbers is repeated once for every row. If the repeated numbers are read as
+        # rows of L - 1 numbers, each row is shifted by one place from the row before.
         skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
         return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
@@ -273,7 +276,8 @@ def _call(
     }
     buffers = [(name, kind, 1) for name, kind in resident.items()]
     buffers += [(name, kind, slots) for name, kind in ring.items()]
-    # The smallest buffers come last, because each begins at a multiple of 1 KiB.
+    # The smallest buffers come last, because every buffer begins at a multiple of 1 KiB and the
+    # space after a small buffer would be wasted.
     buffers.sort(key=lambda buffer: list(allocate).index(buffer[1]))
     copies = {"vectors": parts, "square": 1, "numbers": 1}
     scratch = {name: allocate[kind](count) for name, kind, count in buffers}

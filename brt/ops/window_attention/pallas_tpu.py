@@ -30,17 +30,20 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.tpu import LANES, parallel_heads, tokens_first, vmem_limit, vmem_refusal
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
-from brt.ops.window_attention.tpu_kernels import (
+from brt.ops.window_attention.tpu_arrays import (
     WindowBlocks,
     WindowKernelGradients,
     WindowKernelInputs,
+)
+from brt.ops.window_attention.tpu_kernels import (
     WindowKernelSettings,
     backward_kernel,
     forward_kernel,
 )
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
-# Tiles have these numbers of rows, with which the compiler's schedules are shortest.
+# A tile has this many rows in the forward kernel and in the backward kernel. With these numbers,
+# the compiler's schedules are shortest.
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128
 
 
@@ -90,8 +93,8 @@ def window_attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
     The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
     `api.window_part`. With `interpret`, the kernels run on any device and with windows of any size.
@@ -137,25 +140,29 @@ class _Arguments(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The numbers of heads, lanes and blocks.
+        """The size of the kernels' grid: the numbers of heads, lanes and blocks.
 
-        Heads come first, so the cores of a chip share them and each core sums the bias's gradient
-        of its own heads.
+        The cores of a chip divide the first axis of the grid among themselves. Heads are the first
+        axis, so that each core sums the bias's gradient of its own heads.
         """
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
-        """Returns x with a row vector for each block."""
+        """Returns x, which has a number for each token, with a row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
     def bias_tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
-        """Returns the bias of the first rows of a block."""
+        """Returns the bias of the slots of a block's first rows, for tiles of `rows` rows; None
+        without a bias.
+        """
         if self.bias is None:
             return None
         return tpu_bias.bias_tile(self.bias, rows, settings.attend_to_self, settings.interpret)
 
     def kernel_inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
-        """Returns the inputs of the kernels; `others` are the inputs of the backward pass."""
+        """Returns the inputs of the kernels. `tile` is the result of `bias_tile`, and `others` are
+        additional inputs of the backward kernel.
+        """
         scale = None
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
@@ -178,17 +185,21 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
     def existing(n: Array) -> Array:
-        """Returns n, or the last block for the step after it."""
+        """Returns the index of the block of step n; the step after the last block gets the last
+        block.
+        """
         return jnp.minimum(n, blocks - 1)
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the spec with which step n reads block place(n) of an array of tokens."""
+        """Returns the block spec with which step n reads block place(n) of an array of tokens."""
         window = inputs.q.shape[2] // blocks
         shape = (None, None, window, x.shape[3])
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
-        """Returns the spec with which a step reads the row vector of its block."""
+        """Returns the block spec with which a step reads the row vector of its block; None if x is
+        None.
+        """
         if x is None:
             return None
         return pl.BlockSpec(
@@ -196,7 +207,9 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         )
 
     def window_specs(x: WindowBlocks) -> WindowBlocks:
-        """Returns the specs of keys or values of the cache, the previous and the own block."""
+        """Returns the block specs of the keys (or values) of the cache, of the previous block and
+        of the block itself.
+        """
         return WindowBlocks(
             block_spec(x.cached, jnp.zeros_like),
             block_spec(x.before, lambda n: jnp.maximum(existing(n) - 1, 0)),
@@ -238,12 +251,14 @@ def _forward(
     )(arguments.cache_mask, inputs)  # fmt: skip
     y, lse = output_residual(y, arguments.v.dtype), output_residual(lse, lse.dtype)
     sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
-    # If the kernel normalizes queries and keys, the backward pass needs them as they were before.
+    # If the kernel normalizes queries and keys, the backward pass needs the arrays as they were
+    # before the normalization.
     if arguments.scale is not None:
         q, k, v = map(input_residual, arguments[:3])
         arguments = arguments._replace(q=q, k=k, v=v)
-    # The bias tile is saved only for segments of one block. For several blocks, a second
-    # computation is cheaper than the memory.
+    # The bias tile is saved for the backward pass only if the segment has one block. For longer
+    # segments, the backward pass computes the tile again, which costs little per block and saves
+    # memory.
     tile = arguments.bias_tile(settings.backward_rows, settings) if blocks == 1 else None
     return (tokens_first(y), sums), (
         arguments,
@@ -265,9 +280,9 @@ def _backward(
         tile = arguments.bias_tile(settings.backward_rows, settings)
     inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
     specs, window, width = _specs(inputs, blocks), arguments.window, arguments.q.shape[3]
-    # A step writes the gradients of the keys and values of the previous block. The first step,
-    # which has no previous block in the segment, writes the cache's gradients to the first block,
-    # and the next step overwrites them.
+    # Each step of the grid writes the gradients of the keys and values of the previous block. The
+    # first step has no previous block in the segment. It writes the cache's gradients to the place
+    # of the first block, and the next step overwrites this place.
     previous_spec = pl.BlockSpec(
         (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
     )

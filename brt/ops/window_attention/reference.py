@@ -22,16 +22,16 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
-    The arguments are those of `api.window_part`, with the cached block before the keys and values
-    of the segment, and with dropout's factors instead of a mask.
+    The arguments are those of `api.window_part`, except that `keys` and `values` begin with the
+    cached block, and that `dropout` has the factors of the weights instead of a mask.
     """
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
-    # The rows are queries of a block. The columns are the keys of the previous block, then those of
-    # this block.
+    # The rows of `distance` are the queries of a block. The columns are the keys of the previous
+    # block, followed by the keys of the block itself.
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)[None, :]
     seen = (distance >= nearest) & (distance < window + nearest)
     tile = 0.0 if bias is None else bias[None, :, np.where(seen, distance - nearest, 0)]
@@ -43,7 +43,8 @@ def window_attention(
         q = queries[:, n * window : (n + 1) * window]
         k = keys[:, n * window : (n + 2) * window]
         v = values[:, n * window : (n + 2) * window]
-        usable = cache_mask[:, n, None] | ~previous[None]  # [B, 2W]
+        # The axes of `usable` are [B, 2W].
+        usable = cache_mask[:, n, None] | ~previous[None]
         logits = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
         if null_keys:
             logits = jnp.where(usable[:, None, None], logits, 0.0)

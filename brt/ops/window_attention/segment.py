@@ -1,8 +1,9 @@
-"""Window attention of a segment after its cache, sharded over devices by rows, heads and blocks.
+"""Window attention of a segment that is sharded over devices by rows of the batch, heads and
+blocks.
 
-Each device computes its part in `shard_map`, because the SPMD partitioner cannot split a kernel. If
-blocks are sharded, a device also reads the last window of keys and values of its left neighbour;
-the first device reads the cache.
+Each device computes the attention of its own tokens in `shard_map`, because XLA's partitioner
+cannot split a kernel. If the blocks of a segment are sharded, a device also reads the last W keys
+and values of the device before it in the segment; the first device reads the cache.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
@@ -35,16 +36,16 @@ def segment_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
-    The segment may be sharded over devices. The arguments and the result are those of
-    `window_part`.
+    Unlike in `api.window_part`, the tokens of the segment may be sharded over devices. The
+    arguments and the result are those of `api.window_part`.
     """
     by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
 
     def attend_on_device(q, cached, k, v, bias, cache_mask, dropout, scale):
-        """Returns the result for the tokens of one device."""
+        """Returns the attention output and the log-sum-exp for the tokens of one device."""
         if by_block:
             cached = _window_from_left(cached[0], k), _window_from_left(cached[1], v)
         return window_part(
@@ -85,12 +86,14 @@ def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H 
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the last `window` tokens of a segment, on every device."""
+    """Returns the vectors of the last `window` tokens of a segment, replicated on every device over
+    which the tokens are sharded.
+    """
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
     def share_last_block(own: Array) -> Array:
-        """Returns the last tokens of the last device."""
+        """Returns the vectors of the last tokens of the last device, on every device."""
         is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
         return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
 

@@ -26,10 +26,11 @@ def bias_tile(
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[Array, "H W R"]:
-    """Returns the bias of slots x rows; row r and slot c have the distance r - c modulo the window.
+    """Returns the bias of each slot and row; the distance between row r and slot c is r - c modulo
+    W.
 
     Args:
-      bias: by distance, the nearest key first.
+      bias: the bias of each distance, the nearest key first.
       rows: the number of rows of the tile.
       attend_to_self: True if the nearest key is the token itself and not the one before it.
       interpret: True runs the kernel on any device, slowly.
@@ -43,7 +44,8 @@ def bias_tile(
 def bias_gradient(
     d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
-    """Returns the gradient of the bias from the gradient of its tile, float32.
+    """Returns the gradient of the bias, float32, from the gradient of the tile that `bias_tile`
+    returns.
 
     The other arguments are those of `bias_tile`.
     """
@@ -62,7 +64,7 @@ def _call(
     """
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its head."""
+        """Returns the block spec with which a step reads its head of an array [H, *shape]."""
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
     return pl.pallas_call(

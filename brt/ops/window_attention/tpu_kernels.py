@@ -25,6 +25,10 @@ from brt.ops.tpu import (
     l2_normalize_rows,
     l2_normalize_rows_backward,
 )
+from brt.ops.window_attention.tpu_arrays import (
+    WindowKernelGradients,
+    WindowKernelInputs,
+)
 
 
 class WindowKernelSettings(NamedTuple):
@@ -47,82 +51,13 @@ class WindowKernelSettings(NamedTuple):
     scale: float = 1.0
 
 
-class WindowBlocks(NamedTuple):
-    """Keys, or values, that a block sees; each field is [W, K].
-
-    Attributes:
-      cached: the cached block, which is the one before the segment.
-      before: the previous block, if it is in the segment.
-      own: this block.
-    """
-
-    cached: Any
-    before: Any
-    own: Any
-
-    def previous_and_own(self, first: Array) -> tuple[Array, Array]:
-        """Returns the previous block and this block.
-
-        The previous block is the cached one if `first` is True, for the first block of a segment.
-        """
-        return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
-
-
-class WindowKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, or their block specs; an input that is not needed is None.
-
-    The fields `gradient`, `lse` and `along` are for the backward pass only.
-
-    Attributes:
-      q: [W, K], queries of the block.
-      keys, values: keys and values of the previous block and of the block.
-      scale: [1, 128], the length of the queries, if the kernel normalizes queries and keys.
-      tile: [W, R], the bias of the slots of a block's first rows.
-      dropout: the mask of kept weights, slots x rows, packed by `dropout_bits`.
-      gradient: [W, K], gradient of the output.
-      lse: [1, W], the bits of the log-sum-exp.
-      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
-        subtracts.
-    """
-
-    q: Any
-    keys: WindowBlocks
-    values: WindowBlocks
-    scale: Any = None
-    tile: Any = None
-    dropout: Any = None
-    gradient: Any = None
-    lse: Any = None
-    along: Any = None
-
-
-class WindowKernelGradients(NamedTuple):
-    """Gradients that a step of the backward kernel writes.
-
-    Attributes:
-      q: [W, K], the gradient of the block's queries.
-      keys, values: [W, K], the gradients of the keys and values of the previous block.
-      cached_keys, cached_values: [W, K], gradients of the cache, written by a segment's first step.
-      scale, tile: float32, the gradients of the inputs of these names, summed over all steps of a
-        head.
-    """
-
-    q: Any
-    keys: Any
-    values: Any
-    cached_keys: Any
-    cached_values: Any
-    scale: Any
-    tile: Any
-
-
 class _LoadedBlocks(NamedTuple):
     """Keys, normalized if necessary, and values of both blocks."""
 
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
-    # `unseen` is added to the logits of the previous block: 0, or MASKED if the block is
-    # unreadable.
+    # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
+    # block is unreadable, and 0 otherwise.
     unseen: Array
 
 
@@ -163,17 +98,17 @@ class _RowTile(NamedTuple):
 
     @property
     def all(self) -> slice:
-        """The rows of the tile."""
+        """The slice of the tile's rows in the block."""
         return slice(self.i * self.rows, (self.i + 1) * self.rows)
 
     @property
     def current(self) -> slice:
-        """The slots of the current block that any row of the tile sees."""
+        """The slice of the current block's keys that at least one row of the tile sees."""
         return slice(0, (self.i + 1) * self.rows)
 
     @property
     def before(self) -> slice:
-        """The slots of the previous block that any row of the tile sees."""
+        """The slice of the previous block's keys that at least one row of the tile sees."""
         return slice(self.i * self.rows, None)
 
     def _own(self) -> Bool[Array, "R R"]:
@@ -184,15 +119,20 @@ class _RowTile(NamedTuple):
         return slot <= row if self.attend_to_self else slot < row
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """Returns one number per slot, that of the slot's key, from the numbers of both blocks."""
+        """Returns the number of each slot's key, from the numbers of the keys of both blocks.
+
+        `current` has a number for each row and key of the current block, and `before` for each row
+        and key of the previous block.
+        """
         begin, rows = self.i * self.rows, self.rows
         middle = jnp.where(self._own(), current[begin:], before[:rows])
         return _stack([current[:begin], middle, before[rows:]])
 
     def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the numbers of slots separately for the current and for the previous block.
+        """Returns the numbers x of slots as two arrays, for the keys of the current block and for
+        the keys of the previous block; the inverse of `fold`.
 
-        A slot that has the other block's key gets zero.
+        A key that is in no slot of a row gets zero.
         """
         middle, own = x[self.all], self._own()
         current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
@@ -200,12 +140,16 @@ class _RowTile(NamedTuple):
         return current.astype(dtype), before.astype(dtype)
 
     def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns True for weights that dropout keeps, False for the others."""
+        """Returns the mask of the tile's weights, True for weights that dropout keeps; `words` are
+        the packed bits of the block's mask.
+        """
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
-        """Returns the bias of this tile's slots, which is the first rows' bias rolled by whole
-        tiles.
+        """Returns the bias of this tile's slots and rows.
+
+        `tile` has the bias of the block's first rows. The bias of other rows is the same matrix,
+        rolled by i tiles along the slots.
         """
         if not self.i:
             return tile[...]
@@ -213,7 +157,9 @@ class _RowTile(NamedTuple):
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds the gradient of this tile's bias to the gradient of the first rows' bias."""
+        """Adds x, the gradient of this tile's bias, to `tile`, the gradient of the bias of the
+        block's first rows.
+        """
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
         if self.i:
@@ -222,17 +168,20 @@ class _RowTile(NamedTuple):
     def logits(
         self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any
     ) -> Float[Array, "W R"]:
-        """Returns the logits of the tile's rows and slots, with bias and mask."""
+        """Returns the logits of the tile's slots and rows, with bias and mask.
+
+        `own` has the queries of the tile's rows, and `tile` the bias of the block's first rows.
+        """
         results = self.folded_products(block.keys, own, block.unseen)
         return results if tile is None else results + self.rolled_bias(tile)
 
     def folded_products(
         self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0
     ) -> Float[Array, "W R"]:
-        """Returns one product per slot: of a row of x and the slot's key, or value.
+        """Returns the dot product of each row of x and the key (or value) of each slot.
 
-        `pair` has the keys or the values of the previous and the current block; `unseen` is added
-        to the products with the previous block.
+        `pair` has the keys (or values) of the previous block and of the current block. `unseen` is
+        added to the products with the previous block.
         """
         before, current = pair
         return self.fold(
@@ -262,8 +211,9 @@ def forward_kernel(
     *,
     settings: WindowKernelSettings,
 ) -> None:
-    """Writes the output [W, K] and the log-sum-exp [1, W] of a block to `outputs`, both as bits.
+    """Writes the output [W, K] and the log-sum-exp [1, W] of a block to `outputs`.
 
+    Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
     `cache_mask` [B, N] is not zero where a block may read the previous block.
     """
     y, lse = outputs
@@ -291,7 +241,8 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Writes the gradients of one step to `results`.
 
-    The grid has one step more than there are blocks, which writes the gradients of the last block.
+    The grid has one step more than there are blocks. The additional step writes the gradients of
+    the last block's keys and values.
 
     Args:
       cache_mask: [B, N], not zero where a block may read the previous block.
@@ -302,7 +253,9 @@ def backward_kernel(
       settings: static settings.
     """
     lane, n, blocks = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
-    before, current = n % 2, (n + 1) % 2  # indices of the two blocks in the scratch memory
+    # `before` and `current` are the indices of the previous and the current block in the scratch
+    # memory.
+    before, current = n % 2, (n + 1) % 2
 
     @pl.when(n == 0)
     def _start_segment() -> None:
@@ -334,7 +287,7 @@ def backward_kernel(
             )
 
     d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
-    # In the step after the last block, the inputs are still those of the last block.
+    # In the additional step after the last block, the inputs still belong to the last block.
     if inputs.scale is not None:
         block_keys, last = inputs.keys.previous_and_own(n == 0)
         d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]

@@ -1,10 +1,11 @@
-"""Window attention in plain XLA, which folds the window of each row into W slots.
+"""Window attention in plain XLA, which folds the window of each query into W slots.
 
-A row sees exactly W keys: those from the start of its window up to itself. These keys lie in its
-own block of W tokens and in the block before. A row sees complementary parts of the two blocks, so
-both fold into one W x W matrix of logits, selected by a triangular mask. The softmax has no masked
-entries, and the bias of every block is the same circulant matrix. The hand-written backward pass
-saves only the softmax and reads each array once.
+A query (a row) sees exactly W keys: those from the start of its window up to itself. These keys are
+in the row's own block of W tokens and in the block before. Slot c of a row is key c of the row's
+own block if the row sees this key, and otherwise key c of the block before. The logits of a block
+are therefore one W x W matrix, whose entries a triangular mask selects from the products with both
+blocks. The softmax has no masked entries, and the bias of every block is the same circulant matrix.
+The hand-written backward pass saves only the softmax and reads each array once.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
@@ -39,11 +40,11 @@ class _Settings(NamedTuple):
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
     """Returns an array with [h, r, c] = bias[h, (r - c) mod W] for the first `rows` rows.
 
-    The function needs no gather, and its gradient no scatter.
+    The result is computed without a gather, and its gradient without a scatter.
     """
     heads, window = bias.shape
-    # The vector is repeated with period W. If the result is cut every W + 1 entries, each row is
-    # shifted by one place from the row before.
+    # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
+    # entries, each row is shifted by one place from the row before.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
     return jnp.flip(repeated.reshape(heads, rows, window + 1)[:, :, :window], axis=2)
 
@@ -59,16 +60,16 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
-    The arguments are those of `api.window_part`, with the cached block before the keys and values
-    of the segment, and with dropout's factors instead of a mask.
+    The arguments are those of `api.window_part`, except that `keys` and `values` begin with the
+    cached block, and that `dropout` has the factors of the weights instead of a mask.
     """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        """Returns x as blocks of a window's size."""
+        """Returns x split into blocks of W tokens, with heads before the tokens of a block."""
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
 
@@ -104,7 +105,7 @@ def _unfold(
     """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
     own = _own_block_mask(x.shape[-1], settings)
     before = jnp.where(own, 0, x)
-    # Without null keys, the softmax is already zero for unreadable keys.
+    # Without null keys, the softmax is already zero for unreadable keys, so no mask is needed.
     if settings.null_keys:
         before = _mask_blocks(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]
@@ -157,8 +158,9 @@ def _forward(
 def _backward(settings: _Settings, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     q, k, v, cache_mask, dropout, weights, y = residuals
     gradient, d_lse = gradients
-    # The softmax's gradient subtracts the sum of weights times their gradients. The product of the
-    # output and its gradient is the same sum, over K numbers instead of W.
+    # The gradient of the softmax subtracts, for each query, the sum over W keys of the weight times
+    # the weight's gradient. This sum equals the dot product of the output and the output's
+    # gradient, which is a sum over K numbers only.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     along -= d_lse[..., None]
     before, own = _block_products(gradient, v)

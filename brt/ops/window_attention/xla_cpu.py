@@ -1,19 +1,22 @@
 """Window attention for XLA's CPU backend: tiles of rows with the range of keys that each may see.
 
-A tile of R rows sees a range of W + R - 1 keys, of which each row sees W; the bias tile masks the
-other keys. R of W + R numbers of the softmax are wasted and each key is copied W / R + 1 times, but
-one product writes every array and the next reads it. The folding in `xla` wastes no numbers but
-needs passes over all of them, which take longer on CPUs.
+A row is a query. A tile of R rows sees a range of W + R - 1 keys, of which each row sees W keys;
+the bias tile masks the other keys. The softmax of a row therefore has R unused numbers out of W +
+R, and each key is copied W / R + 1 times. In return, every array is written by one matrix product
+and read by the next. The folding in `xla` has no unused numbers, but needs additional passes over
+the logits, which take longer on CPUs.
 
-Logits are [keys, rows], so maxima and sums go down columns, many of them side by side, and all six
-products multiply [M, K] by [K, N] in memory order; XLA's CPU backend takes up to twice as long for
-other orders. Only arrays as wide as a head are transposed for this. The backward pass saves
-exp(logits - maximum) instead of the softmax, because dividing arrays as tall as a head is cheaper.
+Logits have the layout [keys, rows]. With this layout a maximum or a sum is taken over a column, and
+many columns are processed side by side. All six matrix products multiply [M, K] by [K, N] in memory
+order; XLA's CPU backend takes up to twice as long for other orders. Only arrays as wide as a head
+are transposed for this purpose. The backward pass saves exp(logits - maximum) instead of the
+softmax, because the division by the sums is cheaper for the output, whose columns are only as tall
+as a head.
 
-XLA recomputes an array in each loop that reads it, if the computation seems cheap. Two arrays are
-in fact expensive: the bias tile, whose indices take longer to compute than exp, and transposed keys
-and values, which XLA would transpose once for each tile that reads them. `brt.ops.layout` stores
-both.
+XLA recomputes an array in each loop that reads the array, if the computation seems cheap. The
+computation of two arrays is in fact expensive: the bias tile, whose indices take longer to compute
+than exp, and the transposed keys and values, which XLA would transpose once for each tile that
+reads them. `brt.ops.layout` stores both arrays.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, N of its blocks of W tokens, M of its tiles of R rows, and S = W + R of keys of a tile; Z
@@ -32,13 +35,15 @@ from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
-# A tile has half as many rows as a window, within these limits. Smaller tiles are slower, and
-# larger tiles compute more logits that are masked.
+# A tile has half as many rows as a window has tokens, but not fewer or more rows than these limits.
+# Smaller tiles are slower, and larger tiles compute more logits that are masked.
 _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
 def tile_rows(window: int) -> int:
-    """Returns the number of rows of a tile, which divides the window."""
+    """Returns the number of rows of a tile for windows of `window` tokens, which is a divisor of
+    `window`.
+    """
     rows = window
     while rows % 2 == 0 and rows // 2 >= _MIN_ROWS and (rows == window or rows > _MAX_ROWS):
         rows //= 2
@@ -56,17 +61,19 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
+    """Returns the attention output of every token over the token's window, and the log-sum-exp of
+    the token's logits.
 
-    The arguments are those of `api.window_part`, with the cached block before the keys and values
-    of the segment, and with dropout's factors instead of a mask.
+    The arguments are those of `api.window_part`, except that `keys` and `values` begin with the
+    cached block, and that `dropout` has the factors of the weights instead of a mask.
     """
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 
     def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
-        """Returns x as M tiles of rows; `axes` are the last two axes of the result."""
+        """Returns x split into M tiles of R rows. `axes` says the order of the last two axes of the
+        result.
+        """
         batch, tokens, heads, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
@@ -88,7 +95,7 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
     """Returns the bias of key s and row r at distance r + W - s, or MASKED outside the window."""
     window = bias.shape[1]
     nearest = 0 if attend_to_self else 1
-    # The padded vector has a place for every distance between a row and a key of the tile.
+    # The padded bias has an entry for every distance between a row and a key of the tile.
     padding = (nearest, 2 * rows - nearest)
     by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
@@ -98,7 +105,8 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
 def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
     """Returns True where a tile may read key s; keys of its own block are always readable."""
     place = np.arange(window // rows)
-    # The first axis is the tiles of a block, and the second the S keys that a tile may see.
+    # The first axis of `own_block` has the tiles of a block, and the second axis has the S keys
+    # that a tile may see.
     own_block = place[:, None] * rows + np.arange(window + rows) >= window
     mask = cache_mask[:, :, None, None] | own_block[None, None]
     return mask.reshape(cache_mask.shape[0], -1, window + rows)
@@ -196,8 +204,8 @@ def _forward(
     )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    # If the maximum were taken over all keys at once, XLA would store the logits. It is first taken
-    # over ranges of keys.
+    # The maximum is first taken over ranges of keys. If it were taken over all keys at once, XLA
+    # would store the logits in memory.
     stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)
@@ -216,11 +224,12 @@ def _backward(null_keys: bool, residuals: tuple, gradients: tuple[Array, Array])
     gradient, d_lse = gradients
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
-    # The gradient is divided by the sums of the weights here, where columns are only as tall as a
-    # head.
+    # The output's gradient is divided by the sums of the weights, which is cheaper than the
+    # division of the weights: the columns of the gradient are only as tall as a head.
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
-    # The softmax's gradient subtracts the sum of weights times their gradients. The product of the
-    # output and its gradient is the same sum, over K numbers instead of S.
+    # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
+    # the weight's gradient. This sum equals the dot product of the output and the output's
+    # gradient, which is a sum over K numbers only.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
     d_weights = _matmul(_visible_keys(v, tiles, null_mask), scaled)

@@ -1,0 +1,74 @@
+"""States of summary layers: the short-term memory, and for some layers a long-term memory.
+
+In shapes, S is the number of vectors of the short-term memory, and M of the long-term memory.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Model
+from brt.memories.summary.section import Summaries
+
+
+class SummaryState(NamedTuple):
+    """The state of a layer with a short-term memory only.
+
+    Attributes:
+      vectors: float32 [B, S, D], computed from the last block; zeros before the first block.
+      valid: bool [B], False before the first block of a document.
+    """
+
+    vectors: Float[Array, "B S D"]
+    valid: Bool[Array, " B"]
+
+    @property
+    def short(self) -> "SummaryState":
+        """The short-term memory; `LongSummaryState` has a field of the same name."""
+        return self
+
+
+class LongSummaryState(NamedTuple):
+    """The state of a layer with a short-term and a long-term memory.
+
+    Attributes:
+      short: the short-term memory.
+      vectors: float32 [B, M, D], the long-term memory, oldest vector first; unused places are
+        zeros.
+      length: int32 [B], the number of vectors that belong to the current document.
+    """
+
+    short: SummaryState
+    vectors: Float[Array, "B M D"]
+    length: Int[Array, " B"]
+
+
+_VECTORS = ("lanes", None, None)
+SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
+LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
+
+
+def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
+    """Returns the state of a layer with a short-term memory before the first token, for `batch`
+    rows. `dtype` is unused, because the memory is float32.
+    """
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
+    return SummaryState(vectors, jnp.zeros((batch,), bool))
+
+
+def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
+    """Returns the state of a layer with both memories before the first token, for `batch` rows.
+    `dtype` is unused, because the memories are float32.
+    """
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
+    short = new_summary_state(model, batch, dtype)
+    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
+
+
+def number_of_summaries(model: Model) -> int:
+    """Returns the number of vectors in which a layer summarises a block for the layer above."""
+    section = model.of(Summaries)
+    return section.summaries

@@ -1,0 +1,81 @@
+"""Inputs and gradients of the TPU kernels of window attention, or their block specs.
+
+The module `pallas_tpu` describes the algorithm. In shapes, W is the number of tokens of a block and
+of a window, and R the number of rows (queries) of a tile.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+
+class WindowBlocks(NamedTuple):
+    """Keys, or values, that a block sees; each field is [W, K].
+
+    Attributes:
+      cached: the keys or values of the cached block, which is the block before the segment.
+      before: the keys or values of the previous block, if that block is in the segment.
+      own: the keys or values of the block that is being processed.
+    """
+
+    cached: Any
+    before: Any
+    own: Any
+
+    def previous_and_own(self, first: Array) -> tuple[Array, Array]:
+        """Returns the keys (or values) of the previous block and of this block.
+
+        If `first` is True, this block is the first block of the segment, and the previous block is
+        the cached block.
+        """
+        return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
+
+
+class WindowKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, or their block specs; an input that is not needed is None.
+
+    The fields `gradient`, `lse` and `along` are for the backward pass only.
+
+    Attributes:
+      q: [W, K], queries of the block.
+      keys, values: the keys and values of the previous block and of this block.
+      scale: [1, 128], the length of the queries after normalization, if the kernel normalizes
+        queries and keys.
+      tile: [W, R], the bias of the slots of a block's first rows.
+      dropout: the mask of kept weights, slots x rows, packed by `dropout_bits`.
+      gradient: [W, K], gradient of the output.
+      lse: [1, W], the bits of the log-sum-exp.
+      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
+        subtracts.
+    """
+
+    q: Any
+    keys: WindowBlocks
+    values: WindowBlocks
+    scale: Any = None
+    tile: Any = None
+    dropout: Any = None
+    gradient: Any = None
+    lse: Any = None
+    along: Any = None
+
+
+class WindowKernelGradients(NamedTuple):
+    """Gradients that a step of the backward kernel writes.
+
+    Attributes:
+      q: [W, K], the gradient of the block's queries.
+      keys, values: [W, K], the gradients of the keys and values of the previous block.
+      cached_keys, cached_values: [W, K], gradients of the cache, written by a segment's first step.
+      scale, tile: float32, the gradients of the inputs of these names, summed over all steps of a
+        head.
+    """
+
+    q: Any
+    keys: Any
+    values: Any
+    cached_keys: Any
+    cached_values: Any
+    scale: Any
+    tile: Any
