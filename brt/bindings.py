@@ -118,11 +118,13 @@ def _with_current_names(
     def current(binding: Binding) -> list[Binding]:
         """Returns the bindings of the present settings that replace a binding."""
         names = current_names(binding.name)
-        if names != (binding.name,):
-            notes.setdefault(
-                binding.name, f"{binding.origin}: {binding.name} is now {' and '.join(names)}"
-            )
-        return [binding._replace(name=name) for name in names]
+        if names == (binding.name,):
+            return [binding]
+        notes.setdefault(
+            binding.name, f"{binding.origin}: {binding.name} is now {' and '.join(names)}"
+        )
+        origin = f"{binding.origin} (as {binding.name})"
+        return [binding._replace(name=name, origin=origin) for name in names]
 
     changed = {
         key: source._replace(bindings=[new for old in source.bindings for new in current(old)])

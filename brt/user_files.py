@@ -23,6 +23,8 @@ def execute(path: str) -> None:
     file = Path(path).resolve()
     if str(file) in _executed:
         return
+    if file.is_dir():
+        raise ConfigError(f"--import={path} is a directory; name a file that ends in .py")
     if not file.is_file():
         raise ConfigError(f"--import={path}: no such file")
     name = f"brt_user_{file.stem}"
@@ -35,7 +37,7 @@ def execute(path: str) -> None:
         spec.loader.exec_module(module)
     except BrtError as error:
         raise ConfigError(f"--import={path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--import={path} raised {_described(error, file)}") from error
     _executed.append(str(file))
 
@@ -45,7 +47,7 @@ def flags() -> list[str]:
     return [f"--import={path}" for path in _executed]
 
 
-def _described(error: Exception, file: Path) -> str:
+def _described(error: BaseException, file: Path) -> str:
     """The kind and text of an error, and the last line of the file that was executed."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
     if isinstance(error, SyntaxError):

@@ -517,9 +517,21 @@ def test_an_earlier_name_of_a_setting_is_read_and_told() -> None:
 
 
 def test_an_earlier_and_a_present_name_of_one_setting_are_refused() -> None:
-    write(a="Model.states = 8\nRecurrence.states = 9")
-    message = refusal("--gin_file=a.gin")
-    assert "a.gin:2: Recurrence.states is bound twice, to 8 by a.gin:1 and to 9 here" in message
+    """The sentence has both names and both places."""
+    write(
+        a="Model.states = 8\nRecurrence.states = 9",
+        b="Recurrence.gate = 'gru'\nModel.gate = 'lstm'",
+    )
+    twice = "is bound twice, to"
+    for flags, sentence in {
+        ("--gin_file=a.gin",): f"a.gin:2: Recurrence.states {twice} 8 by a.gin:1 (as Model.states) "
+        "and to 9 here",
+        ("--gin_file=b.gin",): f"b.gin:2 (as Model.gate): Recurrence.gate {twice} 'gru' by b.gin:1 "
+        "and to 'lstm' here",
+        ("--gin.Model.states=8", "--gin.Recurrence.states=9"): "--gin_bindings: Recurrence.states "
+        f"{twice} 8 by --gin_bindings (as Model.states) and to 9 here",
+    }.items():
+        assert sentence in refusal(*flags)
 
 
 def test_a_section_of_layers_that_the_model_does_not_have_is_told() -> None:

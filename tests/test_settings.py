@@ -93,7 +93,7 @@ def test_a_file_with_all_settings_of_an_earlier_version_is_read(tmp_path: Path) 
     [
         (
             ["Training.task = 'summarization'", "Pairs.train = 'a'", "Data.train = 'b'"],
-            "Data.train is bound twice, to ('a',) by --gin_bindings and to ('b',) here",
+            "Data.train is bound twice, to ('a',) by --gin_bindings (as Pairs.train) and to ('b',)",
         ),
         (
             ["Pairs.train = 'a'"],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from brt.config import Model
+from brt.config import SECTIONS, Model
 from brt.config.kinds import KindSection, register_section
 from brt.errors import ConfigError
 from brt.layers.clustered import (
@@ -114,12 +114,23 @@ def register_kind(name: str, kind: LayerKind) -> None:
     """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: another kind or section already has this name.
+      ConfigError: another kind or section already has this name, or the section places layers of
+        another kind.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
-    if kind.section is not None:
-        register_section(kind.section)
+    if (section := kind.section) is not None:
+        if section.__name__ in (*SECTIONS, "Sweep"):
+            raise ConfigError(
+                f"{section.__name__!r} cannot be the section of the kind {name!r}, because brt has "
+                "a section of this name; rename the class"
+            )
+        if name not in (placed := section().places()):
+            raise ConfigError(
+                f"the section {section.__name__} places layers of the kind "
+                f"{' and '.join(map(repr, placed))}, not of {name!r}; register one of these names"
+            )
+        register_section(section)
     KINDS[name] = kind
 
 

@@ -44,9 +44,12 @@ def test_a_file_places_its_kind_by_its_own_section(tmp_path: Path) -> None:
 
 def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.py") == f"--import={tmp_path}/none.py: no such file"
+    assert refusal(tmp_path) == f"--import={tmp_path} is a directory; name a file that ends in .py"
     file = tmp_path / "mine.py"
     file.write_text("x = 1\nraise ValueError('not\\nmine')\n")
     assert refusal(file) == f"--import={file} raised ValueError in line 2: not mine"
+    file.write_text("import sys\n\nsys.exit('no data')\n")
+    assert refusal(file) == f"--import={file} raised SystemExit in line 3: no data"
     file.write_text("x = (\n")
     assert refusal(file).startswith(f"--import={file} raised SyntaxError in line 1: ")
     file.write_text("import nothing_of_this_name\n")
@@ -54,6 +57,16 @@ def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
     text = LAYERS.read_text().replace('"echo",\n    LayerKind', '"window",\n    LayerKind')
     file.write_text(text)
     assert refusal(file).startswith(f"--import={file}: there is a kind of layers named 'window'")
+    text = LAYERS.read_text()
+    for section in ("Data", "Sweep"):
+        file.write_text(
+            text.replace("Echo)", f"{section})")
+            .replace("Echo(", f"{section}(")
+            .replace("section=Echo", f"section={section}")
+        )
+        assert f"'{section}' cannot be the section of the kind 'echo'" in refusal(file)
+    file.write_text(text.replace('"echo",\n    LayerKind', '"other",\n    LayerKind'))
+    assert "the section Echo places layers of the kind 'echo', not of 'other'" in refusal(file)
     file.write_text(
         "import brt\nfrom brt import tasks\nbrt.register_task(tasks.TASKS['speech_recognition'])\n"
     )
