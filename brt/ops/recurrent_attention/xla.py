@@ -34,7 +34,7 @@ def state_attention(
       scales: the scales of the two kinds of queries.
       before, own: keys and values of the tokens of the previous block and of this block; the keys
         are normalized already if `normalize_qk` is set.
-      cache_mask: False if the tokens of the previous block are unreadable.
+      cache_mask: True if the states may read the tokens of the previous block.
       normalize_qk: True normalizes keys and queries of the states.
       null_keys: True makes unreadable keys count as zero keys.
       attention: the name of the implementation of both attentions; None or "auto" select the best.

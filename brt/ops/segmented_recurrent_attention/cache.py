@@ -39,7 +39,7 @@ from brt.ops.segmented_recurrent_attention.windows import (
 
 
 class NeuronCarry(NamedTuple):
-    """The neurons of each source at a segment.
+    """The accumulate-and-fire neurons of each source, as they are at one segment of the source.
 
     Attributes:
       segment: the index of the segment; -1 before the first segment.

@@ -38,10 +38,10 @@ class Pace(NamedTuple):
         return segment * self.positions
 
     def most_positions(self, count: int, end: int) -> int:
-        """Returns an upper bound of the number of target positions that read the same one of
-        `count` segments.
+        """Returns an upper bound of the number of target positions that read the same segment, for
+        sources with `count` segments.
 
-        Only positions before `end` count.
+        Only target positions before `end` are counted.
         """
         usual = -(-self.positions // count) if self.over_all else self.positions
         return min(max(usual, end - int(self.first_position(count - 1, count))), end)

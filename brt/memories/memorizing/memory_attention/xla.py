@@ -78,7 +78,7 @@ def _find_in_blocks(
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            """Returns the neighbours of some queries of the block."""
+            """Returns the neighbours of the queries q, which are some of the block's queries."""
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)
