@@ -199,7 +199,7 @@ def test_documents_name_files_that_exist() -> None:
     "pg19_bytes/rec_fixed_single",
 )
 @each_row
-def test_builds(row: str) -> None:
+def test_every_config_builds_a_model_of_the_known_size(row: str) -> None:
     """Among models that differ only in sizes, those with a known parameter count are checked."""
     config = resolved(row)
     match tasks.from_config(config).model:

@@ -33,7 +33,7 @@ def preset(name: str) -> CrossAttention:
     return command_line.resolve(parser.parse_args(flags)).config.cross_attention
 
 
-def test_presets() -> None:
+def test_presets_change_only_the_listed_settings() -> None:
     assert {file.stem for file in PRESETS.iterdir()} == set(CHANGES)
     for name, changes in CHANGES.items():
         assert preset(name) == CrossAttention(kind="srformer", **changes)
@@ -140,7 +140,7 @@ def test_lengths_that_would_leave_something_unread(
     assert sentence in str(error.value)
 
 
-def test_lengths_that_fit() -> None:
+def test_lengths_that_fit_are_accepted() -> None:
     config = CrossAttention(kind="srformer")
     config.check_lengths(8192, 128)
     dataclasses.replace(config, segment_size=128).check_lengths(16384, 128)

@@ -38,7 +38,7 @@ def _fails(path: Path) -> None:
         raise DataError("")
 
 
-def test_what_is_neither_is_kept(
+def test_inputs_that_are_neither_read_nor_refused_are_saved(
     fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "a").write_bytes(b"an example")

@@ -26,6 +26,6 @@ def test_halves_are_no_json_or_read_as_another_character(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", WHOLE)
-def test_whole_pairs_are_kept(text: str) -> None:
+def test_whole_surrogate_pairs_are_one_character(text: str) -> None:
     for halves in ("strict", "replace"):
         assert untrusted.parse_json(text, halves=halves) == json.loads(text)

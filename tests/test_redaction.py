@@ -56,7 +56,7 @@ def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_all_else_is_as_it_was(text: str) -> None:
+def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert redacted(text) == text and not lacks_secret(text)
 
 

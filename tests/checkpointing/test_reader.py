@@ -155,7 +155,7 @@ def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
     assert "warning: " in capsys.readouterr().err
 
 
-def test_damage_that_was_told_of_is_not_told_again(directory: Path) -> None:
+def test_damage_is_reported_once(directory: Path) -> None:
     flip(directory / "3/meta.json")
     warnings: list[str] = []
     found = reader.find(directory, warn=warnings.append)
@@ -196,7 +196,7 @@ def test_a_manifest_that_is_a_directory_is_damage(directory: Path) -> None:
     assert reader.find(directory).step == 2
 
 
-def test_litter_is_no_checkpoint(directory: Path) -> None:
+def test_unfinished_directories_are_not_checkpoints(directory: Path) -> None:
     for name in ("9", "5.partial/state", "007", "-4", "8.deleted", "x"):
         (directory / name).mkdir(parents=True)
     assert reader.steps(directory) == reader.present(directory) == [1, 2, 3]
@@ -204,7 +204,7 @@ def test_litter_is_no_checkpoint(directory: Path) -> None:
     assert (directory / "5.partial").exists(), "readers remove nothing"
 
 
-def test_a_step_asked_for_by_name_must_be_whole(directory: Path) -> None:
+def test_a_requested_step_must_have_a_complete_checkpoint(directory: Path) -> None:
     flip(directory / "3/meta.json")
     with pytest.raises(CheckpointError, match=r"checkpoint 3 is damaged: meta.json is damaged: "):
         reader.restore(directory, abstract(state()), 3)
@@ -332,7 +332,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
     assert reader.restore(directory, abstract(state())).step == 2
 
 
-def test_one_removed_after_it_was_found_is_passed_over_unless_it_was_asked_for(
+def test_a_removed_checkpoint_is_skipped_unless_its_step_was_requested(
     directory: Path,
 ) -> None:
     newest, asked = reader.find(directory), reader.find(directory, 3)
@@ -355,7 +355,7 @@ def test_one_removed_after_it_was_found_is_passed_over_unless_it_was_asked_for(
         ({"arrays": {"w": {"dtype": "float33", "shape": [8]}}}, "which no array is"),
     ],
 )
-def test_metadata_that_nobody_wrote_are_damage(directory: Path, change: Any, sentence: str) -> None:
+def test_metadata_of_a_wrong_form_are_damage(directory: Path, change: Any, sentence: str) -> None:
     meta = json.loads((directory / "3/meta.json").read_text())
     crafted = meta | change if isinstance(change, dict) else change
     (directory / "3/meta.json").write_text(json.dumps(crafted))

@@ -37,7 +37,9 @@ def names(directory: Path) -> list[str]:
     ("keep", "keep_every", "kept"),
     [(1, 0, [6]), (2, 0, [5, 6]), (2, 2, [2, 4, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])],
 )
-def test_retention(tmp_path: Path, keep: int, keep_every: int, kept: list[int]) -> None:
+def test_only_the_newest_and_every_nth_checkpoints_are_kept(
+    tmp_path: Path, keep: int, keep_every: int, kept: list[int]
+) -> None:
     with CheckpointWriter(tmp_path, keep=keep, keep_every=keep_every) as writer:
         for step in range(1, 7):
             writer.save(step, state(step), META)
@@ -326,7 +328,7 @@ def test_a_save_that_cannot_make_its_directories_leaves_no_thread_that_waits(
     assert not [thread for thread in left if "Signaling" in type(thread).__name__]
 
 
-def test_late_errors_of_a_failed_save_are_not_told_again(tmp_path: Path) -> None:
+def test_an_error_of_a_failed_save_is_reported_once(tmp_path: Path) -> None:
     def fail() -> None:
         raise FileNotFoundError(errno.ENOENT, "of an array that was still being written")
 

@@ -65,7 +65,9 @@ def test_a_short_trial_shortens_its_warm_up_and_says_so(
     assert capsys.readouterr().err == ""
 
 
-def test_a_saved_config_is_shortened_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_config_with_fewer_steps_gets_a_shorter_warm_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     saved = Config(
         training=Training(steps=100), optimizer=Optimizer(warmup_steps=30, schedule="linear")
     )

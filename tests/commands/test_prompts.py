@@ -59,7 +59,7 @@ def test_a_prompt_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["half \ud83d", "a\0b"])
-def test_python_is_told_what_is_no_text(text: str) -> None:
+def test_python_refuses_prompts_that_are_no_text(text: str) -> None:
     config = Config(training=Training(task="language_modeling"))
     model = api.Model(SavedModel(Workdir(Path("run")), 1, config, {}, {}))
     model.tokenizer = ByteTokenizer()

@@ -39,10 +39,10 @@ def test_a_job_passes_the_signal_on_and_queues_itself_again(code: int, tmp_path:
         assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 
-def test_the_readme_names_it() -> None:
+def test_the_readme_names_the_slurm_script() -> None:
     assert "sbatch train.sh" in (SCRIPT.parent / "README.md").read_text()
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed")
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_finds_no_fault_in_the_slurm_script() -> None:
     subprocess.run([SHELLCHECK, *map(str, SCRIPT.parent.glob("*.sh"))], check=True)

@@ -140,6 +140,6 @@ def test_rows_lie_among_their_values(offsets):
 
 
 @pytest.mark.parametrize("places", [[-1], [3], [0.5]])
-def test_places_among_others(places):
+def test_indices_that_point_outside_of_a_store_are_refused(places):
     with pytest.raises(ValueError, match="x points where nothing is"):
         rows.store.check_indices("x", np.array(places), 3)

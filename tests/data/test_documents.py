@@ -25,7 +25,7 @@ def write(path, content):
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_text_is_kept_as_it_is(tmp_path, ending):
+def test_compressed_and_plain_files_give_back_their_text(tmp_path, ending):
     path = write(tmp_path / f"a.txt{ending}", COMPRESS[ending](TEXT.encode()))
     assert read(path) == [(str(path), TEXT)]
 

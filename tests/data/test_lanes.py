@@ -80,7 +80,7 @@ def test_every_token_is_scored_once_per_epoch(store, batch_size, segment_length)
         assert sorted(epoch_targets(read, epoch)) == sorted(store.tokens[:].tolist())
 
 
-def test_shapes_and_padding(store):
+def test_batches_have_the_declared_shapes_and_their_padding_is_not_scored(store):
     for step in range(20):
         batch = reader(store)[step]
         assert batch.inputs.shape == batch.targets.shape == batch.scored.shape == (3, 8)
@@ -150,7 +150,7 @@ def test_some_lanes_are_rows_of_all(store, rows):
         assert equal(part, [array[rows.start : rows.stop] for array in whole])
 
 
-def test_epochs_are_counted(store):
+def test_the_epoch_of_a_step_follows_from_the_steps_per_epoch(store):
     read = reader(store)
     assert read.epoch(0) == 0
     assert read.epoch(3 * read.steps_per_epoch) == 3

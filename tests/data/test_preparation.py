@@ -40,7 +40,7 @@ def texts(dataset):
     }
 
 
-def test_the_embedded_novels(tmp_path):
+def test_without_sources_the_embedded_novels_are_prepared(tmp_path):
     dataset = prepare(config.Data(cache_dir=str(tmp_path)))
     assert {split: len(store) for split, store in dataset.splits.items()} == {
         "train": 3, "validation": 1, "test": 1,
@@ -214,7 +214,7 @@ def command(*args, directory):
 
 
 @pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
-def test_the_command(books, tmp_path):
+def test_brt_prepare_counts_all_bytes_and_names_the_setting_for_its_store(books, tmp_path):
     flags = ["--documents", "books/*.txt", "--tokenizer", "train:300", "--output", "out"]
     done = command(*flags, directory=tmp_path)
     assert done.returncode == 0, done.stderr

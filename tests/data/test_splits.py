@@ -8,7 +8,7 @@ BOTH = {"validation": 0.05, "test": 0.05}
 NAMES = [f"books/{i}.txt" for i in range(100)]
 
 
-def test_fractions_are_kept():
+def test_splits_have_the_fractions_of_documents_that_were_set():
     assert Counter(splits.assign(NAMES, BOTH)) == {"train": 90, "validation": 5, "test": 5}
     assert Counter(splits.assign(NAMES, {"test": 0.3})) == {"train": 70, "test": 30}
 

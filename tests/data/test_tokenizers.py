@@ -196,6 +196,6 @@ def test_a_size_that_is_none_is_refused(text):
         tokenizer_training.vocabulary_size(text)
 
 
-def test_sizes():
+def test_only_the_name_of_a_tokenizer_to_train_has_a_vocabulary_size():
     assert tokenizer_training.vocabulary_size("train:32000") == 32000
     assert tokenizer_training.vocabulary_size("bytes") is None

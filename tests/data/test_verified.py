@@ -45,7 +45,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "SETTLED", -1.0)
 
 
-def test_what_nobody_touched_is_read_once(place: Path, read: list[str], later: None) -> None:
+def test_unchanged_files_are_verified_once(place: Path, read: list[str], later: None) -> None:
     for _ in range(3):
         verified.check(place, HASHES)
     assert read == ["a.bin", "b.npz"]

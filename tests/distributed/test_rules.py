@@ -30,7 +30,7 @@ def test_the_table_says_how_arrays_are_cut() -> None:
     assert rules.spec(("lanes",), (8,), mesh()) == P(None)
 
 
-def test_vectors_are_everywhere() -> None:
+def test_vectors_are_replicated_and_matrices_sharded() -> None:
     assert rules.parameter_spec(("layers", "embed"), (2, 32), mesh(fsdp=4)) == P()
     assert rules.parameter_spec(("embed", "mlp"), (32, 8), mesh(fsdp=4)) == P("fsdp", None)
 

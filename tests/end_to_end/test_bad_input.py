@@ -42,11 +42,13 @@ def resumed(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "resumed"))
 
 
-def test_exit_codes() -> None:
+def test_classes_of_errors_have_the_documented_exit_codes() -> None:
     assert (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code) == (2, 3, 4)
 
 
-def test_documents_that_are_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_missing_and_empty_documents_are_refused_by_name(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
     assert "nothing.txt" in refused(DataError, "Data.train = 'nothing.txt'")
     glob = f"{tmp_path}/*.text"
     assert glob in refused(DataError, f"Data.train = '{glob}'")
@@ -146,7 +148,7 @@ def test_another_tokenizer_than_the_model_knows(refused: Callable[..., str], tra
     assert "was trained with another tokenizer than Data.tokenizer = 'train:300'" in message
 
 
-def test_models_that_are_not_there(trained: Path, tmp_path: Path) -> None:
+def test_missing_runs_and_checkpoints_are_refused_by_name(trained: Path, tmp_path: Path) -> None:
     for command in (evaluate, generate):
         flags = ["--prompt=x"] if command is generate else []
         message = refusal(command, ConfigError, f"--workdir={tmp_path}/no", *flags)
@@ -164,7 +166,7 @@ def test_a_prompt_of_another_terminal_is_utf8_or_refused() -> None:
         generate._prompt("caf\udce9", None, False)
 
 
-def test_prompts(trained: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_empty_or_not_utf_8_are_refused(trained: Path, tmp_path: Path) -> None:
     workdir = f"--workdir={trained}"
     assert "the prompt is empty" in refusal(generate, DataError, workdir, "--prompt=")
     (tmp_path / "p.txt").write_bytes(b"")

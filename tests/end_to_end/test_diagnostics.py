@@ -85,7 +85,9 @@ def test_a_follower_that_is_stopped_goes_on_later(
 
 
 @pytest.mark.slow
-def test_a_follower_beside_a_trainer(commands: Commands, tmp_path: Path) -> None:
+def test_a_follower_evaluates_the_checkpoints_of_a_running_trainer(
+    commands: Commands, tmp_path: Path
+) -> None:
     workdir = tmp_path / "run"
     workdir.mkdir()
     results: list[Result] = []

@@ -324,7 +324,9 @@ def test_converted_directories_are_read_file_by_file(
     assert not trace.elsewhere(ours, tmp_path) and not trace.others
 
 
-def test_from_python_too(foreign: Path, trap: Path, tmp_path: Path, trace: Trace) -> None:
+def test_python_reads_a_strangers_run_without_opening_other_files(
+    foreign: Path, trap: Path, tmp_path: Path, trace: Trace
+) -> None:
     before = snapshot(trap)
     trace.on = True
     model = brt.load(foreign)

@@ -12,7 +12,9 @@ from .harness import STEPS, Runs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_saves_now_and_stops_after_the_next_evaluation(processes: int, tmp_path: Path) -> None:
+def test_files_in_the_run_directory_request_a_save_and_a_stop_after_evaluation(
+    processes: int, tmp_path: Path
+) -> None:
     own, workdir = Runs(tmp_path / "own", "language", processes), tmp_path / "run"
     workdir.mkdir()
     (workdir / "checkpoint_now").touch()

@@ -15,7 +15,7 @@ def test_no_fault_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("fault", "tests"), ROWS, ids=[name for name, _ in ROWS])
-def test_its_tests_are_there(fault: str, tests: str) -> None:
+def test_every_test_that_the_table_of_faults_names_exists(fault: str, tests: str) -> None:
     named = re.findall(r"`([^`]*)`", tests)
     files = [name for name in named if name.endswith(".py") or "::" in name]
     assert files

@@ -265,7 +265,7 @@ def test_slots_are_a_part_of_the_state_by_themselves(params: Any) -> None:
     np.testing.assert_array_equal(read(params, inputs(), without)[0], fresh)
 
 
-def test_its_arithmetic_is_counted() -> None:
+def test_the_flops_of_compressive_layers_are_counted() -> None:
     def of(*kinds: Compressive) -> int:
         return forward_flops_per_token(Model(vocab_size=32000, kinds=kinds))
 

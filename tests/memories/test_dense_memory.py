@@ -89,7 +89,7 @@ def test_a_memory_of_all_is_a_window_of_all(params: Any) -> None:
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
 
 
-def test_what_is_not_there_has_no_say_or_that_of_zeros(params: Any) -> None:
+def test_empty_places_are_masked_or_count_as_zeros(params: Any) -> None:
     noise = new_state()._replace(keys=new_state().keys + 1, values=new_state().values + 1)
     for masked in (True, False):
         model = dataclasses.replace(MODEL, mask_empty_cache=masked)

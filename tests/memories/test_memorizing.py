@@ -137,7 +137,7 @@ def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) -> None:
+def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
     """Zeros count as in the original."""
     model = dataclasses.replace(MODEL, mask_empty_cache=masked)
 

@@ -153,7 +153,7 @@ def test_a_run_that_starts_from_another_takes_its_centres() -> None:
     np.testing.assert_array_equal(found.sums[1], LEARNT.sums)
 
 
-def test_its_arithmetic_is_counted() -> None:
+def test_the_flops_of_routing_layers_are_counted() -> None:
     def of(**changes: Any) -> int:
         return forward_flops_per_token(with_settings(Model(vocab_size=32000), changes))
 

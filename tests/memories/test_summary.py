@@ -153,7 +153,7 @@ def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
 
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) -> None:
+def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
     """Zeros count as in the original."""
     model = dataclasses.replace(MODEL, mask_empty_cache=masked)
 
@@ -252,7 +252,7 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     ("sizes", "millions"),  # by hand: a layer of short memories, one of long ones
     [((128, 128, 8192, 64), (35.46, 42.63)), ((64, 64, 4096, 32), (30.75, 19.21))],
 )
-def test_its_arithmetic_is_counted(sizes: tuple, millions: tuple) -> None:
+def test_the_flops_of_summary_layers_are_counted(sizes: tuple, millions: tuple) -> None:
     names = ("summaries", "short_memory", "long_memory", "long_increment")
     model = PAPER.with_kinds(Summaries(**dict(zip(names, sizes, strict=True))))
     plain = forward_flops_per_token(model)

@@ -219,7 +219,9 @@ def test_any_kind_reads_weights_of_any_other() -> None:
         ("masked_language_modeling", (2, 12, 8)),
     ],
 )
-def test_heads(task: encoder.Task, shape: tuple[int, ...]) -> None:
+def test_each_head_has_the_logits_of_its_definition(
+    task: encoder.Task, shape: tuple[int, ...]
+) -> None:
     model = dataclasses.replace(TOKENS, classes=4)
     network = encoder.EncoderWithHead(model, attention("full"), task)
     params, x, there = random_params(network), inputs(TOKENS, 1), valid()

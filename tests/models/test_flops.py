@@ -22,7 +22,9 @@ REC = with_settings(PAPER, {"Recurrence.layers": (-3,)})
         (dataclasses.replace(REC, feedback=True), 487.1),
     ],
 )
-def test_the_papers_models(model: Model, millions: float) -> None:
+def test_the_flops_of_the_papers_models_are_as_computed_by_hand(
+    model: Model, millions: float
+) -> None:
     assert forward_flops_per_token(model) / 1e6 == pytest.approx(millions, abs=0.1)
 
 

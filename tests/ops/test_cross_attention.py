@@ -378,7 +378,7 @@ def test_the_length_of_a_batch_sets_the_pace_where_asked() -> None:
     close(decoded, oracle(*arrays(), parameters, config, 2 * TARGET))
 
 
-def test_what_is_logged() -> None:
+def test_firing_rates_and_leaks_are_logged() -> None:
     config = config_of("bounded, bias")
     parameters = parameters_of(config)
     aux = jax.jit(lambda *x: cross_attention.attend(*x, parameters, config)[1])(*arrays())

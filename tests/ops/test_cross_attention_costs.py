@@ -26,7 +26,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("sizes", ROWS, ids=str)
-def test_the_table(sizes: tuple) -> None:
+def test_costs_equal_the_papers_table(sizes: tuple) -> None:
     named = dict(zip(("targets", "sources", "head_dim", "segment_size"), sizes, strict=True))
     row, kinds = ROWS[sizes], ("full", "segmented", "srformer")
     for name in ("multiplications", "memory"):
@@ -40,7 +40,7 @@ def test_the_table(sizes: tuple) -> None:
     assert tuple(round(number / 1e3) for number in real) == row["real"]
 
 
-def test_the_papers_savings() -> None:
+def test_savings_equal_those_of_the_paper() -> None:
     paper = {"targets": 128, "sources": 1024, "head_dim": 64}
 
     def saving(count: object, **sizes: int) -> float:
@@ -56,7 +56,7 @@ def test_the_papers_savings() -> None:
     assert round(saving(costs.paper_memory, **long), 1) == 87.5
 
 
-def test_a_decoding_step() -> None:
+def test_multiplications_of_a_decoding_step_are_counted() -> None:
     sizes = {"sources": 1024, "head_dim": 64, "segment_size": 64}
     assert costs.step_multiplications("full", **sizes) == 131_072
     assert costs.step_multiplications("srformer", **sizes) == 12_288

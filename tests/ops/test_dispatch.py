@@ -58,7 +58,7 @@ def test_auto_passes_over_what_refuses_the_inputs_but_never_to_the_reference() -
     )
 
 
-def test_a_named_one_runs_or_says_why_not() -> None:
+def test_a_named_implementation_runs_or_is_refused_with_the_reason() -> None:
     assert [on("gpu", name) for name in ("xla_cpu", "reference")] == ["xla_cpu", "reference"]
     with pytest.raises(NotImplementedError, match="toy cannot run by 'xla': takes .* not 12; it"):
         on("cpu", "xla", 12)

@@ -464,7 +464,7 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
     ],
     ids=str,
 )
-def test_equals_the_reference(case: tuple[str, str], name: str) -> None:
+def test_every_implementation_equals_the_reference(case: tuple[str, str], name: str) -> None:
     actual, expected = results(case, name), results(case, "reference")
     for (path, a), e in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True

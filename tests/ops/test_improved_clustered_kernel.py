@@ -45,7 +45,7 @@ def test_attention_and_gradients_are_those_of_the_reference(
 
 
 @pytest.mark.slow
-def test_in_bfloat16_it_is_nearly_the_same() -> None:
+def test_the_kernel_in_bfloat16_is_close_to_xla() -> None:
     given, config = arrays(140, 300, 20, "bfloat16"), improved(20, 6)
     assert_close(*(run(given, config, by(name)) for name in (KERNEL, "xla")), "bfloat16")
 
@@ -148,7 +148,7 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
         ({"bias": jnp.zeros((1, 255))}, "has no bias of distances"),
     ],
 )
-def test_what_it_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
+def test_what_the_kernel_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
     given = {"width": 64, "dtype": "bfloat16", "tokens": 128, "clusters": 4, "top_k": 32}
     given |= {"dropout": None, "bias": None, "mass_rule": "paper"} | changed
     wide = given.pop("wide", given["width"])

@@ -41,7 +41,9 @@ def plain(
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("null_keys", [False, True])
-def test_values_and_gradients(null_keys: bool, by_query: bool, dropped: bool) -> None:
+def test_values_and_gradients_equal_the_definition(
+    null_keys: bool, by_query: bool, dropped: bool
+) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPE.values())
     usable = np.ones((2, 7), bool)

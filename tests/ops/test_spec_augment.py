@@ -37,6 +37,6 @@ def test_rows_and_keys_differ_and_a_key_repeats_itself():
     assert (first != masked(1)).any() and (first[0] != first[1]).any()
 
 
-def test_none_masks_nothing():
+def test_zero_masks_mask_nothing():
     assert not masked(0, time_masks=0, feature_masks=0).any()
     assert not masked(0, time_masks=0)[:3].all(axis=(2)).any()

@@ -48,7 +48,7 @@ def test_full_and_oracle_top_k(exact_file: Path) -> None:
 
 
 @pytest.mark.slow_cases("reformer_r2_masked", "reformer_r1")
-def test_reformer(reformer_file: Path) -> None:
+def test_reformer_attention_equals_the_recordings(reformer_file: Path) -> None:
     golden = arrays(reformer_file)
     q, v = (tokens_first(golden[name]) for name in "qv")
     valid = validity(golden)

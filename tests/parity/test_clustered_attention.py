@@ -41,7 +41,7 @@ def expected_labels(golden: dict, clusters: int) -> np.ndarray:
 
 
 @pytest.mark.slow_cases("hash_b63_bias", "hash_b8_bias", "hash_b32_bias")
-def test_hashes(hash_file: Path) -> None:
+def test_hashes_equal_the_recordings(hash_file: Path) -> None:
     golden = arrays(hash_file)
     planes = planes_of(golden)
     expected = signs(golden["hashes"], len(golden["planes"]))
@@ -50,7 +50,7 @@ def test_hashes(hash_file: Path) -> None:
 
 
 @pytest.mark.slow_cases("kmeans_b63*")
-def test_kmeans(kmeans_file: Path) -> None:
+def test_kmeans_equals_the_recordings(kmeans_file: Path) -> None:
     golden = arrays(kmeans_file)
     codes = jnp.asarray(signs(golden["hashes"], int(golden["bits"])))
     labels, centroids, clusters = clusters_of(codes, golden)
@@ -61,7 +61,7 @@ def test_kmeans(kmeans_file: Path) -> None:
 @pytest.mark.slow_cases(
     "iclustered_ragged_b32", "iclustered_full_b63", "clustered_nobias_temp", "iclustered_topk_eq_S"
 )
-def test_attention(clustered_file: Path) -> None:
+def test_clustered_attention_equals_the_recordings(clustered_file: Path) -> None:
     golden = arrays(clustered_file)
     q, k, v, weights = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("q", "k", "v", "W"))
     codes = hash_codes(jnp.asarray(golden["q"]), planes_of(golden))

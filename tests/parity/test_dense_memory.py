@@ -60,7 +60,7 @@ def check_memory(state: DenseState, arrays: dict[str, np.ndarray], name: str) ->
 
 
 @pytest.mark.slow_cases("densekv_layer_segment")
-def test_layer(dense_layer_file: Path) -> None:
+def test_a_dense_memory_layer_equals_the_recordings(dense_layer_file: Path) -> None:
     golden = Golden(dense_layer_file)
     model = model_of(golden)
     params = layer_parameters(golden.under("params"), model)
@@ -94,8 +94,8 @@ def test_layer(dense_layer_file: Path) -> None:
     check_memory(state, golden.under("state_out2"), "memory after segment 2")
 
 
-@pytest.mark.slow  # test_layer compares the layers one by one.
-def test_stack(dense_stack_file: Path) -> None:
+@pytest.mark.slow  # test_a_dense_memory_layer_equals_the_recordings compares the layers one by one.
+def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path) -> None:
     golden = Golden(dense_stack_file)
     dense = model_of(golden)
     cfg = golden.meta["cfg"]

@@ -80,7 +80,7 @@ def check_gradients(actual: dict, golden: Golden, flatten: callable) -> None:
     "recurrent_layer_fixed_single",
     "recurrent_layer_fixed_dual",
 )
-def test_layer(layer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_equal_the_recordings(layer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = Golden(layer_file)
     kind, cfg = positions(golden), golden.meta["cfg"]
     if kind in ("fourier", "nn"):
@@ -125,7 +125,7 @@ def test_layer(layer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow_cases("stack_xl", "stack_slide", "stack_feedback_fixed_skip")
-def test_stack(stack_file: Path) -> None:
+def test_stacks_equal_the_recordings(stack_file: Path) -> None:
     golden = Golden(stack_file)
     window = min(golden.meta["cfg"]["window"], golden["tokens1"].shape[1])
     model = meliad.model_of(golden.under("params"), window=window)
@@ -164,7 +164,7 @@ def test_stack(stack_file: Path) -> None:
             check_gradients(grads, golden, lambda a: meliad.decoder_parameters(a, model))
 
 
-def test_relative_bias(bias_file: Path) -> None:
+def test_relative_biases_equal_the_recordings(bias_file: Path) -> None:
     golden = Golden(bias_file)
     rel, expected = golden["rel"], golden["bucket_causal"]
     np.testing.assert_array_equal(t5_buckets(-rel, buckets=32, max_distance=128), expected)
@@ -174,7 +174,7 @@ def test_relative_bias(bias_file: Path) -> None:
     np.testing.assert_array_equal(bias, last[:, ::-1][:, 1:65])
 
 
-def test_adafactor(optimizer_file: Path) -> None:
+def test_adafactor_equals_the_recordings(optimizer_file: Path) -> None:
     golden = Golden(optimizer_file)
     rates = golden.meta["lrs"]
     settings = {"schedule": "constant", "warmup_steps": 0}
@@ -200,7 +200,7 @@ def test_adafactor(optimizer_file: Path) -> None:
         ("linear", {"schedule": "linear", "learning_rate": 0.01, "final_learning_rate": 0.001}),
     ],
 )
-def test_schedule(schedule_file: Path, key: str, settings: dict) -> None:
+def test_learning_rates_equal_the_recordings(schedule_file: Path, key: str, settings: dict) -> None:
     golden = Golden(schedule_file)
     rate = optimizers.learning_rate(Optimizer(warmup_steps=1000, **settings), steps=100_000)
     within = golden["steps"] <= 100_000

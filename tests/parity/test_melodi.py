@@ -115,7 +115,7 @@ def starts(flags: np.ndarray, tokens: int, model: Model) -> jax.Array:
 
 
 @pytest.mark.slow_cases("melodi_short_layer_unequal", "melodi_long_layer")
-def test_layer(melodi_layer_file: Path) -> None:
+def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     golden = Golden(melodi_layer_file)
     model = model_of(golden)
     module = KINDS[model.layer_types[0]].module(model)
@@ -166,8 +166,8 @@ def test_layer(melodi_layer_file: Path) -> None:
     check_state(state, golden.under("state_out2"), "state of segment 2")
 
 
-@pytest.mark.slow  # test_layer compares the layers one by one.
-def test_stack(melodi_stack_file: Path) -> None:
+@pytest.mark.slow  # test_summary_layers_equal_the_recordings compares the layers one by one.
+def test_stacks_of_summary_layers_equal_the_recordings(melodi_stack_file: Path) -> None:
     golden = Golden(melodi_stack_file)
     model = model_of(golden)
     names = ["summary_0", "long_summary_1", "summary_2"]  # runs of one layer each

@@ -25,7 +25,7 @@ def assert_the_same_sets(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(ordered(actual), ordered(expected), atol=TOLERANCE)
 
 
-def test_bucketed_search(knn_file: Path) -> None:
+def test_bucketed_search_equals_the_recordings(knn_file: Path) -> None:
     golden = arrays(knn_file)
     written, heads, width = golden["k1"].shape[1:]
     lanes, neighbors = len(golden["q"]), golden["keys"].shape[3]
@@ -61,7 +61,7 @@ def test_bucketed_search(knn_file: Path) -> None:
     check(forgotten, golden["keys_after_reset"], golden["values_after_reset"])
 
 
-def test_attention_to_what_was_found(external_file: Path) -> None:
+def test_attention_to_neighbors_equals_the_recordings(external_file: Path) -> None:
     golden = arrays(external_file)
     queries = jnp.asarray(golden["q"] * golden["scale"][:, None]).swapaxes(1, 2)
     keys, values = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("ek", "ev"))

@@ -50,7 +50,9 @@ def test_what_is_learned_without_gradients_is_of_the_whole_batch(case: Callable)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", ["data_fsdp_tensor", "fsdp", "tensor"])
-def test_whatever_the_optimizer(optimizer: str, mesh: str, case: Callable) -> None:
+def test_meshes_give_equal_curves_with_every_optimizer(
+    optimizer: str, mesh: str, case: Callable
+) -> None:
     config, (nats, state) = case("recurrent", optimizer)
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE

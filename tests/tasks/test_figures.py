@@ -89,7 +89,7 @@ def approx(value: float) -> Any:
     return pytest.approx(value, rel=2e-4)
 
 
-def test_bits_of_documents(tmp_path: Path) -> None:
+def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
     """Uneven documents beside each other; and of each only the first tokens."""
     texts = [text(0, 3), text(1, 40), text(2, 17)]
     config = Config(
@@ -231,7 +231,7 @@ def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # Other tasks have a quick test of this.
-def test_bits_of_answers(tmp_path: Path) -> None:
+def test_bits_of_answers_equal_the_summed_loss(tmp_path: Path) -> None:
     """Two questions with one window and with several, an odd number in all."""
     paragraphs = []
     for i, words in enumerate((6, 50)):

@@ -77,7 +77,7 @@ def test_no_training_step_is_one_sentence(tmp_path: Path) -> None:
         plots.draw(workdir.create(tmp_path), BITS_PER_BYTE, units_per_token=1.0)
 
 
-def test_another_measure_has_its_own_name(run: workdir.Workdir) -> None:
+def test_the_plot_of_another_metric_has_the_name_of_the_metric(run: workdir.Workdir) -> None:
     measure = Metric("bits_per_label", "bits per label")
     assert plots.draw(run, measure, units_per_token=1.0)[0].name == "bits_per_label.png"
     (axes,) = plots._bits_figure(read_metrics(run.metrics), measure, 1.0, None).axes

@@ -47,7 +47,9 @@ def test_the_first_signal_asks_and_says_so_at_once(number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_ctrl_c_after_it_quits_even_where_python_does_not_listen(first: signal.Signals) -> None:
+def test_a_later_ctrl_c_quits_even_in_code_that_python_cannot_interrupt(
+    first: signal.Signals,
+) -> None:
     with start(60) as process:
         begin = time.monotonic()
         process.send_signal(first)
@@ -60,7 +62,7 @@ def test_a_ctrl_c_after_it_quits_even_where_python_does_not_listen(first: signal
         assert "SIGINT: quitting without saving" in process.stderr.read()
 
 
-def test_handlers_are_restored() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         assert stop.requested is None
@@ -92,7 +94,7 @@ def test_other_threads_change_nothing() -> None:
     assert seen == [(None, signal.getsignal(signal.SIGTERM))]
 
 
-def test_it_says_what_it_waits_for() -> None:
+def test_a_stop_signal_names_the_phase_that_it_waits_for() -> None:
     messages: list[str] = []
     with StopSignal(messages.append, uninterruptible=lambda: "compiling"):
         signal.raise_signal(signal.SIGINT)

@@ -187,7 +187,7 @@ def test_a_copied_run_writes_and_is_exported_without_its_data(
 
 
 @BOTH
-def test_it_is_evaluated_where_only_its_prepared_data_are_left(
+def test_a_copied_run_is_evaluated_if_only_its_prepared_data_are_left(
     make: Callable, trained: Callable, moved: Callable
 ) -> None:
     run = trained(make)
@@ -197,7 +197,7 @@ def test_it_is_evaluated_where_only_its_prepared_data_are_left(
 
 
 @BOTH
-def test_it_is_evaluated_on_new_data_by_its_own_tokenizer(
+def test_a_copied_run_is_evaluated_on_new_data_with_its_tokenizer(
     make: Callable, trained: Callable, moved: Callable, tmp_path: Path, own_cache: Path
 ) -> None:
     run = trained(make)

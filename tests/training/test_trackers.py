@@ -77,7 +77,9 @@ def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
     return made
 
 
-def test_both_are_told_the_same_and_go_on(services: dict[str, Service], tmp_path: Path) -> None:
+def test_all_trackers_get_the_same_metrics_and_resume(
+    services: dict[str, Service], tmp_path: Path
+) -> None:
     run, said = workdir.create(tmp_path / "a"), []
     for start in (0, 20):
         found = trackers.start(CONFIG, run, said.append)
@@ -113,7 +115,7 @@ def test_a_service_that_fails_is_off_after_one_warning(
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_one_that_is_not_installed_is_refused_by_its_extra(
+def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -168,7 +170,7 @@ def test_the_real_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.glob("a/wandb/offline-run-*/*.wandb"))
 
 
-def test_nobody_is_told_by_default(tmp_path: Path) -> None:
+def test_no_tracker_is_used_by_default(tmp_path: Path) -> None:
     run = workdir.create(tmp_path)
     assert trackers.start(Config(), run, print) == []
     assert not (tmp_path / "trackers.json").exists()

@@ -115,7 +115,7 @@ def test_converted_weights_bring_their_sizes_and_all_arrays(roberta: Path) -> No
     jax.tree.map(np.testing.assert_array_equal, flat(params), flat(found.params))
 
 
-def test_so_do_runs(masked: Path, speech: Path) -> None:
+def test_weights_of_runs_are_taken_over(masked: Path, speech: Path) -> None:
     for where, objective in ((masked, MASKED), (speech, SPEECH)):
         asked = ready(config(objective, where))
         model = asked.encoder

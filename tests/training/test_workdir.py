@@ -35,7 +35,7 @@ def hold(path: Path) -> subprocess.Popen:
     return process
 
 
-def test_layout(tmp_path: Path) -> None:
+def test_a_run_directory_has_the_documented_layout(tmp_path: Path) -> None:
     run = workdir.create(tmp_path / "runs/a")
     assert run == workdir.create(tmp_path / "runs/a"), "again, for a resumed run"
     assert sorted(path.name for path in run.path.iterdir()) == [

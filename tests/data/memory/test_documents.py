@@ -131,7 +131,7 @@ def test_held_out_documents_are_named_by_those_of_train() -> None:
     assert Data(train=("a.txt",)).test == (), "a part of train"
 
 
-def test_they_are_prepared_as_all_documents_are(tmp_path) -> None:
+def test_memory_tasks_are_prepared_and_split_like_other_documents(tmp_path) -> None:
     train = ("memory:needle/train/6?size=400&distance=50", "memory:copy/train/4")
     data = Data(train=train, cache_dir=str(tmp_path))
     dataset = preparation.prepare(data, progress=False)

@@ -111,7 +111,9 @@ def test_a_silent_config_takes_their_defaults() -> None:
         (BART_BASE, {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 3072 and decoder_ffn_dim = 64"),
     ],
 )
-def test_what_ours_lacks_is_refused(settings: dict, changes: dict, sentence: str) -> None:
+def test_settings_of_hugging_face_that_brt_lacks_are_refused(
+    settings: dict, changes: dict, sentence: str
+) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         theirs(settings, **changes)
 

@@ -120,7 +120,7 @@ def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: 
         assert [note[:36] for note in exported.notes] == said
 
 
-def test_an_array_that_changed_is_found(
+def test_verification_finds_a_changed_array(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = files.write_file
@@ -216,7 +216,7 @@ def test_a_target_that_holds_something_is_left_alone(source: Path) -> None:
         (["--from=brt", "{t5}", "--to=hf", "{out}"], 4, "has no model.json"),
     ],
 )
-def test_the_command(
+def test_brt_convert_ends_with_its_exit_code_and_sentence(
     source: Path, tmp_path: Path, flags: list[str], code: int, sentence: str
 ) -> None:
     flags = [flag.format(t5=source, out=tmp_path / "out") for flag in flags]

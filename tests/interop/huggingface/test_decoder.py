@@ -124,13 +124,15 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
     }
 
 
-def test_arrays_are_rounded_where_asked(export: Callable) -> None:
+def test_an_export_in_bfloat16_rounds_its_arrays(export: Callable) -> None:
     done = export(RECURRENT, dtype="bfloat16")
     assert {str(x.dtype) for x in files.read_tensors(done.directory).values()} == {"bfloat16"}
     assert files.read_json(done.directory / "config.json")["dtype"] == "bfloat16"
 
 
-def test_verification_says_what_it_lacks(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_without_torch_says_what_was_not_compared(
+    export: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
     done = export(RECURRENT, verified=True)
     assert any("arrays are bit-equal" in line for line in done.lines)
@@ -231,7 +233,7 @@ def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable)
 
 @pytest.mark.parametrize("kind", ["feedback", "rotary", "lstm, dual", "parity", "no cache"])
 @of_torch
-def test_greedy_text_is_ours(kind: str, export: Callable) -> None:
+def test_the_exported_model_writes_the_greedy_text_of_brt(kind: str, export: Callable) -> None:
     done = export(MODELS[kind], verified=True)
     assert any(line.startswith("logits against 3 segments read by brt") for line in done.lines)
     assert "greedy text against brt: the same 32 tokens" in done.lines
@@ -273,7 +275,7 @@ def test_samples_are_of_the_likeliest(export: Callable) -> None:
 
 
 @of_torch
-def test_damage_is_found(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_finds_wrong_logits(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = verify.segment_logits
     monkeypatch.setattr(verify, "segment_logits", lambda *args: -kept(*args))
     with pytest.raises(CheckpointError, match="logits against 3 segments read by brt"):
@@ -287,7 +289,7 @@ def test_rounded_weights_are_verified_within_their_rounding(export: Callable) ->
 
 
 @of_torch
-def test_transformers_reads_it(
+def test_transformers_reads_the_exported_model(
     export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")

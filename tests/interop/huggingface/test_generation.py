@@ -27,7 +27,7 @@ CASES = json.loads(str(RECORDED["cases"]))
 @pytest.mark.slow_cases("*-[134]", "t5-[02]", "bart-[05]", "t5_gated-[25]", "t5-5", "t5_gated-0")
 @pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("model_name", ["t5", "t5_gated", "bart"])
-def test_texts_and_scores_are_theirs(
+def test_generated_texts_and_scores_equal_those_of_transformers(
     read: Callable, directory: Callable[[str], Path], model_name: str, number: int
 ) -> None:
     model, decoding = read(model_name)[0], Decoding(**CASES[number])

@@ -60,7 +60,7 @@ def assert_close(actual: Any, expected: np.ndarray, where: np.ndarray | bool = T
     assert difference <= TOLERANCE * np.abs(expected).max(), f"{difference:.1e}"
 
 
-def test_the_encoder(compiled: Callable, name: str) -> None:
+def test_the_encoder_equals_that_of_transformers(compiled: Callable, name: str) -> None:
     model = compiled(name)
     x = model.expected
     encoded = model.encode(model.params, x["source"], x["mask"])
@@ -68,7 +68,7 @@ def test_the_encoder(compiled: Callable, name: str) -> None:
 
 
 @pytest.mark.slow_cases("longt5_tglobal")
-def test_whole_targets(compiled: Callable, name: str) -> None:
+def test_logits_of_whole_targets_equal_those_of_transformers(compiled: Callable, name: str) -> None:
     model = compiled(name)
     x = model.expected
     logits = model.logits(model.params, x["encoded"], x["mask"], x["targets_in"])

@@ -198,7 +198,9 @@ def test_a_bare_encoder_gets_a_new_head(source: Path, tmp_path: Path) -> None:
         ({"intermediate_size": 20}, r"24.*, not .*20.* as config.json has it"),
     ],
 )
-def test_what_ours_lacks_is_refused(source: Path, change: dict, sentence: str) -> None:
+def test_settings_of_roberta_that_brt_lacks_are_refused(
+    source: Path, change: dict, sentence: str
+) -> None:
     theirs = {**files.read_json(source / "config.json"), **change}
     theirs = {name: value for name, value in theirs.items() if value is not None}
     (source / "config.json").write_text(json.dumps(theirs))
@@ -224,7 +226,9 @@ def test_pickles_missing_arrays_and_other_encoders_are_refused(source: Path) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
 @each_model
-def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
+def test_converted_models_have_the_logits_of_transformers_in_both_directions(
+    model: str, tmp_path: Path
+) -> None:
     """Against the library itself, where it is installed."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

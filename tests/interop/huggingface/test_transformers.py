@@ -38,7 +38,9 @@ LIVE = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
 @pytest.mark.parametrize("model", LIVE)
-def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
+def test_converted_models_have_the_logits_of_transformers_in_both_directions(
+    model: str, tmp_path: Path
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     family, settings = LIVE[model]

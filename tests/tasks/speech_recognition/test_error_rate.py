@@ -29,7 +29,7 @@ def test_every_short_pair_has_the_fewest_errors():
         assert found.deletions + found.substitutions <= len(reference)
 
 
-def test_long_random_pairs():
+def test_errors_of_random_pairs_are_the_fewest_edits():
     rng = np.random.default_rng(0)
     for _ in range(20):
         a, b = ("".join(rng.choice(list("abcd"), rng.integers(0, 40))) for _ in range(2))
@@ -49,7 +49,7 @@ def test_long_random_pairs():
         ("a b c d", "b c x d e", (0, 2, 1, 4)),
     ],
 )
-def test_kinds_of_errors(reference, hypothesis, expected):
+def test_substitutions_deletions_and_insertions_are_counted(reference, hypothesis, expected):
     assert errors(reference.split(), hypothesis.split()) == expected
 
 

@@ -77,7 +77,7 @@ def test_windows_cover_a_text_and_share_the_stride():
         assert all(w.stop - w.start == room for w in found[:-1])
 
 
-def test_tokens_of_characters():
+def test_the_tokens_of_a_range_of_characters_are_found():
     spans = np.array([[0, 2], [2, 2], [2, 5], [6, 9]])
     assert token_range(spans, 1, 3) == (0, 2) and token_range(spans, 2, 5) == (2, 2)
     assert token_range(spans, 4, 7) == (2, 3) and token_range(spans, 5, 6) is None

@@ -35,7 +35,7 @@ def literal(samples, speech):
     return np.array(rows)
 
 
-def test_the_definition():
+def test_features_equal_the_definition_in_numpy():
     speech = Speech(mel_bands=8)
     samples = np.random.default_rng(0).normal(size=650) * 0.1
     found = filter_bank.log_mel(samples, RATE, speech)
@@ -59,7 +59,7 @@ def test_silence_is_finite_and_what_is_too_short_has_no_frame():
     assert filter_bank.log_mel(np.zeros(199), RATE, Speech()).shape == (0, 40)
 
 
-def test_a_wav_file(tmp_path, write_wav):
+def test_a_wav_file_has_the_features_of_its_rounded_samples(tmp_path, write_wav):
     samples = np.random.default_rng(1).uniform(-0.5, 0.5, 1000)
     write_wav(tmp_path / "a.wav", samples)
     found, rate = filter_bank.read(tmp_path / "a.wav", Speech())

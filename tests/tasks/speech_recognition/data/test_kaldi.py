@@ -41,7 +41,7 @@ def test_features_of_an_archive(directory, matrices):
         assert utterance.features.shape[1] == 3 and utterance.rate == 0
 
 
-def test_wav_files(directory, write_wav):
+def test_a_kaldi_directory_may_list_wav_files(directory, write_wav):
     (directory / "feats.scp").unlink()
     paths = {id: directory.parent / f"{id}.wav" for id in ("u1", "u2", "u3")}
     for path in paths.values():

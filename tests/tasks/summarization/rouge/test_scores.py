@@ -125,7 +125,7 @@ def test_stems_are_nltks_for_every_word_of_the_novels() -> None:
         ("controlling", "control"), ("skies", "sky"), ("dying", "die"), ("is", "is"), ("", ""),
     ],
 )  # fmt: skip
-def test_stems(word: str, expected: str) -> None:
+def test_stems_are_those_of_porters_algorithm(word: str, expected: str) -> None:
     assert stem(word) == expected
 
 

@@ -34,7 +34,7 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("expected", SPLIT, ids=lambda found: found[0])
-def test_sentences(expected: list[str]) -> None:
+def test_sentences_are_split_whatever_the_white_space(expected: list[str]) -> None:
     assert sentences(" ".join(expected)) == expected
     wide = [sentence.replace(" ", "  ") for sentence in expected]
     assert sentences("\n " + "\t  ".join(wide) + " \n\n") == wide

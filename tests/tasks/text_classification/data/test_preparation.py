@@ -49,7 +49,7 @@ def prepare(section):
     return preparation.prepare(section, progress=False)
 
 
-def test_json_lines(make):
+def test_json_lines_are_prepared_with_their_labels(make):
     dataset = prepare(make())
     assert texts(dataset) == [f"|{sentence}|" for sentence, _ in ROWS]
     assert dataset.labels == ("0", "1") and dataset.split("train").targets.tolist() == [1, 0, 1, 0]

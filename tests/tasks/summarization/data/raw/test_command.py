@@ -31,7 +31,7 @@ def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
 
 
 @pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
-def test_ones_own_files_by_a_process(tmp_path):
+def test_brt_prepare_reads_the_users_own_files_of_pairs(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "d", "gist": "s"}\n{"body": "d", "gist": ""}\n')
     (tmp_path / "b.csv").write_text("gist,body\ns,d\n")
     flags = "--pairs files --name mine --train a.jsonl --test b.csv --source_field body".split()

@@ -85,7 +85,7 @@ MINE = RawDataset("my_pairs", "1.0.0")
 ROWS = [{"id": "same", "article": f"document {i}", "highlights": f"summary {i}"} for i in range(9)]
 
 
-def test_ones_own_pairs_come_back(tfds, tmp_path):
+def test_the_users_own_pairs_are_read_back(tfds, tmp_path):
     write(MINE, own(tmp_path, ROWS))
     found = [*read(["tfds:my_pairs/train"])]
     assert sorted(pair.source for pair in found) == [row["article"] for row in ROWS]

@@ -56,7 +56,7 @@ def test_both_kinds_of_extracts(tmp_path, mark, summary, folder, ending):
     assert xsum.parse("no sections") == ("", "")
 
 
-def test_xsum_as_tables(tmp_path):
+def test_xsum_is_read_from_tables(tmp_path):
     row = {"document": "d", "summary": "s", "id": "7"}
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
