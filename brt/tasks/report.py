@@ -11,20 +11,18 @@ class Metric(NamedTuple):
       name: key in reports, in metrics.jsonl and in JSON output.
       title: label in plots and tables.
       form: format specification for tables.
-      higher_is_better: True for scores and accuracies, False for bits and error rates.
     """
 
     name: str
     title: str
     form: str = ".4f"
-    higher_is_better: bool = False
 
 
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
-EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
+EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f")
 # The metric "score" is different for each data set; `score_name` in a report says which it is.
-SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)
+SCORE = Metric("score", "score, %", ".2f")
 
 
 class EvaluationResult(NamedTuple):

@@ -31,8 +31,8 @@ class ExtractiveQa(EncoderTask):
     data = "questions"
     metrics = (
         Metric("bits_per_place", "bits per place"),
-        Metric("exact_match", "exact match %", ".2f", higher_is_better=True),
-        Metric("f1", "F1 %", ".2f", higher_is_better=True),
+        Metric("exact_match", "exact match %", ".2f"),
+        Metric("f1", "F1 %", ".2f"),
     )
     table_metrics = (SCORE,)
 

@@ -34,7 +34,7 @@ class MaskedLanguageModeling(EncoderTask):
     shows_examples = False
     metrics = (
         Metric("bits_per_masked_token", "bits per masked token"),
-        Metric("accuracy", "accuracy", ".3f", higher_is_better=True),
+        Metric("accuracy", "accuracy", ".3f"),
     )
     table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 

@@ -43,7 +43,7 @@ from brt.types import PairBatch, Variables
 
 # The names of the learned scalars of cross-attention that are logged.
 _LEARNED = ("leak", "threshold", "mix")
-_ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
+_ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
 
 class Summarization(Task):

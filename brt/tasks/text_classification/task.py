@@ -30,9 +30,9 @@ class TextClassification(EncoderTask):
     data = "sentences"
     metrics = (
         Metric("bits_per_label", "bits per label"),
-        Metric("accuracy", "accuracy %", ".2f", higher_is_better=True),
-        Metric("f1", "F1 %", ".2f", higher_is_better=True),
-        Metric("matthews", "Matthews", ".4f", higher_is_better=True),
+        Metric("accuracy", "accuracy %", ".2f"),
+        Metric("f1", "F1 %", ".2f"),
+        Metric("matthews", "Matthews", ".4f"),
     )
     table_metrics = (SCORE,)
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
@@ -130,8 +130,8 @@ class TextRegression(TextClassification):
     name = "text_regression"
     metrics = (
         Metric("bits_per_number", "bits per number"),
-        Metric("pearson", "Pearson %", ".2f", higher_is_better=True),
-        Metric("spearman", "Spearman %", ".2f", higher_is_better=True),
+        Metric("pearson", "Pearson %", ".2f"),
+        Metric("spearman", "Spearman %", ".2f"),
         Metric("root_mean_square_error", "root mean square error", ".3f"),
     )
     evaluator_class = Regressor
