@@ -21,7 +21,8 @@ class Metric(NamedTuple):
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
 EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f")
-# The metric "score" is different for each data set; `score_name` in a report says which it is.
+# The metric "score" is defined differently for each data set. The entry `score_name` of a report
+# names the definition.
 SCORE = Metric("score", "score, %", ".2f")
 
 
@@ -29,12 +30,13 @@ class EvaluationResult(NamedTuple):
     """Result of the evaluation of one split.
 
     Attributes:
-      metrics: JSON, with the protocol that must be quoted with the numbers.
-      summary: the most important metrics in words.
+      metrics: the metrics, and the protocol under which they were computed, as JSON.
+      summary: a phrase with the most important metrics.
       rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
-      text: the report for people; its first line continues "workdir, step, split: ".
-      name: suffix of the file names, not empty if the evaluation used other settings than training.
-      draw: function that returns a plot as PNG; None if there is no plot.
+      text: the report as text for people; its first line continues "workdir, step, split: ".
+      name: suffix of the names of files; not empty if the evaluation used other settings than
+        training.
+      draw: function that returns the content of a PNG file with a plot; None if there is no plot.
     """
 
     metrics: dict[str, Any]

@@ -35,7 +35,11 @@ def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: 
 
 
 def with_steps(config: Config, steps_per_epoch: int) -> Config:
-    """Returns the config with Training.steps computed from Training.epochs, if those are set.
+    """Returns the config with Training.steps computed from Training.epochs, if epochs are set.
+
+    Args:
+      config: the config.
+      steps_per_epoch: number of steps that read the training data once.
 
     Raises:
       ConfigError: the warm-up would be longer than the training.

@@ -1,4 +1,4 @@
-"""Weights that training starts from: whether they fit a model, and what they lack."""
+"""Weights of another model that training starts from (a warm start)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,12 +10,17 @@ from jaxtyping import Array, PyTree
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 
-_SHOWN = 4  # The number of parameter names that an error lists.
+_SHOWN = 4  # An error lists at most this number of parameters.
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Properties that the tokenizers (or vocabularies) of all tasks have."""
+    """Properties that the tokenizers (or vocabularies) of all tasks have.
+
+    Attributes:
+      name: name of the tokenizer for messages.
+      fingerprint: hash of everything that determines the ids.
+    """
 
     name: str
     fingerprint: str
@@ -26,17 +31,17 @@ class Tokenizer(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a copy that the task's `load_tokenizer` can read."""
+        """Name and content of a file that the task's `load_tokenizer` can read."""
 
 
 class Weights(NamedTuple):
     """Weights that Training.init_from names: a converted model or a run.
 
     Attributes:
-      where: path as written in the config.
+      where: the path, as written in the config.
       model: config section that describes the model of the weights.
-      tokenizer: fingerprint of the tokenizer of the weights; None if unknown.
-      task: name of the task that they were trained for; None if unknown.
+      tokenizer: fingerprint of the tokenizer that the weights were trained with; None if unknown.
+      task: name of the task that the weights were trained for; None if unknown.
       load: function that reads the parameters.
       load_model_state: function that reads the state that was learned without gradients.
     """
@@ -53,8 +58,9 @@ class WarmStart(NamedTuple):
     """Initial parameters that were taken from the weights of another model.
 
     Attributes:
-      missing: names of newly initialised parameters, which the weights lack.
-      unused: names of weights that this model has no parameter for.
+      params: the initial parameters.
+      missing: names of parameters that the weights lack, and that are newly initialised.
+      unused: names of arrays in the weights for which the model has no parameter.
     """
 
     params: PyTree[Array]
@@ -63,9 +69,10 @@ class WarmStart(NamedTuple):
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the weights were trained with a tokenizer that assigns other ids.
+    """Raises ConfigError if the weights were trained with another tokenizer.
 
-    Tokenizers of bytes agree on the bytes, whatever special ids they add.
+    Tokenizers of bytes are not distinguished, because they assign the same ids to bytes and differ
+    only in special ids.
     """
     known = weights.tokenizer
     both_bytes = known == ByteTokenizer.fingerprint and tokenizer.name == ByteTokenizer.name
@@ -85,14 +92,15 @@ def merge_weights(
     drop_optional: bool = False,
     growing: str = "",
 ) -> WarmStart:
-    """Returns the parameters of a new model, replaced by the weights of the same names.
+    """Returns initial parameters in which arrays are replaced by the weights of the same names.
 
     Args:
       weights: the weights.
       initial: newly initialised parameters.
-      optional: prefixes of names that the weights may lack, such as the head of a task.
-      drop_optional: keep new parameters for all names with these prefixes.
-      growing: name of an array that may have more rows in the model; the additional rows stay new.
+      optional: prefixes of names that the weights may lack, such as the prefix of the head.
+      drop_optional: True ignores weights whose names have these prefixes.
+      growing: name of an array that may have more rows in the model than in the weights; the
+        additional rows are newly initialised.
 
     Raises:
       CheckpointError: an array is missing, has another shape, or has no place in the model.

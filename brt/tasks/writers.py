@@ -1,4 +1,4 @@
-"""Text generation: the interface of generators and the options of a request."""
+"""The interface of objects that generate text, and the options of a generated text."""
 
 import abc
 from collections.abc import Iterator
@@ -25,14 +25,20 @@ class WriteOptions(NamedTuple):
 
 
 class Writer(abc.ABC):
-    """Generates texts with one set of parameters; compiles its programs once.
+    """Base class of objects that generate text with a model.
 
     Attributes:
-      session: state of a language model that continues the text read so far; None for other models.
+      session: the session of a language model, which keeps the state after the text that was read
+        so far; None for other models.
     """
 
     session: Session | None = None
 
     @abc.abstractmethod
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Yields the text that continues or answers a prompt, piece by piece."""
+        """Yields the text that continues a prompt, or that summarises it, piece by piece.
+
+        Args:
+          prompt: the prompt.
+          options: options of the generated text.
+        """

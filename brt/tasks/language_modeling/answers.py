@@ -1,8 +1,9 @@
 """Accuracy and bits of the answers in memory tasks (`brt.data.memory`), by distance.
 
-A document of a memory task states facts and asks for them later. The model reads it like other
-text, each token given the true tokens before it. An answer is exact if the most likely token is
-the correct one at each position of the answer.
+A document of a memory task states facts and later asks for the facts. The model predicts each token
+of the document from the true tokens before it, as in other text. An answer is exact if the most
+likely token is the correct one at each position of the answer. The distance of an answer is the
+number of tokens between the fact and the answer.
 """
 
 import math
@@ -29,7 +30,7 @@ class AnswerSpan(NamedTuple):
     """The position of an answer in a document.
 
     Attributes:
-      start, stop: first token of the answer, and the token after its last one.
+      start, stop: index of the answer's first token, and the index after its last token.
       distance: number of tokens between the end of the stated fact and the start of the answer.
       bytes: number of bytes of the answer's text.
     """
@@ -41,8 +42,13 @@ class AnswerSpan(NamedTuple):
 
 
 class ScoredAnswer(NamedTuple):
-    """The score of an answer: its distance and size, its nats, and True if all tokens were
-    predicted.
+    """The score of an answer.
+
+    Attributes:
+      distance: number of tokens between the end of the stated fact and the start of the answer.
+      bytes: number of bytes of the answer's text.
+      nats: negative log-likelihood of the answer.
+      exact: True if every token of the answer was the most likely one.
     """
 
     distance: int
@@ -52,7 +58,10 @@ class ScoredAnswer(NamedTuple):
 
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
-    """Returns the answers of each document that belongs to a memory task, by document index."""
+    """Returns the positions of the answers in each document of a memory task, by document index.
+
+    Documents that do not belong to a memory task are left out.
+    """
     documents = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
     return {d: list(_spans(store, d, tokenizer)) for d in documents}
 
@@ -67,7 +76,7 @@ def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[A
 
 
 class AnswerScores:
-    """Collects the scores of all tokens batch by batch, and returns those of the answers.
+    """Collects the scores of all tokens batch by batch, and returns the scores of answers.
 
     Args:
       spans: the answers of each document, by document index.
@@ -86,19 +95,19 @@ class AnswerScores:
         """Adds the next segment of each lane.
 
         Args:
-          document: document of each block, -1 for padding.
+          document: index of each block's document, -1 for padding.
           nats: negative log-likelihood of each token.
-          right: True for tokens that were the most likely ones.
+          right: True if the correct token was the most likely one.
         """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
         for lane, block in np.argwhere(document >= 0):
             self._scores[int(document[lane, block])].append(blocks[lane, :, block])
 
     def answers(self, limit: int = 0) -> list[ScoredAnswer]:
-        """Returns the scores of all answers within the first `limit` tokens of their documents.
+        """Returns the scores of all answers that were read.
 
         Args:
-          limit: number of tokens that were read of each document; 0 for no limit.
+          limit: number of tokens that were read of each document; 0 if all tokens were read.
         """
         scored = []
         for document, answers in self._spans.items():
@@ -114,14 +123,16 @@ class AnswerScores:
 def answer_metrics(
     answers: Sequence[ScoredAnswer], window: int, bits: float, size: int
 ) -> dict[str, Any]:
-    """Returns the share of exact answers and bits per byte, for all answers and by distance.
+    """Returns the share of exact answers and bits per byte, as JSON for a report.
+
+    The metrics are computed for all answers, for the text outside of answers, and in the entry
+    "answers" for groups of answers by distance.
 
     Args:
-      answers: the answers.
-      window: number of tokens in a window; distances are grouped by powers of two of windows.
-      bits, size: total bits and bytes of the documents, from which the values of the text outside
-        the answers are computed. A size of 0 means that the tokens do not give back the text; there
-        are no bits per byte then.
+      answers: the scores of the answers.
+      window: number of tokens in a window. A group has the distances up to 1, 2, 4, ... windows.
+      bits, size: total bits and bytes of the documents. A size of 0 means that the tokens do not
+        reproduce the text; bits per byte are None then.
     """
     rows = defaultdict(list)
     for answer in answers:
@@ -150,10 +161,11 @@ def _bits(answers: Sequence[ScoredAnswer]) -> float:
 
 
 def table_lines(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns the lines of a table of answers, or no lines if the reports contain none.
+    """Returns the lines of a table of answers, or no lines if the reports contain no answers.
 
     Args:
-      columns: reports by the part of the memory that was removed; "" for the unchanged model.
+      columns: a report for each part of the memory that was removed, by the part; the key "" stands
+        for the unchanged model.
     """
     first, *_ = columns.values()
     if not first.get("answers"):
@@ -184,10 +196,11 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Returns a plot (PNG) of the share of exact answers against distance.
+    """Returns a plot of the share of exact answers against distance, as the content of a PNG file.
 
     Args:
-      columns: reports by the part of the memory that was removed; "" for the unchanged model.
+      columns: a report for each part of the memory that was removed, by the part; the key "" stands
+        for the unchanged model.
     """
     from brt.drawing import distance_plot, png
 
@@ -199,7 +212,11 @@ def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def warn_of_cut_gradients(config: Config) -> None:
-    """Warns on stderr if training segments are shorter than the distances of a memory task."""
+    """Warns on stderr if training segments are not longer than the distances of a memory task.
+
+    The model cannot learn to remember over such distances, because no gradient crosses the start of
+    a segment.
+    """
     length = config.training.segment_length
     for source in config.data.train:
         if source.startswith(MEMORY) and (far := max(names.parse(source).distance)) >= length:

@@ -1,7 +1,8 @@
 """Evaluation of language models: bits per token, byte, character and word of whole documents.
 
-Every document of a split is read once from start to end with carried state. Every token is
-scored; the first one is predicted from BOS. Each metric is total nats divided by an exact count.
+Every document of a split is read once from start to end, and caches and states are carried from
+segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
+metric is the sum of all nats divided by an exact count.
 """
 
 import dataclasses
@@ -33,18 +34,23 @@ from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch, Variables
 
-# The number of bytes up to which documents are compressed by xz for comparison; more bytes would
-# take longer than people want to wait at the end of a run.
+# Documents are compressed by xz for comparison only up to this number of bytes. Compressing more
+# would take longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
-# White space is taken to separate words only if words have at most this average length.
+# White space separates the words of a language only if the parts between white space have at most
+# this average number of characters.
 LONGEST_WORDS = 25
 
 
 class DocumentScore(NamedTuple):
-    """Token, byte, character and word counts of a document and its total nats.
+    """Counts and total nats of a document.
 
     Attributes:
-      lost: number of bytes that the tokens do not give back.
+      name: name of the document.
+      tokens, bytes, characters, words: numbers of scored tokens, and of UTF-8 bytes, code points
+        and words of their text.
+      nats: negative log-likelihood of the tokens.
+      lost: number of bytes that the tokens do not reproduce.
     """
 
     name: str
@@ -59,14 +65,19 @@ class DocumentScore(NamedTuple):
 def text_metrics(
     tokens: int, bytes: int, characters: int, words: int, nats: float, lost: int = 0
 ) -> dict[str, Any]:
-    """Returns the metrics of a text with these total counts and nats, by name.
+    """Returns the metrics of a text by name, given its counts and total nats.
 
-    `nats` is the sum over every token, with the first token of a document predicted from BOS; BOS
-    and padding are not scored. The counts are those of the scored tokens, and the UTF-8 bytes, code
-    points and words (separated by white space) of the same text. Word perplexity is exp(nats per
-    word) as for PG-19; it is None if white space does not separate words, as in Chinese. If the
-    tokens do not give back `lost` bytes, only bits per token is defined and the other metrics are
-    None.
+    Word perplexity is exp(nats per word), as for PG-19. It is None if white space does not separate
+    words, as in Chinese. If the tokens do not reproduce the text, only bits per token is defined,
+    and the other metrics are None.
+
+    Args:
+      tokens: number of scored tokens; BOS and padding are not scored.
+      bytes: number of UTF-8 bytes of the text.
+      characters: number of code points of the text.
+      words: number of words, separated by white space.
+      nats: negative log-likelihood of all scored tokens.
+      lost: number of bytes of the text that the tokens do not reproduce.
     """
     bits = nats / math.log(2)
     separated = not lost and words and characters <= LONGEST_WORDS * words
@@ -91,13 +102,15 @@ def _exp(x: float) -> float | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitScores:
-    """Scores of all documents of a split from one pass.
+    """Scores of all documents of a split from one pass over the split.
 
     Attributes:
-      protocol: how the split was read; must be quoted with the metrics.
-      documents: scores in the order of the store.
-      tokens_per_second: speed without the first segment, which compiles; None if there is no other.
-      answered: answers that were read, if documents belong to memory tasks.
+      protocol: the conditions under which the split was read, as JSON; metrics can only be compared
+        if their protocols are equal.
+      documents: scores of the documents, in the order of the store.
+      tokens_per_second: speed without the first segment, which includes compilation; None if there
+        is only one segment.
+      answered: scores of the answers that were read, if documents belong to memory tasks.
     """
 
     protocol: dict[str, Any]
@@ -122,9 +135,9 @@ class DocumentEvaluator:
     """Evaluates whole documents; see `brt.tasks.evaluators.Evaluator`.
 
     Args:
-      request: the split. Its `ablate` is the part of the memory that a second pass resets before
-          every segment: recurrent states, cached keys and values, the external memory, or "both"
-          for all (as at the start of a document).
+      request: the split and the config. If `request.ablate` is not None, a second pass over the
+        split resets a part of the memory before every segment: "state" (recurrent states), "cache"
+        (cached keys and values), "memory" (other memories), or "both" for all three.
     """
 
     unit = "tok"
@@ -142,8 +155,10 @@ class DocumentEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
-        document."""
+        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
+
+        If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
+        """
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
@@ -158,7 +173,7 @@ class DocumentEvaluator:
     ) -> str | None:
         """Returns the beginning of the first document with a continuation by the model.
 
-        The result is None if `control` stopped it.
+        The result is None if `control` stopped the generation. `step` seeds the random numbers.
         """
         return self._sampler(variables, step, control)
 
@@ -170,11 +185,11 @@ class DocumentEvaluator:
         ablate: str | None = None,
         tokens_per_document: int = 0,
     ) -> SplitScores | None:
-        """Reads every document once and returns its scores; None if `control` stopped it.
+        """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
         Args:
-          variables: the learned values of the model.
-          control: functions that stop the work and report its progress.
+          variables: the learned arrays of the model.
+          control: functions that interrupt the work and report its progress.
           ablate: part of the memory that is reset before every segment; None for no part.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
         """
@@ -229,13 +244,16 @@ class DocumentEvaluator:
         *,
         part: str | None,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
-        """Returns the nats of each block; with answers also the nats and guesses [B, T] of each
-        token.
+        """Reads a segment.
 
         Args:
           forgets: True resets `part` before the segment. The flag is an argument of the program, so
-              that the normal and the ablated pass use the same program.
-          part: part of the state that `forgets` resets; None if nothing is ever reset.
+              that the normal and the ablated pass use the same compiled program.
+          part: part of the memory that is reset if `forgets` is True; None if no pass resets any.
+
+        Returns:
+          A tuple: the nats of each block; for memory tasks the nats [B, T] of each token, and True
+          for tokens [B, T] that were the most likely ones, otherwise (); and the new carry.
         """
         if part:
             model = self._config.model
@@ -263,7 +281,9 @@ class DocumentEvaluator:
 
 
 def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationResult:
-    """Reports the first pass, and compares it with the second if a part of the memory was reset."""
+    """Returns the result of the first pass, compared with the second if part of the memory was
+    reset.
+    """
     report = {**results[0].totals, "protocol": results[0].protocol}
     name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
     rows = [{"document": score.name, **text_metrics(*score[1:])} for score in results[0].documents]
@@ -285,13 +305,13 @@ def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationRes
 
 
 def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the metrics of the first pass, and of the second by the name of the removed part."""
+    """Returns the metrics of each pass, by the part that the pass reset ("" for no part)."""
     second = report.get("ablation")
     return {"": report} | ({f"without {second['protocol']['ablate']}": second} if second else {})
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns a report as text for people: how the split was read, then the metrics."""
+    """Returns a report as text for people: the protocol, followed by a table of the metrics."""
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
@@ -318,7 +338,7 @@ def text(report: dict[str, Any]) -> str:
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
     """Returns the bits per byte of `xz -9e`, applied to each document separately.
 
-    The result is None if the documents are too large or if the tokens do not give back the text.
+    The result is None if the documents are too large, or if the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

@@ -24,7 +24,7 @@ def predict(
 
     Args:
       config: config of the model.
-      variables: the learned values of the model.
+      variables: the learned arrays of the model.
       carry: caches and recurrent states before the segment.
       batch: a segment of every lane (row of the batch).
       dropout: random key for dropout in a training step; None disables dropout.
@@ -40,8 +40,10 @@ def predict(
 def segment_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], StackState]:
-    """Returns the nats of every token of a segment, 0 where unscored, and the state after the
-    segment.
+    """Returns the nats of every token of a segment, and the state after the segment.
+
+    The nats (negative log-likelihoods) of tokens that are not scored are 0. The arguments are those
+    of `predict`.
     """
     nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
@@ -50,11 +52,13 @@ def segment_nats(
 def segment_guesses(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """Returns three results of reading a segment.
+    """Reads a segment, and compares the most likely tokens with the true ones.
+
+    The arguments are those of `predict`.
 
     Returns:
-      The nats of every token, 0 where unscored; True for tokens that were the most likely ones; and
-      the state after the segment.
+      A tuple: the nats of every token, 0 for tokens that are not scored; True for tokens that were
+      the most likely ones; and the state after the segment.
     """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
@@ -69,13 +73,14 @@ def segment_guesses(
 def block_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
-    """Returns the nats of every block of a segment, summed over its tokens, and the state
-    after it.
+    """Returns the nats of every block of a segment, and the state after the segment.
+
+    The nats of a block are summed over its scored tokens. The arguments are those of `predict`.
     """
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry
 
 
 def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
-    """Returns nats summed over the tokens of each block."""
+    """Sums nats over the tokens of each block, given the nats of each token."""
     return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.block_length), axis=2)

@@ -12,8 +12,14 @@ from brt.types import Variables
 
 
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
-    """Returns the loss of a batch, summed over scored tokens and with auxiliary losses, and
-    an Aux.
+    """Returns the loss of a batch, summed over scored tokens, and its other results.
+
+    The loss includes the auxiliary losses of layers.
+
+    Args:
+      config: config of the model.
+      params: parameters.
+      inputs: batch, random key, carry and model state.
     """
     training, batch = config.training, inputs.batch
     variables = Variables(params, inputs.model_state)

@@ -9,16 +9,22 @@ from brt.generation.session import Session
 from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.types import Variables
 
-# The number of tokens of a prompt. It is less than a window, so that no separate program must be
-# compiled that reads a whole window.
+# A prompt has this number of tokens. It is shorter than a window, so that no separate program has
+# to be compiled that reads a whole window.
 PROMPT_TOKENS = 32
-# A number that is folded into the random key of the run, so that sampling uses other random numbers
+# This number is folded into the random key of the run, so that sampling uses other random numbers
 # than dropout.
 _PURPOSE = 2
 
 
 class Sampler:
-    """Generates a continuation of the beginning of a store's first document; compiled once."""
+    """Generates a continuation of the beginning of a store's first document.
+
+    Args:
+      config: config of the model.
+      store: the documents.
+      tokenizer: the tokenizer of the documents.
+    """
 
     def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
         self._config, self._store, self._tokenizer = config, store, tokenizer
@@ -27,7 +33,15 @@ class Sampler:
     def __call__(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the prompt and the generated text, or None if `control` stopped it."""
+        """Returns the prompt and the generated text, separated by "|".
+
+        The result is None if `control` stopped the generation.
+
+        Args:
+          variables: the learned arrays of the model.
+          step: number of completed training steps, which seeds the random numbers.
+          control: functions that interrupt the generation.
+        """
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)

@@ -18,8 +18,7 @@ class TextScorer:
 
     Args:
       config: config of the model.
-      tokenizer: the tokenizer.
-      bos_id: id from which the first token is predicted.
+      bos_id: id of BOS, from which the first token is predicted.
     """
 
     def __init__(self, config: Config, bos_id: int):
@@ -29,7 +28,10 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """Reads the text in segments of Evaluation.segment_length with carried state."""
+        """Returns the negative log-likelihood of each token of a text.
+
+        The text is read in segments of Evaluation.segment_length, with carried state.
+        """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])

@@ -79,7 +79,7 @@ class LanguageModeling(Task):
                 section.check_segment(name, length)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents, and prepares them first if necessary."""
+        """Opens the documents of all splits; tokenizes and stores them first if necessary."""
         if progress:
             warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)
@@ -97,9 +97,7 @@ class LanguageModeling(Task):
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns a reader whose lanes (rows) read their own documents, in a new order
-        every epoch.
-        """
+        """Returns the reader of the training documents, which continue from batch to batch."""
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -121,7 +119,7 @@ class LanguageModeling(Task):
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState:
-        """Returns empty caches and initial recurrent states for this number of lanes (rows)."""
+        """Returns empty caches and initial recurrent states for `lanes` lanes (rows)."""
         return new_state(config.model, lanes)
 
     def carry_axes(self, config: Config) -> StackState:
@@ -129,27 +127,26 @@ class LanguageModeling(Task):
         return state_axes(config.model)
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that mesh axes must divide, including the number of blocks in a
-        segment.
+        """Returns the sizes that are sharded over axes of the mesh; see `Task.sharded_sizes`.
+
+        They include the number of blocks in a segment.
         """
         blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
         return {**super().sharded_sizes(config), "blocks": entry}
 
     def initial_model_state(self, config: Config) -> ModelState:
-        """Returns the initial state of the layers that learn without gradients."""
+        """Returns the initial arrays that layers learn without gradients."""
         return new_model_state(config.model)
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
-        """Returns the updated state of the layers that learn without gradients; called
-        once a step.
-        """
+        """Returns the arrays that layers learn without gradients, updated at the end of a step."""
         return settled(config.model, model_state)
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
     ) -> DecoderOutput:
-        """Returns the hidden vectors of a segment and the state after it; see `forward.predict`."""
+        """Returns hidden vectors of a segment, and the state after it; see `forward.predict`."""
         return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
@@ -159,7 +156,7 @@ class LanguageModeling(Task):
         return loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:
-        """Returns the FLOPs of a training step, which are the same for every token."""
+        """Returns the FLOPs of a training step on a batch."""
         return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
     def evaluator(self, request: EvaluationRequest) -> DocumentEvaluator:
@@ -182,9 +179,7 @@ class LanguageModeling(Task):
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the name `xz -9e` and the bits per byte of this compressor on the validation
-        data.
-        """
+        """Returns "xz -9e", and the bits per byte of this compressor on the validation data."""
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -204,12 +199,12 @@ class LanguageModeling(Task):
         return manifest["bytes"] / manifest["tokens"]
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
-        """Returns a function that continues prompts."""
+        """Returns an object that continues prompts."""
         session = Session(config, variables, bos_id=tokenizer.bos_id)
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
-        """Returns a scorer that predicts each token from those before it."""
+        """Returns an object that computes the loss of each token of a text."""
         return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
@@ -221,9 +216,7 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns the decoder as a Hugging Face model, together with the PyTorch code
-        that runs it.
-        """
+        """Returns the decoder as a Hugging Face model, together with its PyTorch code."""
         opened = source.tokenizer()
         model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
         return Exported(source.path, model, to_format, partial(exported_tokenizer.write, opened))

@@ -12,9 +12,10 @@ from brt.tasks.weights import WarmStart, Weights
 
 
 def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-    """Returns initial parameters that are taken from weights layer by layer.
+    """Returns initial parameters, which are taken from weights layer by layer.
 
-    If a layer has another kind than in the weights, it takes the parameters that both kinds have.
+    If a layer of the model has another kind than the layer of the weights, only the parameters that
+    both kinds have are taken.
 
     Args:
       model: config of the model to train.
@@ -38,7 +39,7 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
-    """Returns the initial model state, with that of the weights for layers of the same kind.
+    """Returns the initial model state, taken from weights for layers that have the same kind.
 
     Args:
       model: config of the model to train.
@@ -62,7 +63,7 @@ def start_model_state(model: Model, weights: Weights, initial: ModelState) -> Mo
 
 
 def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
-    """Takes the stacked state of runs of equal layers apart, by kind and index of the layer."""
+    """Separates the stacked state of equal layers: a state for each kind and index of a layer."""
     states, first = {}, 0
     for run, kind, count, _ in runs(model):
         for i in range(count if run in model_state else 0):
@@ -72,7 +73,7 @@ def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int]
 
 
 def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:
-    """Takes stacked parameters apart; a name becomes, for example, "layer 3: tokens/keys"."""
+    """Separates stacked parameters by layer; a name is, for example, "layer 3: tokens/keys"."""
     flat, layers, first = flatten_dict(params, sep="/"), {}, 0
     for run, _, count, _ in runs(model):
         prefix = f"stack/{run}/"

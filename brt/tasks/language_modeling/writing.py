@@ -14,8 +14,12 @@ MAX_TOKENS = 500
 
 
 class TextWriter(Writer):
-    """Writer that reads a prompt, and continues it by sampling token by token or by a beam
-    search.
+    """Continues prompts by sampling token by token, or by a beam search.
+
+    Args:
+      session: the session that reads the prompt and keeps the model's state.
+      config: config of the model.
+      tokenizer: the tokenizer.
     """
 
     session: Session
@@ -24,7 +28,12 @@ class TextWriter(Writer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Yields a continuation of the text that the session has read, without the prompt."""
+        """Reads a prompt, and yields the continuation in parts, without the prompt.
+
+        Args:
+          prompt: text that follows the text that the session has read; "" continues that text.
+          options: maximum number of tokens, and settings of sampling or of the beam search.
+        """
         config, session = self._config, self.session
         if prompt:
             session.read(self._tokenizer.encode(prompt))

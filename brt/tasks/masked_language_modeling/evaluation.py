@@ -28,17 +28,18 @@ from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import EvaluationResult
 from brt.types import Batch, Variables
 
-# Numbers that are folded into the random key of all evaluations, one for each use of randomness.
+# These numbers are folded into the random key of all evaluations, so that the choice of masks and
+# the attention use different random numbers.
 _MASKS, _ATTENTION = range(2)
-_ENTROPY_TOKENS = 10_000_000  # The maximum number of tokens that `token_entropy` counts.
-_SHOWN = 300  # The number of tokens in a sample of the model's guesses.
+_ENTROPY_TOKENS = 10_000_000  # `token_entropy` counts at most this number of tokens.
+_SHOWN = 300  # A sample of the model's guesses has at most this number of tokens.
 
 
 class Predictions(NamedTuple):
     """Predictions of the R masked tokens of each segment; all arrays are [B, R].
 
     Attributes:
-      nats: -log p(target), 0 for unscored entries.
+      nats: -log p(target); 0 for entries that are not scored.
       guesses: int32, the most likely tokens.
       positions: positions of the masked tokens in the segment.
       targets: true tokens.
@@ -53,7 +54,12 @@ class Predictions(NamedTuple):
 
 
 class MaskedEvaluator:
-    """Evaluates predictions of masked tokens; see `brt.tasks.evaluators.Evaluator`."""
+    """Evaluates predictions of masked tokens; see `brt.tasks.evaluators.Evaluator`.
+
+    Args:
+      network: the encoder with its head.
+      request: the config and the split.
+    """
 
     unit = "tok"
 
@@ -69,13 +75,13 @@ class MaskedEvaluator:
     def predictions(
         self, params: PyTree[Array], batch: Batch, segments: Int[Array | np.ndarray, "B 2"]
     ) -> Predictions:
-        """Returns the predictions of the masked tokens of a batch; the function is compiled.
+        """Masks tokens of a batch, and returns the predictions of these tokens.
 
         Args:
           params: parameters of the model.
           batch: a batch of segments.
-          segments: [B, 2], the document of each row and the index of its segment there, which seed
-            the choice of masks.
+          segments: for each row, the index of its document and the index of its segment in the
+            document, which seed the choice of masked tokens.
         """
         config, key = self._config, jax.random.key(0)
         mask_key = jax.random.fold_in(key, _MASKS)
@@ -87,7 +93,11 @@ class MaskedEvaluator:
         hidden, out = predict(self._network, params, batch, tokens, attention)
 
         def score(token: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Returns the nats of a masked token in each row, and the most likely token."""
+            """Returns the nats of one masked token, and the most likely token.
+
+            Args:
+              token: hidden vector [D] and true id [] of the masked token.
+            """
             logits = seq2seq.logits(out, token[0])
             return jax.nn.logsumexp(logits) - logits[token[1]], jnp.argmax(logits).astype(jnp.int32)
 
@@ -101,8 +111,10 @@ class MaskedEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
-        document."""
+        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
+
+        If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
+        """
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
         begin, timed = None, 0
@@ -127,8 +139,9 @@ class MaskedEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with the model's guesses for
-        masked tokens.
+        """Returns the beginning of the first document, with guesses in place of masked tokens.
+
+        The result is None if `control` stopped the work. `step` has no effect.
         """
         if control.stop():
             return None
@@ -202,8 +215,10 @@ class MaskedEvaluator:
         raise AssertionError("every store has a first document")
 
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
-        """Yields batches, and for each row its document (-1: none) and the index of its segment
-        there."""
+        """Yields batches and, for each row, the indices of its document and of its segment.
+
+        Empty rows have the document -1. Segments are counted from 0 in each document.
+        """
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
         size = rules.round_up("lanes", min(self._config.evaluation.batch_size, len(store)))
@@ -217,14 +232,18 @@ class MaskedEvaluator:
 
 
 def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
-    """Returns the entropy of the frequencies of the ids in `tokens`, in bits per token."""
+    """Returns the entropy of the frequency distribution of tokens, in bits per token.
+
+    Args:
+      tokens: ids of tokens.
+    """
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text with its guessed tokens as [guess], or as [guess|token] if wrong.
+    """Returns a text in which a masked token is shown as [guess], or [guess|token] if it is wrong.
 
     Args:
       tokenizer: the tokenizer.
@@ -236,7 +255,7 @@ def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Prediction
     parts, start = [], 0
     for position in sorted(p for p in guesses if p < _SHOWN):
         guess, token = guesses[position], int(tokens[position])
-        # The guess may be the mask, whose id follows those that the tokenizer can decode.
+        # The tokenizer cannot decode the id of the mask, which may be the guess.
         shown = decode(tokenizer, [guess]) if guess < tokenizer.vocab_size else "MASK"
         wrong = "" if guess == token else f"|{decode(tokenizer, [token])}"
         parts += [decode(tokenizer, tokens[start:position]), f"[{shown}{wrong}]"]

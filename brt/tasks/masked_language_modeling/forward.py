@@ -14,7 +14,7 @@ from brt.types import Batch
 
 
 def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
-    """Chooses the tokens of a batch to predict, and replaces them by the mask, the last id.
+    """Chooses tokens of a batch at random, and replaces them by the mask, which is the last id.
 
     Args:
       config: the config.
@@ -35,14 +35,14 @@ def predict(
     attention: jax.Array,
     dropout: jax.Array | None = None,
 ) -> tuple[Float[Array, "B R D"], Readout]:
-    """Returns the hidden vectors of the masked tokens, and the readout that yields their logits.
+    """Returns the hidden vectors of the masked tokens, and the readout that maps them to logits.
 
     Args:
       network: the encoder with its head.
       params: parameters of the network.
       batch: a batch of segments.
       tokens: the result of `mask_batch`.
-      attention: random key for attention that draws random numbers.
+      attention: random key for kinds of attention that draw random numbers.
       dropout: random key for dropout in a training step; None disables dropout.
     """
     hidden: Any = network.apply(

@@ -18,13 +18,15 @@ from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
 
-# Numbers that are folded into the random key of a step, one for each use of randomness.
+# These numbers are folded into the random key of a step, so that masks, attention and dropout use
+# different random numbers.
 _MASKS, _ATTENTION, _DROPOUT = range(3)
 
 
 class MaskedLanguageModeling(EncoderTask):
-    """The task that trains an encoder on independent segments; the mask follows the tokenizer's
-    ids.
+    """The task of predicting masked tokens of independent segments with an encoder.
+
+    The id of the mask follows the ids of the tokenizer.
     """
 
     name = "masked_language_modeling"
@@ -51,7 +53,7 @@ class MaskedLanguageModeling(EncoderTask):
         return tokenizer.vocab_size + 1
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents, and prepares them first if necessary."""
+        """Opens the documents of all splits; tokenizes and stores them first if necessary."""
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
@@ -61,8 +63,9 @@ class MaskedLanguageModeling(EncoderTask):
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns a reader of segments, each from a single document, because an encoder sees it
-        whole.
+        """Returns a reader of training segments; a segment belongs to a single document.
+
+        An encoder attends to the whole segment, so a segment must not contain several documents.
         """
         t = config.training
         return curriculum.reader(
@@ -73,7 +76,7 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss summed over the masked tokens of a batch, and an Aux."""
+        """Returns the loss, summed over the masked tokens of a batch, and its other results."""
         batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))
@@ -92,7 +95,10 @@ class MaskedLanguageModeling(EncoderTask):
         return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns a name, and the entropy of the token frequencies in the validation data."""
+        """Returns a name, and the entropy of the token frequencies in the validation data.
+
+        A model that knows only the frequencies of tokens would reach this number of bits per token.
+        """
         held_out = dataset.splits.get("validation")
         if not held_out:
             return None

@@ -1,4 +1,4 @@
-"""Error rates of transcripts: minimal substitutions, insertions and deletions (Levenshtein)."""
+"""Error rates of transcripts, by the smallest number of edits (the Levenshtein distance)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ class Errors(NamedTuple):
     """Numbers of edits that turn reference transcripts into hypotheses, summed over transcripts.
 
     Attributes:
+      substitutions, insertions, deletions: numbers of edits of each kind.
       reference: number of tokens in the references.
     """
 
@@ -32,7 +33,7 @@ class Errors(NamedTuple):
 
 
 def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Returns the fewest edits that turn the reference into the hypothesis."""
+    """Counts the fewest edits that turn a reference into a hypothesis, both lists of tokens."""
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 

@@ -24,8 +24,11 @@ class Transcript(NamedTuple):
     """A reference transcript and the model's hypothesis, with their differences.
 
     Attributes:
+      id: id of the utterance.
+      reference: the true transcript.
+      hypothesis: the transcript that was decoded from the model's output.
       nats: -log p of the reference.
-      tokens, words: edit counts of tokens and of words.
+      tokens, words: numbers of edits of tokens and of words.
     """
 
     id: str
@@ -37,9 +40,7 @@ class Transcript(NamedTuple):
 
 
 class TranscriptEvaluator(HeadEvaluator):
-    """Evaluates transcripts, which are decoded greedily, or by beam search if `Speech.beams`
-    > 1.
-    """
+    """Evaluates transcripts; they are decoded greedily, or by beam search if Speech.beams > 1."""
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
@@ -50,16 +51,14 @@ class TranscriptEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        It maps params and a batch to the log probabilities of each frame [B, X, C], and to -log p
-        of each transcript [B].
+        The function maps params and a batch to the log probabilities of the tokens at each frame
+        [B, X, C], and to -log p of each transcript [B].
         """
 
         def read(
             params: PyTree[Array], batch: SpeechBatch
         ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
-            """Returns log probabilities of the tokens at each frame, and -log p of
-            each transcript.
-            """
+            """Returns log probabilities of tokens at each frame, and -log p of each transcript."""
             logits = self.task.predict(config, params, batch)
             nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
             return jax.nn.log_softmax(logits), nats
@@ -67,7 +66,7 @@ class TranscriptEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        """Yields batches that contain every utterance once, or one batch of the first `limit`."""
+        """Yields batches of all utterances; if `limit` is above 0, one batch of the first ones."""
         return SpeechReader.evaluation(
             self.store,
             batch_size=self.batch_size,
@@ -82,8 +81,8 @@ class TranscriptEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: the outputs of `forward` by row.
-          timed: the function that computed them, with its speed.
+          outputs: the results of the function of `forward` for each row, by row.
+          timed: the function of `forward`, with the time that its calls took.
         """
         kind, rows = config.attention.kind, list(outputs)
         transcripts = [
@@ -115,13 +114,11 @@ class TranscriptEvaluator(HeadEvaluator):
     def _metrics(
         self, kind: str, transcripts: list[Transcript], rows: list[int], timed: TimedFunction
     ) -> dict[str, Any]:
-        """Computes the metrics of all utterances together, as JSON; rejected ones are not counted.
+        """Computes the metrics of all utterances together, as JSON.
 
-        Error rates are the fewest edits of tokens or words in percent of the reference. Bits are
-        -log2 p
-        of the transcripts, summed over all alignments (CTC), per token and per UTF-8 byte. Tokens
-        that
-        do not occur in training are scored as the unknown token.
+        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
+        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
+        byte. Tokens that do not occur in training are scored as the unknown token.
         """
         tokens, words = total(t.tokens for t in transcripts), total(t.words for t in transcripts)
         bits = sum(t.nats for t in transcripts) / math.log(2)
@@ -145,7 +142,7 @@ class TranscriptEvaluator(HeadEvaluator):
         }
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of error rates, with a row per kind of attention."""
+        """Returns the lines of a table of error rates, with a row for each kind of attention."""
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [

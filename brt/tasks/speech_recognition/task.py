@@ -22,7 +22,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
-# The number that is folded into the random key of a step for the masks; `EncoderTask` uses 0 and 1.
+# This number is folded into the random key of a step for the masks. `EncoderTask` uses 0 and 1.
 _MASKS = 2
 
 
@@ -69,11 +69,11 @@ class SpeechRecognition(EncoderTask):
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
-        """Returns the config with sizes filled in, including width and sample rate of the frames.
+        """Returns the config with sizes filled in, including those of the frames.
 
         Raises:
-          ConfigError: the config has another width, or the longest utterance exceeds the learned
-            positions.
+          ConfigError: the frames have another number of features than the config says, or the
+            longest utterance has more frames than the model has learned positions.
         """
         config = super().resolve(config, dataset)
         encoder, width = config.encoder, dataset.width
@@ -112,13 +112,13 @@ class SpeechRecognition(EncoderTask):
     def predict(
         self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
     ) -> Float[Array, "B X C"]:
-        """Returns the logits of every frame; C is the number of tokens and the blank."""
+        """Returns the logits of every frame; C is the number of tokens, including the blank."""
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the CTC loss of the transcripts, summed over a batch, and an Aux."""
+        """Returns the CTC loss of the transcripts, summed over a batch, and its other results."""
         batch, speech = inputs.batch, config.speech
         features = batch.features
         if speech.time_masks or speech.feature_masks:
@@ -156,7 +156,7 @@ class SpeechRecognition(EncoderTask):
 
 
 def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError if the frames of a split have another width than the model reads."""
+    """Raises DataError if the frames of a split have another number of features than the model."""
     width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(

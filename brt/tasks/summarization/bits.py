@@ -1,4 +1,4 @@
-"""Bits of held-out summaries, predicted token by token with teacher forcing."""
+"""Bits of held-out summaries: each token is predicted from the true tokens before it."""
 
 import functools
 import math
@@ -20,17 +20,19 @@ from brt.types import PairBatch
 
 
 class Bits(NamedTuple):
-    """Bits of the reference summaries of a store, each cut to Pairs.max_target_length.
+    """Bits of the reference summaries of a store.
 
-    Each token is predicted from the part of the document that is read and the reference tokens
-    before it. Padding and tokens that were cut off are not scored.
+    Summaries are cut to Pairs.max_target_length tokens. Each token is predicted from the document,
+    cut to Pairs.max_source_length tokens, and the reference tokens before it. Padding and tokens
+    that were cut off are not scored.
 
     Attributes:
-      tokens: number of scored tokens. They include the end token of every summary, even if it was
-        cut, and BART's start token.
-      bytes: UTF-8 bytes of the text of these tokens.
+      pairs: number of summaries.
+      tokens: number of scored tokens. They include the end token of every summary, even if the
+        summary was cut, and BART's start token.
+      bytes: number of UTF-8 bytes of the scored tokens' text.
       bits_per_token: total bits divided by `tokens`.
-      bits_per_byte: total bits divided by `bytes`; None if the tokens do not give back the text.
+      bits_per_byte: total bits divided by `bytes`; None if the tokens do not reproduce the text.
     """
 
     pairs: int
@@ -51,14 +53,21 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
-    """Returns the number of UTF-8 bytes of the summaries of a store; parts cut off do not count."""
+    """Returns the number of UTF-8 bytes of a store's summaries, without parts that were cut off."""
     cut = np.flatnonzero(store.target_uncut > store.target.lengths)
     size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
     return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
 
 
 class TeacherForcing:
-    """Computes the bits of summaries; compiles one program for each padded length of documents."""
+    """Computes the bits of reference summaries with teacher forcing.
+
+    One program is compiled for each padded length of documents.
+
+    Args:
+      config: config of the model.
+      tokenizer: the tokenizer.
+    """
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):
         self._config, self._tokenizer = config, tokenizer
@@ -67,7 +76,7 @@ class TeacherForcing:
     def __call__(
         self, params: PyTree[Array], store: PairStore, control: Control = UNCONTROLLED
     ) -> Bits | None:
-        """Returns the bits of a store's summaries; None if `control` stopped it."""
+        """Returns the bits of a store's summaries; None if `control` stopped the evaluation."""
         total, tokens = 0.0, 0
         config = self._config
         for batch in evaluation_batches(
@@ -84,9 +93,7 @@ class TeacherForcing:
         return Bits(len(store), tokens, size, bits / tokens, bits / size if lossless else None)
 
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
-        """Returns -log p of every token of the summaries, 0 on padding; the function is
-        compiled.
-        """
+        """Returns -log p of every token of the summaries in a batch; 0 for padding."""
         hidden, out, _ = predict(self._config, params, batch)
         scores = token_scores(
             hidden, out.embedding, batch.target_out, out.bias,

@@ -1,4 +1,4 @@
-"""Evaluation of summarization: bits of reference summaries, ROUGE of generated ones."""
+"""Evaluation of summarization: bits of reference summaries, and ROUGE of generated summaries."""
 
 import dataclasses
 
@@ -12,9 +12,12 @@ from brt.types import Variables
 
 
 class SummaryEvaluator:
-    """Evaluates bits of reference summaries and ROUGE of generated ones.
+    """Evaluates the bits of reference summaries, and the ROUGE scores of generated summaries.
 
-    See `brt.tasks.evaluators.Evaluator` for the interface.
+    `brt.tasks.evaluators.Evaluator` describes the interface.
+
+    Args:
+      request: the config and the split.
     """
 
     unit, partial = "row", False
@@ -30,7 +33,10 @@ class SummaryEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Computes bits; with `whole`, also generates and scores summaries."""
+        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
+
+        Bits are always computed. Summaries are generated and scored only if `whole` is True.
+        """
         bits = self._bits(variables.params, self._store, control)
         if bits is None:
             return None
@@ -53,7 +59,10 @@ class SummaryEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a text with the reference summary and the generated summary of a document."""
+        """Returns a text with the reference summary and the generated summary of a document.
+
+        The result is None if `control` stopped the work. `step` has no effect.
+        """
         summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:
             return None

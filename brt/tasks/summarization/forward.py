@@ -10,7 +10,8 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
-# Numbers that are folded into the random key of a step: 0 for dropout, 1 for attention.
+# These numbers are folded into the random key of a step, the first for dropout and the second for
+# attention.
 _PURPOSES = 0, 1
 
 
@@ -19,8 +20,8 @@ class Prediction(NamedTuple):
 
     Attributes:
       hidden: [B, T, D], hidden vectors of the summaries' tokens.
-      out: parameters that turn hidden vectors into logits.
-      metrics: scalars to log.
+      out: parameters that map hidden vectors to logits.
+      metrics: scalars that training logs, by name.
     """
 
     hidden: Float[Array, "B T D"]

@@ -1,4 +1,4 @@
-"""The report of generated summaries: scores with their protocol, lengths, and what was cut."""
+"""The report of generated summaries: scores with their protocol, lengths, and truncation."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from brt.formatting import counted
 from brt.tasks.summarization.rouge import Aggregate, RougeProtocol, Score, aggregate
 from brt.tasks.summarization.rouge.aggregation import TEXT
 
-# The width in characters and the height in lines of each of the two columns of an example.
+# Each of the two columns of an example has this width in characters and this height in lines.
 _WIDTH, _LINES = 46, 12
 
 
@@ -23,9 +23,9 @@ class Summary(NamedTuple):
       source: text of the document.
       reference: reference summary.
       prediction: generated summary, which may be empty.
-      source_tokens: tokens of the whole document, including those cut off.
-      cut_tokens: tokens of the document that the model did not read.
-      prediction_tokens: tokens that the model generated, without start and end.
+      source_tokens: number of tokens of the whole document.
+      cut_tokens: number of tokens of the document that were cut off.
+      prediction_tokens: number of tokens that the model generated, without start and end tokens.
     """
 
     id: str
@@ -56,10 +56,16 @@ class ScoredSummaries(NamedTuple):
 def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
     """Returns the scores of summaries, and a report with their averages.
 
-    The report has these entries: `documents`; `rouge`, for each score the mean `precision`,
-    `recall` and `f1`, and the confidence interval `low` to `high` of the F1; `protocol`;
-    `truncation`; `lengths` in several units; `empty`, `distinct` and `copied_bigrams` of the
-    predictions. Scores and shares are percentages.
+    The report has these entries; scores and shares are percentages:
+
+        documents                        number of documents
+        rouge                            for each score, the means `precision`, `recall` and `f1`,
+                                         and the confidence interval `low` to `high` of the F1
+        protocol                         the definition of the scores
+        truncation                       numbers of documents and tokens that were cut
+        lengths                          statistics of lengths, in several units
+        empty, distinct, copied_bigrams  numbers of empty and of distinct predictions, and the share
+                                         of their bigrams that occur in the document
 
     Raises:
       DataError: there are no summaries.
@@ -97,9 +103,9 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """Returns the report for people: scores with their protocol, lengths, and three summaries.
+    """Returns the report as text for people: scores, lengths, and three examples.
 
-    The summaries are those of the first, the middle and the last document.
+    The examples are the summaries of the first, the middle and the last document.
     """
     report, name = scored.report, scored.protocol.name
     cut, lengths = report["truncation"], report["lengths"]

@@ -26,10 +26,12 @@ from brt.types import PairBatch
 
 
 class Summarizer:
-    """Generates summaries as `Decoding` says; compiles one program per padded document length.
+    """Generates summaries by beam search or sampling.
+
+    One program is compiled for each padded length of documents.
 
     Args:
-      config: config of the model.
+      config: config of the model; the section Decoding has the settings of the search.
       tokenizer: the tokenizer.
       sampling: settings for drawing tokens at random; None for a search.
     """
@@ -47,7 +49,14 @@ class Summarizer:
         def generate(
             params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
         ) -> Hypotheses:
-            """Returns the generated summaries of encoded documents."""
+            """Generates summaries of documents; the function is compiled.
+
+            Args:
+              params: parameters of the model.
+              source: ids of the documents.
+              mask: False for padding of the documents.
+              key: random key for sampling.
+            """
             beams = 1 if sampling else decoding.beams
             encoded = seq2seq.encode(model, params, source, mask)
             state = seq2seq.prefill(model, params, encoded, mask, beams, decoding.max_length)
@@ -68,11 +77,14 @@ class Summarizer:
         *,
         limit: int = 0,
     ) -> list[Summary] | None:
-        """Returns the summary of each document in order; None if `control` stopped it.
+        """Returns the summary of each document in order; None if `control` stopped the generation.
 
         Args:
-          limit: number of evenly spaced documents to summarise in one batch; 0 selects all
-              documents.
+          params: parameters of the model.
+          store: the documents.
+          control: functions that interrupt the generation and report its progress.
+          limit: number of evenly spaced documents that are summarised in one batch; 0 selects all
+            documents.
         """
         summaries: dict[int, Summary] = {}
         for batch in self._batches(store, limit):
@@ -102,7 +114,7 @@ class Summarizer:
     def _best(
         self, params: PyTree[Array], source: np.ndarray, mask: np.ndarray, seed: int = 0
     ) -> Hypotheses:
-        """Returns the best hypotheses on the host; raises NonFiniteError if logits are NaN."""
+        """Returns the best hypotheses as NumPy arrays; raises NonFiniteError for NaN logits."""
         best = jax.device_get(self._generate(params, source, mask, jax.random.key(seed)))
         if np.isnan(best.scores).any():
             raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")

@@ -41,7 +41,7 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
-# The names of the learned scalars of cross-attention that are logged.
+# Training logs the learned scalars of cross-attention that have these names.
 _LEARNED = ("leak", "threshold", "mix")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
@@ -126,7 +126,7 @@ class Summarization(Task):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the summaries, summed over a batch, and an Aux."""
+        """Returns the cross-entropy of summaries, summed over a batch, and its other results."""
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
@@ -137,16 +137,14 @@ class Summarization(Task):
         return total, Aux(nats, count_scored(batch.scored), metrics=metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
-        """Returns the FLOPs of a training step; None unless cross-attention is full."""
+        """Returns the FLOPs of a training step; None if cross-attention is not full."""
         if config.cross_attention.kind != "full":
             return None
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
-        """Returns an evaluator that measures bits of reference summaries and ROUGE of generated
-        ones.
-        """
+        """Returns an evaluator of the bits of reference summaries and of generated summaries."""
         if request.ablate:
             raise ConfigError(
                 f"--ablate={request.ablate} is for language models; a summariser has no "
@@ -160,14 +158,13 @@ class Summarization(Task):
         return super().select_metrics(report) | rouge
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function that reads the logged scalars of cross-attention from the parameters.
+        """Returns a function that reads learned scalars of cross-attention from the parameters.
 
-        The scalars (`_LEARNED`) are parameters of kinds of cross-attention with accumulating
-        neurons.
+        Only kinds of cross-attention with accumulating neurons have these scalars (`_LEARNED`).
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns the learned scalars of cross-attention by tag."""
+            """Returns the means of the learned scalars of each layer, by tag."""
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
@@ -180,7 +177,7 @@ class Summarization(Task):
         return learned_scalars
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns bits per byte, or bits per token if tokens do not give back the text."""
+        """Returns bits per byte, or bits per token if the tokens do not reproduce the text."""
         store = dataset.splits.get("validation") or dataset.split("train")
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
@@ -194,7 +191,7 @@ class Summarization(Task):
     def writer(
         self, config: Config, variables: Variables, tokenizer: PairTokenizer
     ) -> SummaryWriter:
-        """Returns a writer that summarises prompts."""
+        """Returns an object that summarises prompts."""
         return SummaryWriter(config, variables.params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
@@ -224,7 +221,7 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file into `target`, and returns its name in a list."""
+            """Writes the tokenizer's file into `target`, and returns the names of written files."""
             name = NAMES[Path(opened.name).suffix]
             (target / name).write_bytes(opened.content)
             return [name]
@@ -247,9 +244,9 @@ class Summarization(Task):
         )  # fmt: skip
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config; the tokenizer is checked if the weights say which one they need.
+        """Returns the config with a vocabulary size for all ids of the weights and the tokenizer.
 
-        Converted weights do not say which tokenizer they need.
+        For converted weights, whose tokenizer is not known, the config is returned unchanged.
         """
         return (
             config

@@ -14,16 +14,26 @@ from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):
-    """Writer that summarises each document independently, without state between documents."""
+    """Summarises documents; each document is summarised independently of the others.
+
+    Args:
+      config: config of the model.
+      params: parameters of the model.
+      tokenizer: the tokenizer.
+    """
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
         self._config, self._params, self._tokenizer = config, params, tokenizer
         self._summarizers: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Yields a summary of the prompt, found as Decoding says or sampled as the options say.
+        """Yields a summary of a document.
 
-        The summary has at most `max_tokens` tokens including its end; 0 gives an empty summary.
+        Args:
+          prompt: text of the document.
+          options: settings of sampling, or the number of beams of a search; other settings of the
+            search are those of the config section Decoding. The summary has at most
+            `options.max_tokens` tokens, including the end token.
         """
         config, count = self._config, options.max_tokens
         if count == 0:

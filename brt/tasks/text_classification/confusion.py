@@ -9,7 +9,7 @@ Confusion = Int[np.ndarray, "true guessed"]
 
 
 def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
-    """Returns the numbers of rows with each pair of labels, int64 [true label, predicted label].
+    """Returns the confusion matrix: the number of rows with each pair of true and predicted label.
 
     Args:
       true: true label of each row.
@@ -22,7 +22,7 @@ def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
 
 
 def accuracy(table: Confusion) -> float:
-    """Returns the share of rows whose label is predicted; 0 if there are no rows."""
+    """Returns the fraction of rows whose label was predicted correctly; 0 if there are no rows."""
     return float(np.trace(table) / max(table.sum(), 1))
 
 
@@ -35,7 +35,7 @@ def f1(table: Confusion, label: int = 1) -> float:
 def matthews(table: Confusion) -> float:
     """Returns the Matthews correlation, generalised to several labels by Gorodkin (2004, eq. 8).
 
-    Returns 0 if all rows have the same label or get the same prediction.
+    The result is from -1 to 1, and 0 if all rows have the same label or the same prediction.
     """
     true, guessed, total = table.sum(axis=1), table.sum(axis=0), int(table.sum())
     covariance = total * int(np.trace(table)) - int(true @ guessed)

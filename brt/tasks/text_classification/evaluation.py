@@ -21,16 +21,16 @@ from brt.tasks.text_classification.correlation import pearson, spearman
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.types import TextBatch
 
-_SHOWN = 60  # The number of characters of a text that an example shows.
+_SHOWN = 60  # An example shows at most this number of characters of a text.
 
 
 class SentenceScores(NamedTuple):
     """Metrics and predictions of all rows.
 
     Attributes:
-      metrics: JSON.
-      summary: the most important metrics in words.
-      rows: JSON, one prediction for each row.
+      metrics: the metrics as JSON.
+      summary: a phrase with the most important metrics.
+      rows: the prediction for each row, as JSON.
       shown: each prediction as text for people.
     """
 
@@ -41,10 +41,10 @@ class SentenceScores(NamedTuple):
 
 
 class SentenceEvaluator(HeadEvaluator):
-    """Evaluates sentences; subclasses say what the head's output means.
+    """Base class of the evaluators of sentences; a subclass interprets the logits of the head.
 
     Attributes:
-      bits: name of the metric that is bits per row.
+      bits: name of the metric with the bits per row.
       score_name: name of the metric, in percent, that is reported as the score.
       forms: format of each metric in a table.
     """
@@ -60,7 +60,7 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Returns the predictions that logits express, such as log probabilities of labels."""
+        """Converts logits to predictions, such as log probabilities of labels."""
 
     @staticmethod
     @abc.abstractmethod
@@ -79,7 +79,8 @@ class SentenceEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        It maps params and a batch to the predictions [B, C] and the training loss [B] of each row.
+        The function maps params and a batch to the predictions [B, C] and the training loss [B] of
+        each row.
         """
 
         def read(
@@ -92,7 +93,7 @@ class SentenceEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches that contain every row once, or one batch of the first `limit` rows."""
+        """Yields batches of all rows; if `limit` is above 0, one batch of the first rows."""
         return SentenceReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -105,8 +106,8 @@ class SentenceEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: the outputs of `forward` by row.
-          timed: the function that computed them, with its speed.
+          outputs: the results of the function of `forward` for each row, by row.
+          timed: the function of `forward`, with the time that its calls took.
         """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
@@ -136,7 +137,7 @@ class SentenceEvaluator(HeadEvaluator):
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of the metrics in `forms`, a row per kind of attention."""
+        """Returns the lines of a table of metrics, with a row for each kind of attention."""
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = f"{report['rows']:,} sentences{left_out}, trained with {report['trained_with']}"
         return [f"{title} attention", "", *metric_table(report, results, self.forms)]
@@ -147,8 +148,8 @@ class Classifier(SentenceEvaluator):
 
     Accuracy is the percentage of rows whose most likely label is correct; F1 and Matthews
     correlation are computed from the same predictions. Bits are -log2 p of the true labels without
-    smoothing, averaged over rows. Rejected rows and padding rows are not counted. Only the part of
-    a long row that preparation did not cut off is read.
+    smoothing, averaged over rows. Bad rows and empty rows do not count. Long rows were cut when the
+    data were prepared.
     """
 
     bits, score_name, summary = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -196,8 +197,8 @@ class Regressor(SentenceEvaluator):
     """Evaluates regression; the output is the predicted number.
 
     Correlations are in percent. Bits are -log2 of the density of the true number under a normal
-    distribution of variance 1 around the prediction, averaged over rows. All metrics are computed
-    over all rows that `Classifier` would count, too.
+    distribution of variance 1 around the prediction, averaged over rows. Bad rows and empty rows do
+    not count.
     """
 
     bits, score_name, summary = "bits_per_number", "pearson", ("pearson", "Pearson {:.2f} %")
@@ -243,9 +244,10 @@ class Regressor(SentenceEvaluator):
 
 
 def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the metrics of a confusion matrix by name: accuracy and F1 in percent, and others.
+    """Returns the metrics that follow from a confusion matrix, by name.
 
-    F1 is that of the second of two labels; it is left out if there are more labels.
+    Accuracy and F1 are percentages. The F1 score is computed for the second label, and only if
+    there are two labels.
     """
     metrics = {
         "accuracy": 100 * confusion.accuracy(table),

@@ -39,7 +39,7 @@ class TextClassification(EncoderTask):
     numbers: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless the encoder supports the length of the sentences."""
+        """Raises ConfigError if the encoder does not support the length of the sentences."""
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
@@ -88,9 +88,9 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the labels, summed over a batch, and an Aux.
+        """Returns the cross-entropy of the labels, summed over a batch, and its other results.
 
-        The cross-entropy is smoothed by Training.label_smoothing, but `Aux.nats` is not.
+        The loss is smoothed by Training.label_smoothing, but the metric `Aux.nats` is not.
         """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
@@ -103,9 +103,7 @@ class TextClassification(EncoderTask):
         return (1 - share) * nats + share * smoothed, aux
 
     def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
-        """Returns an evaluator that measures the accuracy of predicted labels and their
-        probabilities.
-        """
+        """Returns an evaluator that measures the accuracy and the bits of labels."""
         refuse_ablation(request.ablate)
         return self.evaluator_class(self, request)
 

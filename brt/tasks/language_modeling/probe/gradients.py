@@ -1,4 +1,6 @@
-"""Gradients of a trained model: which parameters receive one, and how far it reaches back."""
+"""Measures the gradients of a trained model: parameters without a gradient, and the distance over
+which gradients flow back through the recurrent states.
+"""
 
 import dataclasses
 from functools import partial
@@ -28,11 +30,11 @@ States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by
 
 
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
-    """Measures gradients of the training loss in one backward pass over a segment.
+    """Measures gradients of the training loss over one segment.
 
-    Two lanes read the same segment of the longest document. In the first one the segment follows
-    the one before it; in the second one it starts a document, so that the learned initial states
-    receive gradients, too.
+    Two lanes read the same segment of the longest document. In the first lane, the segment
+    continues the document. In the second lane, the segment is marked as the start of a document, so
+    that the learned initial states receive gradients, too.
 
     Returns:
       JSON with these entries. `parameters`: number of parameters. `starved`: names of parameters
@@ -85,9 +87,10 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the arrays of a model by name, with layers that are stacked in a scan taken apart.
+    """Returns the parameters of a model by name, with a name for each layer.
 
-    A name is, for example, `layer_3/tokens/keys`.
+    Parameters of layers that are stacked for a scan are separated. A name is, for example,
+    `layer_3/tokens/keys`.
     """
     first, places = 0, {}
     for name, _, count, _ in runs(config.model):
@@ -123,7 +126,7 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
     )  # fmt: skip
     segments = [batch for batch, _ in islice(batches, 2)]
     if len(segments) == 1 or not segments[1].scored.all():
-        # A segment that is mostly padding would say little, so the first segment is read twice.
+        # A segment with much padding would have few gradients, so the first segment is read twice.
         segments = [segments[0]] * 2
     first, second = (jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch) for batch in segments)
     start = second.document_start.copy()
@@ -135,10 +138,10 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
 def _backward(
     config: Config, variables: Variables, carried: StackState, batch: Batch
 ) -> tuple[PyTree[Array], StackState]:
-    """Returns the gradients of a step, and the state after it."""
+    """Returns the gradients of the loss of a segment, and the state after the segment."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss and its other results as a function of the parameters alone."""
+        """Returns the loss and its other results for these parameters."""
         key = jax.random.key(0)  # The key is required, but not used, because dropout is off.
         carry = jax.lax.stop_gradient(carried)
         return loss(config, params, LossInputs(batch, key, carry, variables.model_state))

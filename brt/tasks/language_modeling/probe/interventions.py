@@ -1,11 +1,11 @@
 """Evaluation of a split with interventions on the memory, all in one pass.
 
-An intervention replaces one part of the memory (recurrent states, cache or external memory) before
-every segment and leaves the other parts alone. Every intervention carries its own state, and so
-does the unchanged model. The part is replaced in one of these ways:
+An intervention replaces one part of the memory (recurrent states, cache or other memories) before
+every segment, and does not change the other parts. The split is read once with each intervention
+and once with the unchanged model. The part is replaced in one of these ways:
 
-  zeroed    by the initial value, as at the start of a document (`brt.evaluate --ablate`)
-  shuffled  by the part of another lane, which has read another document
+  zeroed    by its initial value, as at the start of a document (`brt.evaluate --ablate`)
+  shuffled  by the same part of another lane, which has read another document
   frozen    by its value after the first segment of the document
 """
 
@@ -37,7 +37,12 @@ METHODS = ("zeroed", "shuffled", "frozen")
 
 
 class Intervention(NamedTuple):
-    """A part of the memory, and the method (`how`) that replaces it: zeroed, shuffled or frozen."""
+    """An intervention on the memory.
+
+    Attributes:
+      part: the part of the memory that is replaced: "state", "cache" or "memory".
+      how: the method of replacing the part: "zeroed", "shuffled" or "frozen".
+    """
 
     part: str
     how: str
@@ -49,10 +54,11 @@ class InterventionResult:
 
     Attributes:
       segment_blocks: number of blocks in a segment.
-      document: index of the block's document, -1 for padding and blocks that do not count.
+      document: index of the block's document, -1 for padding and for blocks that do not count.
       position: number of tokens of the document before the block.
-      tokens, bytes: number of scored tokens in the block, and of their bytes.
-      foreign: False where the "shuffled" intervention had no other lane to take the memory from.
+      tokens, bytes: number of scored tokens in the block, and number of bytes of these tokens.
+      foreign: True if the "shuffled" intervention took the memory from another lane, False if
+        there was no other lane.
       nats: nats of the blocks for each intervention; the key None is the unchanged model.
       states: metrics of each layer's recurrent state, averaged over lanes and segments.
     """
@@ -67,7 +73,7 @@ class InterventionResult:
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns bits per byte over some blocks.
+        """Returns the bits per byte of some blocks.
 
         Args:
           intervention: the intervention; None for the unchanged model.
@@ -105,9 +111,9 @@ class InterventionResult:
 
 
 def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
-    """Returns all interventions that a model allows with this number of lanes.
+    """Returns all interventions that are possible for a model and a number of lanes.
 
-    "shuffled" takes the memory of another lane, so it needs a second lane.
+    "shuffled" takes the memory of another lane, so at least two lanes are needed.
     """
     existing = parts(config.model) - (set() if config.model.cache else {"cache"})
     methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
@@ -128,12 +134,13 @@ def evaluate_interventions(
 
     Args:
       config: config of the model.
-      variables: the learned values of the model.
-      tokenizer: the tokenizer, which counts the bytes of each block.
+      variables: the learned arrays of the model.
+      tokenizer: the tokenizer, which is used to count the bytes of each block.
       store: the documents.
-      donor: store from which a second lane takes a document if `store` has only one.
-      tokens: approximate number of tokens to read, longest documents first, without those of the
-        donor; 0 reads all.
+      donor: a store with other documents, from which a second lane reads if `store` has only one
+        document; None for no second lane.
+      tokens: approximate number of tokens to read from `store`, longest documents first; 0 reads
+        all documents.
       progress: called with the number of tokens of each segment.
     """
     scored = len(store)
@@ -183,16 +190,16 @@ class _Streams:
     def read(
         self, batch: Batch, document: np.ndarray, active: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Reads a segment with each intervention.
+        """Reads a segment with the unchanged model and with each intervention.
 
         Args:
           batch: the segment.
-          document: [B, N], the document of each block, -1 for padding.
-          active: [B], True for lanes that end in a document, False for those that end in padding.
+          document: [B, N], the index of each block's document, -1 for padding.
+          active: [B], False for lanes whose segment ends in padding.
 
         Returns:
-          True for blocks whose memory was exchanged with another lane, and the nats of each
-          intervention, all [B, N].
+          A tuple: bool [B, N], True if "shuffled" took the memory from another lane; and the nats
+          [B, N] for each of `interventions`.
         """
         normal, source = self._carried[None], _other_lanes(self._active)
         replacements = {
@@ -261,7 +268,7 @@ def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
 
 
 def _other_lanes(active: np.ndarray) -> np.ndarray:
-    """Returns for each active lane another active lane, and for the others the lane itself."""
+    """Returns for each lane the lane whose memory it gets: another active lane, or itself."""
     source, lanes = np.arange(len(active)), np.flatnonzero(active)
     source[lanes] = np.roll(lanes, -1)
     return source
@@ -270,7 +277,7 @@ def _other_lanes(active: np.ndarray) -> np.ndarray:
 def _counts(
     tokenizer: Tokenizer, batch: Batch, document: np.ndarray, window: int
 ) -> Iterator[np.ndarray]:
-    """Yields the numbers of scored tokens and of their bytes in every block, each [B, N]."""
+    """Yields the number of scored tokens of every block, and then the number of their bytes."""
     blocks = (*document.shape, window)
     targets, scored = batch.targets.reshape(blocks), batch.scored.reshape(blocks)
     scored = scored & (document >= 0)[..., None]

@@ -1,4 +1,4 @@
-"""Probes of a checkpoint: how much its predictions depend on each part of the memory, and why."""
+"""Runs all probes of a checkpoint, which measure how the predictions depend on the memory."""
 
 import math
 from typing import Any
@@ -22,14 +22,17 @@ from brt.tasks.language_modeling.probe.states import fixed_gate_decay, half_life
 from brt.tasks.language_modeling.probe.text import text
 from brt.types import Variables
 
-TOKENS = 1_000_000  # The number of tokens that each intervention reads by default.
-# Positions in a document are grouped into bins; these are their lower edges in tokens.
+TOKENS = 1_000_000  # By default, each intervention reads this number of tokens.
+# Positions in a document are grouped into bins. The bins begin at these numbers of tokens.
 EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
 def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
-    """Returns the results of all probes on about `request.tokens` tokens, longest documents
-    first.
+    """Runs all probes, and returns the results with a text and plots.
+
+    Args:
+      variables: the learned arrays of the model.
+      request: the config, the data and the number of tokens to read.
     """
     from brt.tasks.language_modeling.probe import plots
 
@@ -44,13 +47,13 @@ def probe_report(
 ) -> dict[str, Any]:
     """Returns the results of all probes as JSON: protocol, memory, positions, gradients and layers.
 
-    `memory` has a row for each combination of a part of the memory and its replacement; `layers`
-    has a row for each layer with a recurrent state.
+    `memory` has a row for each intervention, and `layers` a row for each layer with a recurrent
+    state.
 
     Args:
       config: config of the model.
       variables: the learned values of the model.
-      dataset: opened data with the split, and if possible with train.
+      dataset: opened data with the split and, if possible, the training data.
       split: name of the split to read.
       tokens: approximate number of tokens to read; 0 reads all.
     """
@@ -88,8 +91,9 @@ def probe_report(
 
 
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns bits per byte with and without each intervention on the same blocks, a row for
-    each.
+    """Returns a row for each intervention: bits per byte with and without the intervention.
+
+    Both are computed on the same blocks.
     """
     rows = []
     for intervention in filter(None, result.nats):
@@ -109,9 +113,9 @@ def memory(result: InterventionResult) -> list[dict[str, Any]]:
 
 
 def positions(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns the bits per byte by position in the document, a row for each range of positions.
+    """Returns a row for each range of positions in a document, with the bits per byte there.
 
-    The entry `without` of a row contains bits per byte with each part of the memory zeroed.
+    The entry `without` of a row has the bits per byte with each part of the memory zeroed.
     """
     rows = []
     for begin, end in zip(EDGES, (*EDGES[1:], None), strict=True):
@@ -138,9 +142,7 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
 def layers(
     config: Config, variables: Variables, store: TokenStore, result: InterventionResult
 ) -> list[dict[str, Any]]:
-    """Returns a description of the gate, the memory horizon and the state of each layer with a
-    recurrent state.
-    """
+    """Returns a row for each layer with a recurrent state: its gate, memory horizon and state."""
     window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)
     rows = []

@@ -1,4 +1,4 @@
-"""Plots of a probe: WORKDIR/plots/probe_*.png."""
+"""Draws the results of the probes: WORKDIR/plots/probe_*.png."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory"
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """Returns the plots of a probe as PNGs by file name.
+    """Returns plots of the results of the probes: the content of PNG files by file name.
 
-    There is a plot of positions and one of the memory, and two more for recurrent models.
+    Args:
+      report: result of `job.probe_report`. Recurrent models have two plots more than others.
     """
     figures = {"probe_positions.png": _positions(report["positions"])}
     if report["memory"]:

@@ -1,10 +1,11 @@
 """Memory horizon of layers with a recurrent state, measured by perturbing that state.
 
-A gate that depends on its input has no fixed half-life. Therefore one lane reads a text
+The memory horizon is the number of tokens after which half of a perturbation remains. It has to be
+measured, because a gate that depends on its input has no fixed half-life. One lane reads a text
 unchanged, and for each layer with a recurrent state another lane reads the same text with a
-slightly perturbed state of that layer. The share of the difference that remains after k blocks is
-measured. The method works for every kind of gate and includes what self-attention of the states
-preserves.
+slightly perturbed state of the layer. After each block, the difference between the states of the
+two lanes is compared with the initial difference. The method works for every kind of gate, and
+includes everything that preserves information, such as self-attention of the states.
 """
 
 import math
@@ -28,15 +29,15 @@ from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Variables
 
-BLOCKS = 16  # The number of blocks that are read after the perturbation.
-_SIZE = 0.01  # The size of the perturbation relative to the root mean square of the states.
+BLOCKS = 16  # This number of blocks is read after the perturbation.
+_SIZE = 0.01  # The perturbation has this size, relative to the root mean square of the states.
 
 
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
-    The blocks are those of the longest document in `store`. The lists are shorter or empty if that
-    document is too short, and empty for states that are zero.
+    The blocks are those of the longest document in `store`. If the document is too short for BLOCKS
+    blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
     """
     model = config.model
     batches = evaluation_batches(
@@ -71,7 +72,7 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
 def half_life_blocks(remaining: list[float]) -> float | None:
     """Returns the number of blocks after which half of a perturbation remains.
 
-    The number is interpolated exponentially between blocks, and extrapolated beyond the last one.
+    The number is interpolated exponentially between blocks, and extrapolated beyond the last block.
 
     Args:
       remaining: the share that remains after 1, 2 ... blocks.
@@ -103,10 +104,10 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """Returns for each layer the distance of its perturbed state from that of lane 0."""
+    """Returns for each layer the distance of its perturbed state from its state in lane 0."""
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
-        """Returns the distance between the state of a lane and that of lane 0."""
+        """Returns the Euclidean distance between the states of `lane` and of lane 0."""
         return float(optax.tree.norm([(x[lane] - x[0]).astype(jnp.float32) for x in arrays]))
 
     states = layer_states(model, carried)

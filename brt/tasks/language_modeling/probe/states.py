@@ -1,4 +1,4 @@
-"""Metrics of recurrent states that are computed from parameters and carried states alone."""
+"""Metrics of recurrent states and gates, computed from parameters and carried states alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from brt.layers.runs import Run, StackState, parts, runs
 from brt.layers.sections import Recurrence
 from brt.layers.state import LayerState
 
-# The number of lanes for which training computes the metrics. The Gram matrices of all lanes would
-# need much memory.
+# Training computes the metrics for at most this number of lanes, because the Gram matrices of all
+# lanes would need much memory.
 _LANES = 8
 
 
@@ -38,9 +38,9 @@ class StateMetrics(NamedTuple):
 
 
 def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
-    """Returns the metrics of a layer's state vectors, computed from one matrix product.
+    """Returns the metrics of a layer's state vectors, for each lane.
 
-    An eigendecomposition would be slow.
+    The metrics are computed from the Gram matrix, because an eigendecomposition would be slow.
 
     Args:
       states: the arrays of the layer's recurrent state. The vectors are the rows of the largest
@@ -51,7 +51,8 @@ def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
     count = v.shape[1]
     squares = jnp.square(v).sum(2)
     lengths = jnp.sqrt(squares)
-    # The Gram matrix of the rows and that of the columns have the same nonzero eigenvalues.
+    # The Gram matrices of the rows and of the columns have the same nonzero eigenvalues, so the
+    # smaller one is computed.
     product = "bsd,btd->bst" if count <= v.shape[2] else "bsd,bse->bde"
     gram = jnp.einsum(product, v, v, precision="highest")
     rank = squares.sum(1) ** 2 / jnp.maximum(jnp.square(gram).sum((1, 2)), 1e-30)
@@ -79,7 +80,13 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
 def with_states(
     model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
-    """Returns the carried state with other recurrent states; the inverse of `layer_states`."""
+    """Returns the carried state of all layers, with the recurrent states replaced.
+
+    Args:
+      model: config of the model.
+      carried: the carried state of all layers.
+      states: the new recurrent states, as `layer_states` returns them.
+    """
     after, first = [], 0
     for run, state in zip(runs(model), carried, strict=True):
         leaves, fields = _state_leaves(run, state)
@@ -106,8 +113,9 @@ def _is_float(leaf: Array) -> bool:
 def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Array, " D"]]:
     """Returns the decay per block of each channel, for each recurrent layer with fixed gates.
 
-    A channel keeps the share g = sigmoid(bias) of its value in each block, or g1 g2 if it passes
-    two gates (the dual layout). The decay is -log g.
+    In each block, a channel keeps the share g = sigmoid(bias) of its value, or g = g1 g2 if it
+    passes two gates (the dual layout). The decay is -log g. The keys of the result are indices of
+    layers.
     """
     decays, first = {}, 0
     for name, kind, count, _ in runs(model):
@@ -134,8 +142,11 @@ def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D
 class StateProbe:
     """Function from parameters and carry to the metrics of recurrent states that training logs.
 
-    It reads a few lanes and is compiled once. The half-life is the median over channels. It is
-    defined for fixed gates only, because other gates depend on the text.
+    The metrics are means over a few lanes. The half-life of a gate is the median over channels, and
+    is computed for fixed gates only, because other gates depend on the text.
+
+    Args:
+      config: config of the model.
     """
 
     def __init__(self, config: Config):
@@ -154,5 +165,5 @@ class StateProbe:
         return values
 
     def __call__(self, params: PyTree[Array], carried: StackState) -> dict[str, Any]:
-        """Returns metrics by tag; empty if no layer has a recurrent state."""
+        """Returns the metrics by tag; {} if no layer has a recurrent state."""
         return self._metrics(params, carried) if self._has_states else {}

@@ -1,4 +1,4 @@
-"""The report of a probe as text."""
+"""Formats the results of the probes as text."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from brt.formatting import counted, short
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the result of `job.probe_report` as tables, followed by the verdicts."""
+    """Returns the result of `job.probe_report` as tables for people, followed by the verdicts."""
     p = report["protocol"]
     lines = [
         f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
@@ -46,7 +46,11 @@ def _positions(report: dict[str, Any]) -> Iterator[str]:
 
 
 def span(row: dict[str, Any]) -> str:
-    """Returns a range of positions as text, such as "1k-2k", or "100k on" for the last one."""
+    """Returns a range of positions as text, such as "1k-2k", or "100k on" for the last range.
+
+    Args:
+      row: a row of the result of `job.positions`, with the entries "from" and "to".
+    """
     begin, end = (None if edge is None else edge // 1000 for edge in (row["from"], row["to"]))
     return f"{begin}k on" if end is None else f"{begin}k-{end}k" if begin else f"0-{end}k"
 

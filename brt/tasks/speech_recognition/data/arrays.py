@@ -1,4 +1,8 @@
-"""Reader of .npz files with features and transcripts of many utterances."""
+"""Reads .npz files with features and transcripts of many utterances.
+
+The array `features` has the frames of all utterances one after another; `lengths`, `ids`,
+`transcripts` and, optionally, `speakers` have an element for each utterance.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +22,7 @@ def recordings(path: Path) -> Iterator[Recording]:
     """Yields the utterances of a file in its order.
 
     Raises:
-      DataError: the file is damaged, lacks an array, or its arrays do not fit each other.
+      DataError: the file is damaged, lacks an array, or has arrays of contradicting shapes.
     """
     arrays = _arrays(path)
     features, lengths = arrays["features"], arrays["lengths"]

@@ -16,7 +16,12 @@ class SpeechReader(RowReader):
     store: SpeechStore
 
     def gather(self, rows: np.ndarray, length: int) -> SpeechBatch:
-        """Returns the batch of the utterances with these indices, padded to `length` frames."""
+        """Returns a batch of utterances, padded to `length` frames.
+
+        Args:
+          rows: int [B], indices of utterances in the store; -1 is an empty row.
+          length: the number of frames.
+        """
         store, tokens = self.store, max(int(self.store.targets.lengths.max()), 1)
         features = padded(rows, store.features, length, np.float32, width=(store.width,))
         targets = padded(rows, store.targets.__getitem__, tokens, np.int32)

@@ -1,4 +1,4 @@
-"""Log-mel filter banks computed from 16-bit wav files."""
+"""Computes log-mel features of sound in 16-bit wav files."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
             content = file.readframes(count) if complete else b""
             if len(content) != count * channels * width:
                 raise EOFError(f"it ends before the {count:,} samples that it says it has")
-    # Chunks of invalid sizes raise RuntimeError.
+    # The module `wave` raises RuntimeError for chunks of invalid sizes.
     except (wave.Error, EOFError, RuntimeError) as error:
         reason = str(error) or "it ends too early"
         raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
@@ -80,7 +80,7 @@ def log_mel(
 
 @functools.cache
 def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
-    """Returns the weight of each frequency of a Fourier transform in each mel band.
+    """Returns the weight of each frequency of a Fourier transform for the energy of each mel band.
 
     Args:
       rate: samples per second.
@@ -92,7 +92,7 @@ def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:
-        """Returns frequencies on the mel scale."""
+        """Converts frequencies from Hertz to the mel scale."""
         return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
 
     edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)

@@ -1,4 +1,4 @@
-"""Normalisation and stacking of features before a model reads them."""
+"""Normalises and stacks the features of utterances before a model reads them."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -52,9 +52,17 @@ def normalize(features: Features, by: Moments) -> Features:
 
 
 def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Returns each `stride`-th frame, concatenated with the `stack` - 1 frames after it.
+    """Concatenates each `stride`-th frame with the `stack` - 1 frames after it.
 
-    Frames after the end are zeros.
+    Frames after the end of the utterance are zeros.
+
+    Args:
+      features: [X, F], the frames of an utterance.
+      stack: number of frames that are concatenated.
+      stride: distance of the first frames.
+
+    Returns:
+      [ceil(X / stride), stack * F].
     """
     count = -(-len(features) // stride)
     padded = np.pad(features, ((0, stack), (0, 0)))
@@ -62,8 +70,8 @@ def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarra
 
 
 def frames_needed(tokens: list[str]) -> int:
-    """Returns the smallest number of frames in which CTC can emit these tokens.
+    """Returns the smallest number of frames in which CTC can emit a sequence of tokens.
 
-    Each token needs a frame, and so does the blank between two equal neighbours.
+    Each token needs a frame, and a blank between two equal neighbours needs a frame, too.
     """
     return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))

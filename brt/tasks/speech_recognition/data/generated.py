@@ -22,20 +22,25 @@ VERSION = 1  # This number must be increased if the generated sound changes.
 BANDS = 20
 LETTERS = "abcdefghiklm"
 WORDS = 40
-SPEAKERS = 20  # The number of different speakers in a source.
+SPEAKERS = 20  # A source has this number of different speakers.
 NOISE = 0.3
 
 
 def digest(source: str) -> str:
-    """Returns a hash of the source's name; a larger count of the same name has the same hash."""
+    """Returns a hash that identifies the content of a generated source.
+
+    Sources that differ only in their number of utterances have the same hash.
+    """
     return hashlib.sha256(
         f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()
     ).hexdigest()
 
 
 def recordings(source: str) -> Iterator[Recording]:
-    """Yields the utterances of a generated source; the name of the source determines all of
-    them.
+    """Yields the utterances of a generated source.
+
+    Args:
+      source: the name of the source, `generated:NAME/COUNT`, which determines all utterances.
     """
     name, count = generated.parse(source)
     words = lexicon()
@@ -53,7 +58,7 @@ def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
 
 
 def lexicon() -> list[str]:
-    """Returns the words of the lexicon without duplicates."""
+    """Returns the words of which generated transcripts consist, without duplicates."""
     draw, words = _random("lexicon"), {}
     while len(words) < WORDS:
         letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))

@@ -1,4 +1,4 @@
-"""Concatenation of short recordings of the same speaker into longer utterances."""
+"""Concatenates short recordings of the same speaker to longer utterances."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,15 +16,17 @@ def join_recordings(
 ) -> Iterator[Recording]:
     """Yields utterances that consist of `count` recordings of the same speaker.
 
-    The last utterance of a speaker may have fewer. The recordings are shuffled with a fixed seed
-    first, because tables often list the same word by the same speaker in consecutive lines.
+    The last utterance of a speaker may consist of fewer recordings. The recordings are first
+    shuffled with a fixed seed, because tables often list the same word by the same speaker in
+    consecutive lines.
 
     Args:
       recordings: the recordings.
       count: number of recordings in an utterance.
-      orders: number of times that all recordings are used, each time in another order. A model that
-        hears few utterances often would memorise which one follows which.
-      check: called with every recording that is read; raises if the recording may not be used.
+      orders: number of times that all recordings are used, each time in another order. If the order
+        were always the same, a model would memorise which recordings follow each other.
+      check: called with every recording that is read; raises an error if the recording may not be
+        used.
     """
     single = list(recordings)
     for order in range(orders):
@@ -38,7 +40,7 @@ def join_recordings(
 
 def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
-        """Returns the features of all parts one after another, and their sample rate."""
+        """Returns the concatenated features of all recordings, and their sample rate."""
         loaded = [part.read() for part in parts]
         if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
             raise DataError(

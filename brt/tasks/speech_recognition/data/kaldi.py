@@ -1,4 +1,4 @@
-"""Reader of Kaldi's data directories: text files by utterance, wav files or feature archives."""
+"""Reads Kaldi's data directories: tables of utterances, with wav files or archives of features."""
 
 import io
 import os
@@ -23,7 +23,7 @@ _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8
 def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
     """Yields every utterance that the file `text` of a Kaldi data directory lists.
 
-    Its features come from a feature archive or a wav file.
+    The features of an utterance come from an archive of features or from a wav file.
 
     Args:
       directory: the data directory.
@@ -56,8 +56,12 @@ def files(directory: Path) -> list[Path]:
 
 
 def scp(directory: Path) -> Path:
-    """Returns the path of the table that locates audio: feats.scp if it exists, otherwise
-    wav.scp.
+    """Returns the path of the table that locates the audio of utterances.
+
+    It is feats.scp if that file exists, otherwise wav.scp.
+
+    Raises:
+      DataError: neither file exists.
     """
     for name in ("feats.scp", "wav.scp"):
         if (directory / name).exists():
@@ -66,7 +70,11 @@ def scp(directory: Path) -> Path:
 
 
 def audio(directory: Path) -> dict[str, str]:
-    """Returns the location of the audio of each utterance: a wav file, or ARCHIVE:POSITION."""
+    """Returns the location of the audio of each utterance: a wav file, or ARCHIVE:POSITION.
+
+    Raises:
+      DataError: the table contains commands, or the utterances are segments of wav files.
+    """
     path = scp(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():
         raise DataError(
@@ -104,13 +112,13 @@ def table(path: Path) -> dict[str, str]:
 
 
 def matrix(where: str) -> np.ndarray:
-    """Returns the matrix of floats at a place in an archive.
+    """Reads a matrix of floats from an archive of features.
 
     Args:
-      where: ARCHIVE:POSITION.
+      where: location of the matrix, ARCHIVE:POSITION.
 
     Raises:
-      DataError: there is no matrix, or it is compressed.
+      DataError: there is no matrix at this location, or the matrix is compressed.
     """
     archive, _, position = where.rpartition(":")
     try:

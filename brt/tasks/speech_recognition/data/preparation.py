@@ -1,6 +1,6 @@
-"""Preparation of speech: from `config.Speech` to stores of utterances in the cache.
+"""Prepares the speech that the config section Speech names: stores of utterances in the cache.
 
-Equal sources are prepared only once. The tokenizer is vocabulary.json, the tokens of the training
+The object that encodes transcripts is a vocabulary (vocabulary.json), the tokens of the training
 transcripts.
 """
 
@@ -23,7 +23,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
-    """The opened stores of prepared utterances, by split, with their vocabulary."""
+    """Prepared utterances that are opened for reading; see `RowCorpus`."""
 
     rows = "utterances"
 
@@ -44,11 +44,11 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
 
 def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
-    """Opens the utterances that a section describes, and prepares them first if necessary.
+    """Opens the utterances that a config section describes; prepares them first if necessary.
 
     Args:
-      speech: the section of the config.
-      progress: report on stderr what is done and which utterances are left out.
+      speech: the section Speech of the config.
+      progress: True reports the progress, and utterances that are left out, on stderr.
 
     Raises:
       DataError: a source cannot be read, or an utterance is in two splits.
@@ -57,27 +57,27 @@ def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
 
 
 class SpeechPreparation(Preparation):
-    """Prepares and opens the utterances of a section.
+    """Prepares and opens the utterances that a config section describes.
 
-    Train is prepared first and determines the vocabulary, width and sample rate of all splits.
+    The training utterances are prepared first, and determine the vocabulary, the number of features
+    and the sample rate of all splits.
     """
 
     dataset, kind, encoding = SpeechDataset, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool = True):
         super().__init__(section, progress)
-        # The first utterance, whose width and sample rate all others must have.
+        # All utterances must have the number of features and the sample rate of the first one.
         self._first: Utterance | None = None
-        self._seen: dict[bytes, str] = {}  # The split of each utterance, by the utterance's hash.
+        # The dict has the split of each utterance so far, by the utterance's hash.
+        self._seen: dict[bytes, str] = {}
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of the files that belong to the sources with these names."""
+        """Returns the hashes of all files of some sources, given the names of the sources."""
         return sources.hashes(names)
 
     def left_out(self, name: str) -> str:
-        """Returns a sentence about the files of a source that are not read, or "" if all
-        are read.
-        """
+        """Returns a sentence about the files of a source that are not read; "" if all are read."""
         return sources.left_out(name)
 
     def load(self, name: str) -> Vocabulary:
@@ -89,9 +89,9 @@ class SpeechPreparation(Preparation):
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Accepts a source in several splits, because a table may list the files of all splits.
+        """Accepts all sources, even if several splits have a source in common.
 
-        `_refuse_shared` compares the utterances instead.
+        A table may list the files of all splits. `_refuse_shared` compares the utterances instead.
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
@@ -145,8 +145,7 @@ class SpeechPreparation(Preparation):
                     f"{utterance.file} has {utterance.rate} samples a second where {first.file} "
                     f"has {first.rate}; convert one of them"
                 )
-            # The sample rate of an utterance is 0 if features were read, because it is unknown
-            # then.
+            # If features instead of wav files were read, the sample rate is unknown and set to 0.
             wanted_rate = self.section.sample_rate
             if wanted_rate and utterance.rate not in (0, wanted_rate):
                 raise DataError(
@@ -162,7 +161,7 @@ class SpeechPreparation(Preparation):
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
-        """Returns the id and transcript of a recording."""
+        """Returns the id and the transcript of a recording as one text."""
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
@@ -184,7 +183,7 @@ class SpeechPreparation(Preparation):
             return {}
 
         def check_speakers(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
-            """Yields the utterances, but raises DataError if the speaker of one is unknown."""
+            """Yields the utterances unchanged; raises DataError if a speaker is not known."""
             for utterance in utterances:
                 if not utterance.speaker:
                     raise DataError(

@@ -1,4 +1,4 @@
-"""Sources of speech by name: their recordings and their hashes (see `brt.config.Speech`)."""
+"""Reads and hashes the sources of speech; `brt.config.Speech` describes the names of sources."""
 
 import hashlib
 import json
@@ -51,9 +51,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 
 def left_out(name: str) -> str:
-    """Returns a sentence about the files of a directory that are not read, or "" if all are
-    read.
-    """
+    """Returns a sentence about the files of a directory that are not read; "" if all are read."""
     path = untrusted.user_path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 

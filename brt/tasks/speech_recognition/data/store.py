@@ -1,4 +1,4 @@
-"""The utterances of a split on disk.
+"""Stores of utterances: the features and transcripts of a split on disk.
 
 A store is a directory with these files:
 
@@ -30,12 +30,14 @@ _FACTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechStore(RowStore):
-    """Features and tokens of utterances.
+    """Features and transcripts of utterances; an utterance is a row.
 
     Attributes:
-      values: features of all frames of a row, concatenated.
-      targets: int32 ids of each row; empty for an empty transcript.
-      frames: int64 [rows], number of frames before stacking.
+      values: features of all frames of each row, concatenated, float32 [frames * width].
+      targets: ids of each row's transcript, int32 [T]; empty for an empty transcript.
+      frames: int64 [rows], number of frames of each row before frames were stacked.
+      speakers: name of each row's speaker; "" if it is not known.
+      transcripts: text of each row's transcript.
     """
 
     values: Ragged
@@ -49,7 +51,7 @@ class SpeechStore(RowStore):
         """Opens the store in a directory.
 
         Raises:
-          DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
+          DataError: the store is missing, unfinished, damaged, or of another format.
         """
         with store.opened(directory, TEXTS, facts=_FACTS) as opened:
             values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
@@ -111,8 +113,8 @@ def finish(
     Args:
       directory: the directory of the store.
       offsets: offsets of the rows in features.bin.
-      columns: `ids`, `speakers`, `transcripts` and `frames` of the rows.
-      vocabulary: encodes the transcripts.
+      columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
+      vocabulary: the vocabulary that encodes the transcripts.
       facts: entries of the manifest: `width`, `shift_ms` and others.
     """
     targets = ragged.from_rows(

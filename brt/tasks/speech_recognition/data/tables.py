@@ -1,4 +1,4 @@
-"""Reader of tables of wav files: a header and a line of tab-separated values for each file."""
+"""Reads tables of wav files: .tsv files with a header and a line for each wav file."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,17 +15,20 @@ NEEDED = ("file", "transcript")
 
 
 def parse(source: str) -> tuple[Path, str]:
-    """Returns the path and the split of a source PATH.tsv[:SPLIT]; the split is "" for all rows."""
+    """Returns the path and the split in the name of a source, PATH.tsv[:SPLIT].
+
+    The split is "" if the name has none, which stands for all rows.
+    """
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
     return untrusted.user_path(path), split
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
-    """Yields the utterances of a table of wav files, whose names are relative to its directory.
+    """Yields the utterances of a table; paths of wav files are relative to the table's directory.
 
     Args:
-      source: PATH.tsv[:SPLIT].
+      source: name of the source, PATH.tsv[:SPLIT].
       speech: settings of the features.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Utterances and recordings, the common form of all sources of speech."""
+"""Utterances and recordings, which all readers of speech yield."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +16,11 @@ class Utterance(NamedTuple):
 
     Attributes:
       file: file of the utterance, for messages.
+      id: name of the utterance.
       speaker: name of the speaker; "" if unknown.
-      features: float32 [X, F]; X may be 0.
-      rate: sample rate of the wav file in Hz; 0 if features were read.
+      transcript: the spoken words.
+      features: float32 [X, F], F features of each of X frames; X may be 0.
+      rate: sample rate of the wav file in Hz; 0 if a file of features was read.
     """
 
     file: str
@@ -33,8 +35,9 @@ class Recording(NamedTuple):
     """An utterance whose features have not been read yet.
 
     Attributes:
-      load: function that returns features [X, F] of any float type and the sample rate or 0; raises
-          DataError if the file is invalid.
+      file, id, speaker, transcript: see `Utterance`.
+      load: function that returns features [X, F] of any float type, and the sample rate or 0. It
+        raises DataError if the file is invalid.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Vocabularies of transcripts: characters or words."""
+"""Vocabularies that encode transcripts; the tokens are characters or words."""
 
 import hashlib
 import json
@@ -12,7 +12,8 @@ from jaxtyping import Int
 from brt import untrusted
 from brt.errors import DataError
 
-# The token with id 0, for tokens of held-out transcripts that do not occur in training.
+# This token has the id 0. It stands for tokens of held-out transcripts that do not occur in
+# training.
 UNKNOWN = "\ufffd"
 
 Unit = Literal["characters", "words"]
@@ -24,10 +25,14 @@ def units(transcript: str, unit: Unit) -> list[str]:
 
 
 class Vocabulary:
-    """Ids of tokens: `UNKNOWN` first, then the tokens. CTC's blank is not included.
+    """Maps tokens to ids: `UNKNOWN` is 0, and the other tokens follow. CTC's blank has no id here.
+
+    Args:
+      unit: "characters" or "words".
+      tokens: the tokens, in the order of their ids.
 
     Attributes:
-      name: name for messages.
+      name: name of the vocabulary for messages.
       fingerprint: sha256 of everything that determines the ids.
     """
 

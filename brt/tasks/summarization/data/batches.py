@@ -15,8 +15,9 @@ class PairReader(RowReader):
     """Reader of pairs of document and summary, grouped into batches by the documents' lengths.
 
     Attributes:
-      buckets: padded lengths of documents, ascending; the last one is the store's
-        `max_source_length`. If empty, all documents are padded to that length.
+      store: the pairs.
+      buckets: padded lengths of documents, ascending; the last length is the store's
+        `max_source_length`. If there are no buckets, all documents are padded to that length.
     """
 
     store: PairStore
@@ -30,11 +31,11 @@ class PairReader(RowReader):
 
     @property
     def longest(self) -> int:
-        """The number of ids that no document exceeds."""
+        """Largest number of ids that a document may have."""
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        """Returns the batch of the pairs with these indices, with documents padded to `length`."""
+        """Returns a batch of pairs, with documents padded to `length`; see `gather` below."""
         return gather(self.store, rows, length)
 
     @staticmethod
@@ -44,7 +45,7 @@ class PairReader(RowReader):
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """Returns the batch of the pairs with these indices.
+    """Returns a batch of pairs.
 
     Args:
       store: the pairs.

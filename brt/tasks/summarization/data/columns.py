@@ -8,37 +8,40 @@ from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-# The columns of document and summary in common datasets, in order of preference.
+# These are the columns of document and summary in common datasets, in order of preference.
 COMMON = (
-    ("document", "summary"),  # The columns of XSum, Multi-News, and the pairs that brt includes
-    ("article", "highlights"),  # The columns of CNN/DailyMail
-    ("article", "abstract"),  # The columns of scientific papers
-    ("dialogue", "summary"),  # The columns of SAMSum
-    ("text", "summary"),  # The columns of BillSum
-    # The columns of GovReport; the next two pairs are those of its parts in TFDS.
+    ("document", "summary"),  # XSum, Multi-News and brt's own pairs have these columns.
+    ("article", "highlights"),  # CNN/DailyMail has these columns.
+    ("article", "abstract"),  # Scientific Papers has these columns.
+    ("dialogue", "summary"),  # SAMSum has these columns.
+    ("text", "summary"),  # BillSum has these columns.
+    # GovReport has these columns, and its parts in TFDS have the columns of the next two lines.
     ("report", "summary"),
     ("report", "highlight"),
     ("reports", "summary"),
-    ("utt", "summary"),  # The columns of MediaSum
-    ("description", "abstract"),  # The columns of BigPatent
-    # The columns of scientific papers in the form in which their authors publish them.
+    ("utt", "summary"),  # MediaSum has these columns.
+    ("description", "abstract"),  # BigPatent has these columns.
+    # Scientific Papers has these columns in the form in which its authors publish it.
     ("article_text", "abstract_text"),
     ("article", "summary"),
     ("transcript", "summary"),
     ("body", "summary"),
-    ("chapter", "summary_text"),  # The columns of BookSum
+    ("chapter", "summary_text"),  # BookSum has these columns.
     ("extract_text", "summary_text"),
     ("news_body", "news_title"),
     ("source", "target"),
     ("input", "output"),
 )
-SPEAKER = "speaker"  # The column with the speaker of each utterance of a dialogue.
+SPEAKER = "speaker"  # This column has the speaker of each utterance of a dialogue.
 
 
 class Columns(NamedTuple):
-    """Names of the columns of document, summary and id.
+    """Names of the columns of a table that contain pairs.
 
-    An empty name selects a common name, or no column for ids.
+    Attributes:
+      source: column of documents; "" selects a column with a common name.
+      target: column of summaries; "" selects a column with a common name.
+      id: column of ids; "" selects the column "id", if there is one.
     """
 
     source: str = ""
@@ -54,7 +57,9 @@ class Pair(NamedTuple):
 
     Attributes:
       name: file and row, for messages.
-      id: identifier in predictions.
+      id: identifier of the pair in files of predictions.
+      source: text of the document.
+      target: text of the summary.
     """
 
     name: str
@@ -67,8 +72,8 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
     """Yields the pairs of all sources in order, and a BadRow for each row that cannot be used.
 
     Args:
-      names: names of the sources; see `brt.data.rows.tables`.
-      configured: names of the columns.
+      names: names of the sources, such as files; see `brt.data.sources`.
+      configured: names of the columns that the config names.
 
     Raises:
       DataError: a source cannot be read, has no row, or lacks the columns.
@@ -86,7 +91,7 @@ def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Co
       configured: configured names, which may be empty.
 
     Raises:
-      DataError: the table has neither; the message lists the existing columns.
+      DataError: the table has no such columns; the message lists the existing columns.
     """
     exist = f"its columns are {', '.join(header)}"
     for field, name in zip(("source_field", "target_field", "id_field"), configured, strict=True):
@@ -103,7 +108,7 @@ def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Co
 
 
 def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
-    """Returns the document and summary of a row, or a BadRow that says what is wrong.
+    """Returns the document and summary of a row, or a BadRow if the row cannot be used.
 
     Args:
       row: the row.

@@ -1,4 +1,4 @@
-"""Encoding of documents and summaries as ids of limited length."""
+"""Encodes documents and summaries as ids of limited length."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class Encoded(NamedTuple):
     """The ids of a text.
 
     Attributes:
-      ids: int32, with the tokenizer's start and end ids, no longer than the limit.
+      ids: int32 [T], with the tokenizer's start and end ids; T does not exceed the limit.
       uncut: number of ids that the text has without the limit.
     """
 
@@ -24,10 +24,17 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Encodes documents and summaries as ids, as `config.Pairs` says.
+    """Encodes documents and summaries as ids, according to the config section Pairs.
 
-    Long texts are cut, but the special ids at start and end remain. Summaries lose their end; with
-    "head_tail" a document loses its middle.
+    Long texts are cut, but the special ids at start and end remain. A summary loses its end. A
+    document loses its end or, with the truncation "head_tail", its middle.
+
+    Attributes:
+      tokenizer: the tokenizer.
+      prefix: text before every document.
+      max_source_length: largest number of ids of a document.
+      max_target_length: largest number of ids of a summary.
+      truncation: Pairs.truncation.
     """
 
     tokenizer: PairTokenizer
@@ -38,12 +45,12 @@ class Encoder:
 
     @classmethod
     def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        """Returns the encoder that the section `pairs` describes."""
+        """Returns the encoder that the config section Pairs describes."""
         names = ("prefix", "max_source_length", "max_target_length", "truncation")
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Returns the ids of documents, each after the prefix of `config.Pairs`."""
+        """Returns the ids of documents; the prefix is put before each document."""
         texts = [self.prefix + document for document in documents]
         tail = self.truncation == "head_tail"
         return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
@@ -64,7 +71,7 @@ class Encoder:
 
 
 def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns at most `limit` ids: the first ones, or with `tail` half of them from each end."""
+    """Returns at most `limit` ids: the first ids, or if `tail` is True, half from each end."""
     if len(ids) <= limit:
         return ids
     last = limit // 2 if tail else 0

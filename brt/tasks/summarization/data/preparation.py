@@ -1,7 +1,4 @@
-"""Preparation of pairs: from `config.Pairs` to stores in the cache.
-
-Equal sources are prepared only once.
-"""
+"""Prepares the pairs of document and summary that the config section Pairs names, as stores."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,19 +17,17 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """The opened stores of prepared pairs of document and summary, by split, with their
-    tokenizer.
-    """
+    """Prepared pairs of document and summary that are opened for reading; see `RowCorpus`."""
 
     rows = "pairs"
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    """Opens the pairs that a section describes, and tokenizes them first if necessary.
+    """Opens the pairs that a config section describes; tokenizes them first if necessary.
 
     Args:
-      pairs: the section of the config.
-      progress: report on stderr what is done and what is cut or left out.
+      pairs: the section Pairs of the config.
+      progress: True reports the progress, and pairs that are cut or left out, on stderr.
 
     Raises:
       DataError: a source cannot be read.
@@ -41,17 +36,17 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
 
 
 class Preparation(TokenizedPreparation):
-    """Prepares and opens the pairs of a section."""
+    """Prepares and opens the pairs that a config section describes."""
 
     dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of the files that belong to the sources with these names."""
+        """Returns the hashes of all files of some sources, given the names of the sources."""
         return sources.hashes(names, self.endings)
 
     def load(self, name: str) -> PairTokenizer:
-        """Returns the tokenizer that a file or the setting Data.tokenizer names."""
+        """Returns the tokenizer that `name`, a path or a value of Data.tokenizer, stands for."""
         return tokenization.load(name)
 
     def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
@@ -74,19 +69,17 @@ class Preparation(TokenizedPreparation):
         return described(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        """Yields the pairs of some sources, and a BadRow for each that cannot be used."""
+        """Yields the pairs of some sources, and a BadRow for each pair that cannot be used."""
         pairs = self.section
         return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
 
     def content(self, row: Pair) -> str:
-        """Returns the document and summary of a pair as one text."""
+        """Returns the document of a pair; pairs with the same document belong to one split."""
         return row.source
 
 
 def described(opened: PairStore) -> str:
-    """Returns a line that tells the user a store's numbers of pairs and tokens, and what was
-    cut.
-    """
+    """Returns a line with the numbers of pairs and tokens of a store, and of tokens cut off."""
     m = opened.manifest
     cuts = [
         f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "

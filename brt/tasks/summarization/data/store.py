@@ -1,4 +1,4 @@
-"""The pairs of a split on disk: ids of documents and summaries, and the summaries as text.
+"""Stores of pairs: ids of documents and summaries on disk, and the summaries as text.
 
 A store is a directory with these files:
 
@@ -27,7 +27,7 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.columns import Pair
 from brt.tasks.summarization.data.encoding import Encoder
 
-TOGETHER = 64  # The number of pairs that are tokenized in parallel.
+TOGETHER = 64  # This number of pairs is tokenized in parallel.
 TEXTS = ("source", "target", "reference")
 _FACTS = {
     **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
@@ -42,8 +42,8 @@ class PairStore(RowStore):
     """Documents and summaries of a split as ids, which are read from the disk.
 
     Attributes:
-      source: ids of each document with its end, no longer than `max_source_length`.
-      target: ids of each summary with its end, no longer than `max_target_length`.
+      source: ids of each document, including the end token, at most `max_source_length`.
+      target: ids of each summary, including the end token, at most `max_target_length`.
       reference: UTF-8 bytes of each summary.
       source_uncut, target_uncut: int64 [rows], number of ids before cutting.
     """
@@ -59,7 +59,7 @@ class PairStore(RowStore):
         """Opens the store in a directory.
 
         Raises:
-          DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
+          DataError: the store is missing, unfinished, damaged, or of another format.
         """
         with store.opened(directory, ["ids"], facts=_FACTS) as opened:
             dtypes = dict.fromkeys(TEXTS, stored_dtype(opened.manifest))
@@ -82,17 +82,17 @@ class PairStore(RowStore):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Length of each document, int64 [rows]."""
+        """Number of ids of each document, int64 [rows]."""
         return self.source.lengths
 
     @property
     def max_source_length(self) -> int:
-        """The limit to which documents were cut, in ids."""
+        """Largest number of ids of a document; longer documents were cut."""
         return self.manifest["max_source_length"]
 
     @property
     def max_target_length(self) -> int:
-        """The limit to which summaries were cut, in ids."""
+        """Largest number of ids of a summary; longer summaries were cut."""
         return self.manifest["max_target_length"]
 
     def summary(self, row: int | np.integer) -> str:
@@ -107,19 +107,19 @@ def write(
     *,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> PairStore:
-    """Tokenizes pairs into a new store, and returns the opened store.
+    """Tokenizes pairs, writes them to a new store, and returns the opened store.
 
-    A store that is not finished cannot be opened; callers fill an `atomic_directory`.
+    If writing is interrupted, the directory has no manifest and cannot be opened.
 
     Args:
-      directory: where to write.
+      directory: the directory of the new store.
       pairs: the pairs.
       encoder: encodes documents and summaries.
       facts: function that returns further entries of the manifest; called after the last pair.
 
     Raises:
       DataError: there is no pair; a text is too long and truncation is "error"; or `directory` is
-        in use.
+        not empty.
     """
     directory = Path(directory)
     manifests.make_empty(directory)

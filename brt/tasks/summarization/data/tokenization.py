@@ -1,8 +1,8 @@
 """Tokenizers of whole texts, with the special ids that an encoder-decoder needs.
 
-`brt.data.tokenizers` reads documents of any length in chunks and gives back every byte. The
-tokenizers of this module instead encode as the authors of T5 and BART did, so that the ids are
-those of pretrained weights.
+The tokenizers of this module encode as the authors of T5 and BART did, so that pretrained weights
+can be used. The tokenizers of `brt.data.tokenizers` are different: they read documents of any
+length in chunks, and reproduce every byte.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from brt.data import tokenizer_files
 from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
-START, END, PAD = "<s>", "</s>", "<pad>"  # The names of the special tokens in T5 and BART.
+START, END, PAD = "<s>", "</s>", "<pad>"  # T5 and BART use these names of special tokens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairTokenizer:
-    """A tokenizer with its special ids.
+    """A tokenizer for encoder-decoders, with special ids.
 
     Attributes:
-      name: value of Data.tokenizer without directories.
+      name: value of Data.tokenizer, without directories.
       fingerprint: sha256 of everything that determines the ids.
       content: content of the tokenizer's file.
       vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
         have padding rows and the 100 extra ids of T5, which are not in spiece.model.
-      pad_id: id that pads a batch.
-      eos_id: last id of every text.
+      pad_id: id of padding.
+      eos_id: id of the end token, the last id of every text.
       decoder_start_id: first input of the decoder: pad_id for T5, eos_id for BART.
       begin: ids before every text: none for T5, `<s>` for BART.
       unk_id: id of text that cannot be encoded; -1 if every text can be encoded.
@@ -52,10 +52,10 @@ class PairTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the int32 ids of each text without special ids; texts are encoded in parallel."""
+        """Returns the ids of each text, int32 [T], without special ids."""
         encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
-        # The tokenizer is told to encode the names of special tokens as text, but with some
-        # tokenizer.json files `</s>` in a text becomes the special id nevertheless.
+        # Names of special tokens are to be encoded as text. With some tokenizer.json files, `</s>`
+        # in a text becomes the special id nevertheless, so special ids are removed.
         return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
 
     def decode(self, ids: Ids) -> str:
@@ -74,7 +74,10 @@ class PairTokenizer:
 
 
 def load(path: str) -> PairTokenizer:
-    """Returns the tokenizer in a sentencepiece .model or a tokenizer.json of Hugging Face.
+    """Loads a tokenizer.
+
+    Args:
+      path: path of a sentencepiece .model, or of a tokenizer.json of Hugging Face.
 
     Raises:
       DataError: the file is missing or damaged, or has no end or padding token.
@@ -124,7 +127,7 @@ def _json(path: Path) -> PairTokenizer:
 
 
 def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
-    """Returns the ids before a text and the id after a text in the file's template."""
+    """Returns the ids before a text and the id after it in the template of a tokenizer.json."""
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     if len(wrapped) == len(bare):  # The file has no template that puts special ids around a text.

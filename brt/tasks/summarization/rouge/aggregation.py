@@ -16,10 +16,12 @@ TEXT = (
 
 
 class Aggregate(NamedTuple):
-    """Means of scores over documents.
+    """The mean of a score over documents, with its confidence interval.
 
     Attributes:
-      low, high: bounds of the confidence interval of the mean.
+      low: lower bounds of the confidence intervals of precision, recall and F1.
+      mid: means of precision, recall and F1.
+      high: upper bounds of the confidence intervals.
     """
 
     low: Score

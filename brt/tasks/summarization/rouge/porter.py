@@ -16,8 +16,8 @@ _IRREGULAR = {
     "exceed": "exceed", "succeed": "succeed",
 }  # fmt: skip
 
-# The suffixes of each step with their replacements. In each step only the first suffix that matches
-# the word is tried.
+# The tables give the suffixes of each step with their replacements. In each step, only the first
+# suffix that matches the word is tried.
 _STEP_2 = {
     "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize",
     "bli": "ble", "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize",

@@ -33,7 +33,7 @@ class RougeProtocol(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Description that is printed with every score."""
+        """Description of the protocol, which is printed with every score."""
         stemmer = "Porter stemmer" if self.stemmer else "no stemmer"
         return (
             f"ROUGE, protocol {self.name}: lower-case words of a-z and 0-9, {stemmer}, sentences "
@@ -48,9 +48,9 @@ class RougeProtocol(NamedTuple):
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Returns rouge1, rouge2, rougeL and rougeLsum of a prediction, by name.
+        """Returns the scores rouge1, rouge2, rougeL and rougeLsum of a prediction, by name.
 
-        All are 0 if a text has no words.
+        All scores are 0 if one of the two texts has no words.
         """
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
@@ -77,7 +77,7 @@ PROTOCOLS = {
         # The protocol "t5" follows `rouge` of t5.evaluation.metrics. T5's papers report rougeLsum
         # as ROUGE-L.
         RougeProtocol("t5", False, _spaced_periods, _SPACED),
-        # LongT5 calls the same function as T5. The protocol has a name of its own for tables.
+        # LongT5 uses the protocol of T5. It has a name of its own, which tables show.
         RougeProtocol("longt5", False, _spaced_periods, _SPACED),
     )
 }

@@ -65,17 +65,18 @@ def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Scor
 
 
 def _rises(a: Words, b: Words) -> list[int]:
-    """Returns for each prefix of `a` where in `b` the longest common subsequence gets longer.
+    """Computes the lengths of longest common subsequences of all prefixes of `a` and `b`.
 
-    Bit j of entry i is set if the longest common subsequence of a[:i] and b[:j + 1] is longer than
-    that of a[:i] and b[:j]. The number of ones below bit j is therefore the length for b[:j]. The
-    algorithm by Hyyrö (2004) computes a row of the table with a few integer operations.
+    Bit j of entry i of the result is set if the longest common subsequence of a[:i] and b[:j + 1]
+    is longer than the one of a[:i] and b[:j]. The number of ones below bit j is therefore the
+    length for a[:i] and b[:j]. The algorithm by Hyyrö (2004) computes an entry with a few integer
+    operations.
     """
     where: dict[str, int] = {}
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    flat = everything  # A bit is set at positions where the length does not grow.
+    flat = everything  # In this number, bits are set at positions where the length does not grow.
     rises = [0]
     for word in a:
         matches = flat & where.get(word, 0)

@@ -35,13 +35,14 @@ _STARTERS = frozenset(
 _CLOSING, _OPENING = "\"'”’»)\\]", "\"'“‘«(\\["
 _MARK = re.compile(rf"([.!?…]+)[{_CLOSING}]*\s+(?=[{_OPENING}]*(\w+))")
 _ALONE = re.compile(r"(?<=\s)\.\s+")
-# Matches the word before a period, which may contain periods.
+# The first expression matches the word before a period; the word may contain periods. The second
+# one matches an initial, or a word like U.S or p.m.
 _BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")
-_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # Matches an initial, or a word like U.S or p.m.
+_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 
 
 def sentences(text: str) -> list[str]:
-    """Returns the sentences of a text without surrounding white space; empty ones are left out."""
+    """Splits a text into sentences, without surrounding white space and without empty sentences."""
     parts = []
     for line in text.split("\n"):
         alone = {match.end() for match in _ALONE.finditer(line)}

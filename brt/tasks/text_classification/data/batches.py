@@ -1,4 +1,4 @@
-"""Batches of sentences. The target of each row is one label or one number."""
+"""The reader of batches of sentences, whose targets are one label or one number for each row."""
 
 from brt.data.texts.batches import TextReader as SentenceReader
 

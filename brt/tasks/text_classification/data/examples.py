@@ -1,4 +1,4 @@
-"""Rows of tables as sentences with their labels."""
+"""Reads sentences with their labels from the rows of tables."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,14 +12,14 @@ from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
-# The columns of sentences in the tasks of GLUE and other common datasets, in order of preference.
+# These are the columns of sentences in GLUE and other common datasets, in order of preference.
 SENTENCES = (
-    ("sentence1", "sentence2"),  # The columns of RTE, WNLI, STS-B
-    ("premise", "hypothesis"),  # The columns of MNLI
-    ("question", "sentence"),  # The columns of QNLI
-    ("question1", "question2"),  # The columns of QQP
-    ("#1 String", "#2 String"),  # The columns of MRPC
-    ("sentence",),  # The columns of CoLA, SST-2
+    ("sentence1", "sentence2"),  # RTE, WNLI and STS-B have these columns.
+    ("premise", "hypothesis"),  # MNLI has these columns.
+    ("question", "sentence"),  # QNLI has these columns.
+    ("question1", "question2"),  # QQP has these columns.
+    ("#1 String", "#2 String"),  # MRPC has these columns.
+    ("sentence",),  # CoLA and SST-2 have this column.
     ("text",),
 )
 LABELS = ("label", "gold_label", "is_duplicate", "Quality", "score")
@@ -31,7 +31,9 @@ class Example(NamedTuple):
 
     Attributes:
       name: file and row, for messages.
-      id: identifier in predictions.
+      id: identifier of the row in files of predictions.
+      texts: one or two sentences.
+      label: name of the label, or the number.
     """
 
     name: str
@@ -41,7 +43,13 @@ class Example(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Names of the columns of a table; `id` may be empty."""
+    """Names of the columns of a table that are read.
+
+    Attributes:
+      texts: columns of one or two sentences.
+      label: column of the label or number.
+      id: column of ids; "" if the table has no ids.
+    """
 
     texts: tuple[str, ...]
     label: str
@@ -51,13 +59,13 @@ class Columns(NamedTuple):
 def read(
     names: Sequence[str], section: config.Sentences, numbers: bool = False
 ) -> Iterator[Example | BadRow]:
-    """Yields the rows of all sources in order, and a BadRow for each that cannot be used.
+    """Yields the rows of all sources in order, and a BadRow for each row that cannot be used.
 
-    Row numbers continue from source to source.
+    Rows without ids get their number as id; the numbers continue from source to source.
 
     Args:
       names: names of the sources.
-      section: names of columns, and other settings.
+      section: the section Sentences of the config, which names the columns.
       numbers: True if labels are real numbers instead of classes.
 
     Raises:
@@ -78,10 +86,10 @@ def choose(table: str, header: Collection[str], section: config.Sentences) -> Co
     Args:
       table: name of the table, for the error message.
       header: names of the table's columns.
-      section: names of columns, which may be empty.
+      section: the section Sentences of the config, whose names of columns may be empty.
 
     Raises:
-      DataError: the table has neither; the message lists the existing columns.
+      DataError: the table has no such columns; the message lists the existing columns.
     """
     exist = f"its columns are {', '.join(header)}"
     for field in ("first_field", "second_field", "label_field", "id_field"):

@@ -1,7 +1,4 @@
-"""Preparation of sentences: from `config.Sentences` to stores in the cache.
-
-Equal sources are prepared only once.
-"""
+"""Prepares the sentences that the config section Sentences names, as stores in the cache."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,28 +20,31 @@ from brt.tasks.text_classification.data import examples, generated
 from brt.tasks.text_classification.data.examples import Example
 from brt.tasks.text_classification.data.store import SentenceStore
 
-TOGETHER = 512  # The number of rows that are tokenized in parallel.
+TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
-    """The opened stores of prepared sentences, by split; all splits number the labels alike."""
+    """Prepared sentences that are opened for reading; see `RowCorpus`.
+
+    The index of a label is the same in all splits.
+    """
 
     rows = "sentences"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the labels, in the order of their numbers."""
+        """Names of the labels, in the order of their indices."""
         return self.split("train").labels
 
 
 def prepare(
     section: config.Sentences, progress: bool = True, *, numbers: bool = False
 ) -> SentenceDataset:
-    """Opens the sentences that a section describes, and prepares them first if necessary.
+    """Opens the sentences that a config section describes; prepares them first if necessary.
 
     Args:
-      section: the section of the config.
-      progress: report on stderr what is done and which rows are left out.
+      section: the section Sentences of the config.
+      progress: True reports the progress, and rows that are left out, on stderr.
       numbers: True if labels are real numbers instead of classes.
 
     Raises:
@@ -55,7 +55,13 @@ def prepare(
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens the sentences of a section."""
+    """Prepares and opens the sentences that a config section describes.
+
+    Args:
+      section: the section Sentences of the config.
+      progress: True reports the progress on stderr.
+      numbers: True if labels are real numbers instead of classes.
+    """
 
     dataset = SentenceDataset
     endings, version = examples.ENDINGS, generated.VERSION
@@ -64,17 +70,15 @@ class Preparation(TextPreparation):
         super().__init__(section, progress)
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"
-        self._labels: tuple[str, ...] = ()  # The labels of train, which all other splits share.
+        self._labels: tuple[str, ...] = ()  # All splits have the labels of the training rows.
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
-        """Returns a single opened split, encoded by a given tokenizer; see
-        `cache.prepared_split`.
-        """
+        """Opens a single split; see `brt.data.rows.preparation.Preparation.open_split`."""
         self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns the labels that train determines in other splits, as JSON."""
+        """Returns the labels, which follow from the training rows, as JSON."""
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
@@ -92,7 +96,7 @@ class Preparation(TextPreparation):
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
-        """Yields the rows of some sources, and a BadRow for each that cannot be used."""
+        """Yields the rows of some sources, and a BadRow for each row that cannot be used."""
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
@@ -147,7 +151,7 @@ def _number_targets(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], st
 
 
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
-    """Replaces rows whose label does not occur in train by bad rows."""
+    """Yields rows, and a BadRow in place of a row whose label does not occur in training."""
     for row in rows:
         if labels and isinstance(row, Example) and row.label not in labels:
             existing = ", ".join(labels)
@@ -163,13 +167,18 @@ def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.
 
 
 def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
-    """Returns one or two texts cut to at most `limit` ids in total; the longer is cut first."""
+    """Cuts one or two texts to at most `limit` ids in total; of two texts, the longer is cut first.
+
+    Args:
+      parts: the ids of each text.
+      limit: the largest total number of ids.
+    """
     if len(parts) == 1:
         return [parts[0][:limit]]
     first, second = map(len, parts)
     excess = max(first + second - limit, 0)
-    # The first text loses `difference` ids more than the second. The longer text is thus cut until
-    # both are equally long, and then both are cut alike.
+    # The first text loses `difference` ids more than the second text. Therefore the longer text is
+    # cut until both are equally long, and then both are cut equally.
     difference = min(max(first - second, -excess), excess)
     return [
         parts[0][: first - (excess + difference + 1) // 2],

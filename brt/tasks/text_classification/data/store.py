@@ -1,4 +1,4 @@
-"""The sentences of a split: ids including special ones, with labels or numbers."""
+"""Stores of sentences: ids of tokens, including special ids, with labels or numbers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,8 +29,10 @@ class SentenceStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        """Opens the store in a directory; raises DataError if it is missing, unfinished
-        or damaged.
+        """Opens the store in a directory.
+
+        Raises:
+          DataError: the store is missing, unfinished or damaged.
         """
         with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
@@ -52,7 +54,7 @@ class SentenceStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
-        """Target of each row: its label's index or its number."""
+        """Target of each row: the index of its label, or its number."""
         return self.targets[:, None]
 
     def with_labels(self, labels: Sequence[str]) -> "SentenceStore":

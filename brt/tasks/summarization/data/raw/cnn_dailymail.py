@@ -1,6 +1,7 @@
-"""CNN/DailyMail (See et al. 2017): stories as files, splits as lists of addresses.
+"""Reads the raw data of CNN/DailyMail (See et al. 2017).
 
-The raw data are these files; the lists may also be in url_lists/:
+Each story is a file, and each split is a list of web addresses. The raw data are these files (the
+lists may also be in url_lists/):
 
     cnn/stories/*.story  dailymail/stories/*.story
     all_train.txt  all_val.txt  all_test.txt
@@ -16,13 +17,14 @@ from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
-PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # The directory of each publisher's name in TFDS.
+# TFDS abbreviates the publishers' names. The values are the publishers' directories.
+PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}
 SENTENCE_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
 HIGHLIGHT = "@highlight"
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples in a directory of raw data by split, in the order of the lists."""
+    """Returns the examples of each split in a directory of raw data, in the order of the lists."""
     stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
     lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
     return {split: _split(path, stories) for split, path in lists.items()}
@@ -53,9 +55,9 @@ def _example(name: str, publisher: str, path: Path) -> Example | BadRow:
 
 
 def parse(story: str) -> tuple[str, str]:
-    """Returns the article and the highlights of a story, as TFDS 3.4.0 does.
+    """Returns the article and the highlights of a story, as version 3.4.0 of the dataset in TFDS.
 
-    A line without a full stop gets one, because most such lines are captions, which would otherwise
+    A line without a full stop gets a full stop. Most such lines are captions, which would otherwise
     run into the next sentence.
     """
     article: list[str] = []

@@ -1,4 +1,4 @@
-"""The raw datasets that brt reads, and how they are written as TensorFlow datasets.
+"""The raw datasets that brt reads, and a function that writes them as TensorFlow datasets (TFDS).
 
 Names, versions and features are those of TensorFlow Datasets 4.9, so that a written dataset has
 its usual name both for brt (`tfds:NAME/SPLIT`) and for `tfds.data_source`.
@@ -28,6 +28,7 @@ class RawDataset(NamedTuple):
     """A summarization dataset and its form in TFDS.
 
     Attributes:
+      name, version, config: name, version and configuration of the dataset in TFDS.
       texts: names of the features that are text.
       lists: names of the features that are lists of text.
       source: name of the feature with the document.
@@ -51,7 +52,7 @@ class RawDataset(NamedTuple):
 
     @property
     def tfds_name(self) -> str:
-        """Name of the dataset after `tfds:`."""
+        """Name of the dataset in sources, without the prefix `tfds:`."""
         return "/".join(filter(None, (self.name, self.config)))
 
 
@@ -91,13 +92,14 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
       dataset: the dataset.
       splits: the examples of each split.
       directory: the directory of TFDS.
-      errors: "refuse" raises at the end of a split with bad rows; "skip" omits them.
+      errors: "refuse" raises an error at the end of a split with bad rows; "skip" omits bad rows.
 
     Returns:
-      Counts of good and bad rows, by split.
+      Counts of all and of bad rows, by split.
 
     Raises:
-      DataError: rows are bad, a split has none, or the dataset exists.
+      DataError: rows are bad and `errors` is "refuse", a split has no usable rows, or the dataset
+        exists already.
     """
     target = directory / dataset.path
     if target.exists():
@@ -159,14 +161,14 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
 
     # The class of the dataset is not registered, because TFDS itself registers some of the names.
     class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
-        """Builder of the dataset for TFDS; it writes the examples of each split."""
+        """The dataset builder, by which TFDS writes the examples of each split."""
 
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # TFDS is told that there is nothing to download.
+        url_infos = None  # The value tells TFDS that there is nothing to download.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(

@@ -1,4 +1,4 @@
-"""Examples of raw data, and helpers that read their files."""
+"""Examples of raw datasets, and functions that read the files of raw data."""
 
 import json
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from brt.data import contents
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-CHUNK = 1 << 24  # The number of characters of a JSON array that are read at a time.
+CHUNK = 1 << 24  # This number of characters of a JSON array is read at a time.
 
 
 class Example(NamedTuple):
     """An example of a dataset.
 
     Attributes:
-      name: file and row, or file, for messages.
-      key: unique among the examples of a split.
+      name: the file and, if it has many examples, the row; for messages.
+      key: a text that is different for every example of a split.
       values: features by name; each is a string or a list of strings.
     """
 
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 def text(path: Path) -> str | BadRow:
-    """Returns the text of a file, or a BadRow if it cannot be read."""
+    """Returns the text of a file, or a BadRow if the file cannot be read."""
     try:
         return contents.small_text(path)
     except DataError as error:

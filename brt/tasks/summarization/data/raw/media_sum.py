@@ -1,4 +1,4 @@
-"""MediaSum (Zhu et al. 2021): transcripts of interviews.
+"""Reads the raw data of MediaSum (Zhu et al. 2021): transcripts of interviews.
 
 The raw data are news_dialogue.json and train_val_test_split.json.
 """
@@ -12,15 +12,15 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
-SPLITS = ("train", "val", "test")  # The names of the splits in the raw data and in TFDS.
+SPLITS = ("train", "val", "test")  # The splits have these names in the raw data and in TFDS.
 TEXTS = ("id", "program", "date", "url", "summary")
 LISTS = ("utt", "speaker")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples in a directory of raw data by split.
+    """Returns the examples of each split in a directory of raw data.
 
-    Each split reads all transcripts in its own pass.
+    The file of transcripts is read once for each split.
     """
     transcripts = examples.find(directory, "news_dialogue.json")
     path = examples.find(directory, "train_val_test_split.json")

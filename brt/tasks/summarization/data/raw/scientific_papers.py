@@ -1,4 +1,4 @@
-"""arXiv and PubMed papers (Cohan et al. 2018): lines of JSON.
+"""Reads the raw data of Scientific Papers (Cohan et al. 2018): arXiv and PubMed papers as JSON.
 
 The raw data are train.txt, val.txt and test.txt, in the directory itself or in its subdirectory
 arxiv-dataset/ or pubmed-dataset/.
@@ -21,7 +21,7 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples in a directory of raw data by split."""
+    """Returns the examples of each split in a directory of raw data."""
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))
@@ -31,7 +31,7 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
 
 
 def _example(row: Row) -> Example | BadRow:
-    """Returns the features that TFDS 1.1.1 has."""
+    """Returns the features that version 1.1.1 of the dataset in TFDS has."""
     pair = columns.pair(row, COLUMNS, 0)
     if isinstance(pair, BadRow):
         return pair

@@ -1,4 +1,4 @@
-"""The user's own pairs, from any source that training reads."""
+"""Converts the user's own pairs to examples of a TensorFlow dataset."""
 
 from brt.data.rows.tally import BadRow
 from brt.tasks.summarization.data.columns import Pair

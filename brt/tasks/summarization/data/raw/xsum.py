@@ -1,4 +1,4 @@
-"""XSum (Narayan et al. 2018): extracts of BBC articles, or tables of pairs.
+"""Reads the raw data of XSum (Narayan et al. 2018): extracts of BBC articles, or tables of pairs.
 
 The raw data are either these files:
 
@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 SECTION = re.compile(r"\[(?:SN|XSUM)\]([A-Z-]+)\[(?:SN|XSUM)\]")
 SUMMARY = ("FIRST-SENTENCE", "INTRODUCTION")
 DOCUMENT = ("RESTBODY",)
-# Lines of the web page, such as the captions of buttons, that are not part of the article.
+# These lines belong to the web page, such as the captions of buttons, and not to the article.
 PAGE_ELEMENTS = {
     "Share this with", "Email", "Facebook", "Messenger", "Twitter", "Pinterest", "WhatsApp",
     "Linkedin", "LinkedIn", "Copy this link",
@@ -33,7 +33,7 @@ PAGE_ELEMENTS = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples in a directory of raw data by split."""
+    """Returns the examples of each split in a directory of raw data."""
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
     folder = examples.find(directory, *EXTRACTS)
@@ -62,7 +62,7 @@ def _extract(path: Path, member: str) -> Example | BadRow:
 
 
 def parse(extract: str) -> tuple[str, str]:
-    """Returns the document and the summary of an extract, without the buttons of the web page."""
+    """Returns the document and the summary in an extract, without elements of the web page."""
     lines = (line for line in extract.split("\n") if line.strip() and line not in PAGE_ELEMENTS)
     _, *parts = SECTION.split("\n".join(lines))
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
