@@ -25,7 +25,8 @@ __all__ = [
     "register_kind", "register_task", "train",
 ]  # fmt: skip
 
-# Modules are imported at first use, so that a command that only parses flags does not import jax.
+# `__getattr__` imports modules at first use, so that a command that only parses flags does not
+# import jax. `_HOMES` has the module that defines each name.
 _HOMES = {
     "BrtError": "brt.errors",
     "Config": "brt.config",

@@ -1,8 +1,9 @@
-"""Settings of memory allocation for commands: glibc's malloc, and Python's garbage collector.
+"""Changes how commands allocate memory: settings of glibc's malloc and of Python's collector.
 
 XLA's CPU backend allocates its temporary buffers in every step. By default glibc returns such large
-blocks to the system at once, so that each step maps and clears all pages again: 11,000 page faults
-per step, which take a quarter of the time of a small model. These settings keep the memory.
+blocks to the system at once, so that each step maps and clears all pages again. This causes 11,000
+page faults per step, which take a quarter of the time of a small model. With the settings here,
+malloc keeps the memory.
 """
 
 import atexit
@@ -16,7 +17,7 @@ import re
 import sys
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # The numbers of mallopt's parameters in <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # These are the numbers of parameters in <malloc.h>.
 _NEVER = 2**31 - 1
 _EXHAUSTED = re.compile(
     "RESOURCE_EXHAUSTED|out of memory|can't start new thread|resource temporarily unavailable",
@@ -31,10 +32,11 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def use_huge_pages() -> None:
     """Restarts the process with 2 MB pages if neither the user nor brt has chosen settings.
 
-    Blocks above 64 MB in a thread's arena are mapped again by every allocation, even if memory is
-    kept: 60,000 page faults per step of a mid-sized model, a fifth of its time. glibc reads the
-    setting that avoids this only when a process starts. The function does nothing without glibc
-    2.35 or huge pages, or if `GLIBC_TUNABLES` or `MALLOC_...` are set.
+    In a thread other than the main one, malloc maps blocks above 64 MB again for every allocation,
+    even after `keep_memory`. This causes 60,000 page faults per step of a mid-sized model, which
+    take a fifth of the step's time. Larger pages cause fewer faults, but glibc reads this setting
+    only when a process starts. The function does nothing without glibc 2.35 or huge pages, or if
+    `GLIBC_TUNABLES` or `MALLOC_...` are set.
     """
     # The process cannot be restarted if its program was read from standard input.
     if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
@@ -60,11 +62,11 @@ def _huge_pages() -> bool:
 
 
 def run_in_place() -> None:
-    """Makes CPU programs run in the calling thread; must precede the first use of devices.
+    """Makes jax run CPU programs in the calling thread; must precede the first use of devices.
 
-    In jax's own threads, a program's temporary buffer above 64 MB is mapped and cleared by every
-    call, which takes a twentieth of the time of a mid-sized model's step. The environment variable
-    of jax has priority.
+    In jax's own threads, every call of a program maps and clears a temporary buffer above 64 MB
+    again, which takes a twentieth of the time of a mid-sized model's step. If the environment
+    variable JAX_CPU_ENABLE_ASYNC_DISPATCH is set, nothing is changed.
     """
     if _ASYNC not in os.environ:
         import jax  # Commands that only parse flags do not need this import.
@@ -73,10 +75,10 @@ def run_in_place() -> None:
 
 
 def keep_memory() -> None:
-    """Makes malloc keep freed memory; must be called before the first program runs.
+    """Makes malloc keep freed memory; must be called before jax runs the first program.
 
-    glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) have priority. Without glibc
-    nothing is done.
+    If glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) are set, or the system does
+    not use glibc, nothing is changed.
     """
     if _chosen() or not sys.platform.startswith("linux"):
         return
@@ -89,8 +91,9 @@ def keep_memory() -> None:
 def search_rarely() -> None:
     """Makes Python collect cyclic garbage less often, and not at exit.
 
-    Steps create almost no garbage, but imports and traces create millions of lasting objects. With
-    the default settings, searching them takes a quarter of the time of a short command.
+    Training steps create almost no garbage, but imports and traces by jax create millions of
+    lasting objects. With Python's default settings, the search for garbage among these objects
+    takes a quarter of the time of a short command.
     """
     gc.set_threshold(100_000, 20, 20)
     atexit.register(gc.freeze)

@@ -39,7 +39,7 @@ def config_from_gin(
       files: paths, relative to the current directory or to the .gin files that come with brt.
       bindings: settings that override the files: {"Training.steps": 500}, or lines as for
         --gin_bindings.
-      base: the config to change; None changes the defaults.
+      base: the config whose settings are replaced; None replaces settings of the default config.
 
     Raises:
       ConfigError: a file or binding is not valid, or settings contradict each other.
@@ -96,10 +96,12 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The state of a model after reading a text, of constant size; it never changes.
+    """The state of a model after reading a text. The size of the state does not depend on the text.
+
+    The object is immutable: generating from it or reading on creates a new one.
 
     Attributes:
-      state: NumPy arrays.
+      state: the state as NumPy arrays.
     """
 
     state: sessions.Memory
@@ -107,16 +109,16 @@ class Memory:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were read and generated, including BOS."""
+        """The number of tokens that were read and generated, including BOS."""
         return int(self.state.count)
 
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
-        """Unnormalised logits of the next token."""
+        """The unnormalised logits of the next token, float32 [vocabulary]."""
         return np.asarray(self.state.logits[0])
 
     def save(self, path: StrPath) -> None:
-        """Writes an .npz file that `Model.load_memory` and --load_state can read.
+        """Writes the state to an .npz file that `Model.load_memory` and --load_state can read.
 
         Raises:
           OSError: the file cannot be written.
@@ -125,7 +127,7 @@ class Memory:
 
 
 class Text(Iterator[str]):
-    """Iterator over the pieces of a text while the model generates it."""
+    """An iterator that yields the pieces of a text (str) while the model generates the text."""
 
     def __init__(self, model: "Model", pieces: Iterator[str]):
         self._model, self._pieces = model, pieces
@@ -137,7 +139,11 @@ class Text(Iterator[str]):
 
     @property
     def memory(self) -> Memory:
-        """The state of the model after the pieces so far, including the generated ones."""
+        """The state of the model after the prompt and all pieces that were yielded so far.
+
+        Raises:
+          ConfigError: the model has read or generated another text meanwhile, or has no memory.
+        """
         self._check_turn()
         return Memory(self._model._held().snapshot(), self._model)
 
@@ -150,13 +156,13 @@ class Text(Iterator[str]):
 
 
 class Model:
-    """A trained model. Its programs are compiled at first use.
+    """A trained model, whose programs are compiled at first use.
 
     Attributes:
-      workdir: the directory of its run.
+      workdir: the directory of the run that trained the model.
       step: the training step of the checkpoint.
-      config: the config of its run, with the changes that were requested.
-      params: the parameters, jax arrays by name.
+      config: the config of the run, with the changes that were requested.
+      params: the parameters, a tree of jax arrays.
     """
 
     def __init__(self, loaded: saved_model.SavedModel):
@@ -166,7 +172,7 @@ class Model:
         self.step: int = loaded.step
         self.config: Config = loaded.config
         self.params: PyTree[Array] = loaded.params
-        self._text: Text | None = None  # The text that is being generated.
+        self._text: Text | None = None  # The model generates this text at present.
 
     def __repr__(self) -> str:
         return f"<{self._task.name} of {self.workdir}, step {self.step}>"
@@ -186,7 +192,11 @@ class Model:
 
         Args:
           prompt: the text to continue or to summarise.
-          how: see `stream`.
+          how: the other arguments of `stream`, by keyword.
+
+        Raises:
+          ConfigError: the model does not generate text, or not with these arguments.
+          DataError: there is neither a prompt nor a state, or the prompt is not valid text.
         """
         return "".join(self.stream(prompt, **how))
 
@@ -206,18 +216,21 @@ class Model:
     ) -> Text:
         """Returns an iterator over the pieces of the text that `generate` returns at once.
 
-        A new text ends the one before.
+        When a new text begins, the iterator of the previous text raises ConfigError.
 
         Args:
           prompt: text without NULs and without surrogates that lack their partner; a byte order
             mark at its start is removed.
-          state: the state to continue from; None starts without one.
-          max_tokens: the length of the text; None: 500, or Decoding.max_length of a summary.
+          state: the state from which the model continues; None starts without a state.
+          max_tokens: the number of tokens to generate; None means 500 for language models, and
+            Decoding.max_length for summarisers.
           seed: the seed of random sampling.
           beams: the number of beams of a search for the most probable text; None samples.
-          temperature: see `Sampling`; None takes the value of the config.
-          top_k: see `Sampling`; None takes the value of the config.
-          top_p: see `Sampling`; None takes the value of the config.
+          temperature: the divisor of the logits; 0 takes the most probable token.
+          top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.
+          top_p: only the most probable tokens whose probabilities add up to this value can be
+            drawn; 1 allows all tokens. If one of the last three arguments is None, the value of
+            the config's section Sampling is used.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.
@@ -241,7 +254,11 @@ class Model:
         return Text(self, self._writer(prompt, options))
 
     def read(self, text: str | Integer[np.ndarray, " T"], state: Memory | None = None) -> Memory:
-        """Returns the state after reading a text or token ids of any length.
+        """Returns the state after reading a text of any length.
+
+        Args:
+          text: the text, or token ids [T].
+          state: the state from which the model continues; None starts without a state.
 
         Raises:
           ConfigError: the model has no memory.
@@ -262,7 +279,12 @@ class Model:
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-        """Returns the bits of each token of a text, which is read as a document from its start.
+        """Returns the bits of each token of a text, float [T]: -log2 of the token's probability.
+
+        The model reads the text as a whole document.
+
+        Args:
+          text: the text, or token ids [T].
 
         Raises:
           ConfigError: the model is not a language model.
@@ -277,8 +299,8 @@ class Model:
         """Returns the sum of `token_bits` divided by the number of UTF-8 bytes of the text.
 
         Raises:
-          ConfigError: see `token_bits`.
-          DataError: see `token_bits`; also if the tokenizer does not keep every byte of the text.
+          ConfigError: the model is not a language model.
+          DataError: the text is empty or not valid text, or the tokenizer loses bytes of the text.
         """
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
@@ -287,9 +309,15 @@ class Model:
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:
-        """Returns the metrics of a split of the run's data; see `brt.evaluate --help`.
+        """Returns the metrics of a split of the run's data, by name.
 
-        Writes evaluations/ in the directory of the run, as the command does.
+        The metrics are also written to evaluations/ in the directory of the run, as by the command
+        brt.evaluate.
+
+        Args:
+          split: "train", "validation" or "test".
+          ablate: the part of the memory without which the model is evaluated again: "state",
+            "cache", "memory" or "both"; None for none.
 
         Raises:
           ConfigError: the model does not have the memory that `ablate` names.
@@ -307,7 +335,7 @@ class Model:
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Facts that a saved memory must share with the model that loads it."""
+        """What identifies the model: a saved memory can be loaded only if these facts are equal."""
         return {
             "step": self.step,
             "tokenizer": self.tokenizer.fingerprint,
@@ -350,7 +378,7 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            tokenizer: Any = self.tokenizer  # The tokenizer of a language model.
+            tokenizer: Any = self.tokenizer  # Tokenizers of language models can encode text.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
@@ -361,7 +389,7 @@ class Model:
 def _sampling(
     sampling: Sampling, beams: int | None, drawn: Mapping[str, float | None]
 ) -> Sampling | None:
-    """Returns `sampling` with the given values; None if no value is given."""
+    """Returns `sampling` with the values that are not None; None if all values are None."""
     values = {name: value for name, value in drawn.items() if value is not None}
     if beams is not None and beams < 1:
         raise ConfigError(f"beams={beams} must be above 0")

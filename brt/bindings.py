@@ -26,7 +26,7 @@ from brt.config_io import (
 from brt.errors import ConfigError
 from brt.macros import Binding, Macro, Source, check_defined, substituted
 
-COMMAND_LINE = "--gin_bindings"  # Origin of bindings on the command line.
+COMMAND_LINE = "--gin_bindings"  # Bindings on the command line have this origin.
 
 
 class Resolved(NamedTuple):
@@ -34,9 +34,10 @@ class Resolved(NamedTuple):
 
     Attributes:
       config: the config.
-      origins: for each `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
-      bound: the origins of settings that a file or the command line binds.
-      notes: sentences about settings that have another name now, do nothing, or were adjusted.
+      origins: the origin of the value of each `Section.field`, which is "default", "saved",
+        PATH:LINE, or "--gin_bindings".
+      bound: the origins of only those settings that a file or the command line binds.
+      notes: sentences about bound settings that have a new name, do nothing, or were adjusted.
     """
 
     config: Config
@@ -51,13 +52,15 @@ def resolve(
     """Returns the config that `sources` bind, starting from a saved config or from the defaults.
 
     Args:
-      sources: bindings by the key of their file.
+      sources: the bindings of each file and of the command line, by the source's key.
       base: the saved config; None starts from the defaults.
-      beside: a section that is not a part of configs and is ignored here; see `section`.
+      beside: the name of a section that is not a part of configs, such as "Sweep"; its bindings are
+        ignored. "" means that there is no such section.
 
     Raises:
-      ConfigError: an unknown name, a wrong type, an undefined or unused macro, a
-        duplicate, or settings that contradict each other. The sentence begins with file and line.
+      ConfigError: a name is unknown, a value has a wrong type, a macro is undefined or unused, a
+        name is bound twice, or settings contradict each other. The message begins with the file
+        and the line.
     """
     sources = {key: _without_removed(source) for key, source in sources.items()}
     task = _task(sources, base)
@@ -83,8 +86,13 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
 
     Field names and types of values are not checked.
 
+    Args:
+      sources: the bindings of each file and of the command line, by the source's key.
+      name: the name of the section.
+
     Raises:
-      ConfigError: an undefined macro or a duplicate. The sentence begins with file and line.
+      ConfigError: a macro is undefined, or a field is bound twice. The message begins with the file
+        and the line.
     """
     macros = _macros(sources)
     found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
@@ -98,7 +106,7 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
 
 
 def _without_removed(source: Source) -> Source:
-    """Returns the source without bindings of removed settings to the values that still hold.
+    """Returns the source without bindings that set a removed setting to what brt always does now.
 
     Raises:
       ConfigError: a removed setting has another value.
@@ -112,7 +120,7 @@ def _without_removed(source: Source) -> Source:
 def _with_current_names(
     sources: Mapping[str, Source],
 ) -> tuple[dict[str, Source], list[str]]:
-    """Replaces settings of earlier versions by what they are called now, with a sentence each."""
+    """Returns the sources with the present names of settings, and a sentence for each renaming."""
     notes: dict[str, str] = {}
 
     def current(binding: Binding) -> list[Binding]:
@@ -134,7 +142,7 @@ def _with_current_names(
 
 
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
-    """Returns the name of the task that the sources bind, which may not exist."""
+    """Returns the name of the task that the sources bind. There may be no task of this name."""
     name = "Training.task"
     bound = {key: [b for b in own.bindings if b.name == name] for key, own in sources.items()}
     winner = _winners(bound, _below(sources)).get(name)
@@ -221,7 +229,12 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
 def _winners(
     bindings: Mapping[str, list[Binding]], below: Mapping[str, set[str]]
 ) -> dict[str, Binding]:
-    """Returns the binding of each name that no other one overrides; refuses contradictions."""
+    """Returns, for each name, the binding that no other one overrides; refuses contradictions.
+
+    Args:
+      bindings: the bindings of each source, by the source's key.
+      below: the keys of the sources that each source includes, at any depth; it overrides them.
+    """
     candidates: dict[str, dict[str, Binding]] = {}
     for key, own in bindings.items():
         for binding in own:
@@ -287,7 +300,7 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
 
 
 def _value_for(task: str, binding: Binding) -> Any:
-    """Returns the value of a binding, which must be one that runs of this task may have."""
+    """Returns the checked value of a binding; raises ConfigError if the task does not allow it."""
     try:
         return checked_value(binding.name, binding.value, task)
     except ConfigError as error:
@@ -320,8 +333,9 @@ def _shorten_warmup(
 ) -> str:
     """Shortens the warm-up to a tenth of the steps if the command line asks for a short trial.
 
-    This happens only if --gin_bindings sets the steps and not the warm-up: a file must be
-    consistent by itself.
+    This happens only if --gin_bindings sets the steps and not the warm-up, because a file must be
+    consistent by itself. The function changes `values` and `origins`, and returns a sentence about
+    the change, or "" without a change.
     """
     steps, name = values["Training"].get("steps", 0), "Optimizer.warmup_steps"
     chosen = values["Optimizer"]

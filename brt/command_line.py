@@ -1,4 +1,4 @@
-"""Flags, exit codes, and how errors are shown."""
+"""Parses the flags of commands, shows errors, and determines the exit code."""
 
 import argparse
 import contextlib
@@ -29,8 +29,9 @@ _OUT_OF_MEMORY = (
 
 class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns the parsed flags; `--gin.NAME=VALUE` is short for `--gin_bindings='NAME =
-        VALUE'`.
+        """Returns the parsed flags, after executing the files of --import.
+
+        `--gin.NAME=VALUE` is read as `--gin_bindings='NAME=VALUE'`.
         """
         arguments = sys.argv[1:] if args is None else args
         arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
@@ -63,14 +64,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _field(name: str) -> str | None:
-    """Returns `Training.steps` for `steps`; the first section with such a field is chosen."""
+    """Returns the full name of a field, such as `Training.steps` for `steps`; None if unknown.
+
+    If several sections have such a field, the first section is chosen.
+    """
     _register_kinds()
     sections = ("Training", "Optimizer", *section_types())
     return next((full for s in sections if (full := f"{s}.{name}") in field_types()), None)
 
 
 def _literal(field: str, value: str) -> str:
-    """Writes the value of a flag as in a .gin file; "..." if there is no value."""
+    """Returns the value of a flag as a .gin file writes it; "..." if there is no value."""
     kind = field_types()[field]
     text = kind is str or typing.get_origin(kind) in (Literal, tuple)
     return (
@@ -161,14 +165,15 @@ def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None)
 def variants(
     args: argparse.Namespace, section: str
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
-    """Returns what a sweep needs: the bindings of its section, and a function that returns configs.
+    """Returns the bindings of a section by field, and a function that returns the config of a run.
 
-    The function maps further bindings, which override the files, and paths of further files, which
-    the files override as if they included them, to the config of one run.
+    A sweep needs both. The function has two arguments: further bindings, which override the files
+    of --gin_file, and paths of further files. It treats these paths as if the files of --gin_file
+    included them.
 
     Args:
       args: the parsed flags.
-      section: the name of the section, such as "Sweep".
+      section: the name of the section that is not a part of configs, such as "Sweep".
 
     Raises:
       ConfigError: a file or flag is not valid.
@@ -178,7 +183,7 @@ def variants(
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
-        """Returns the config with further bindings and with included files."""
+        """Returns the config with further bindings and further included files."""
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:
             if name in fixed:
@@ -224,7 +229,7 @@ def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
 
     def as_flag(match: re.Match) -> str:
-        """Returns the flag that replaces a setting in an error."""
+        """Returns the flag, with its value if there is one, that replaces a match in an error."""
         value = match[2] or match[3]
         return flags[match[1]] + (f"={value}" if value else "")
 
@@ -268,7 +273,7 @@ def main(
     except BrokenPipeError:
         if not output.reader_is_gone():
             raise
-        code = 128 + 13  # The exit code that shells report for SIGPIPE.
+        code = 128 + 13  # Shells report this exit code if SIGPIPE ends a process.
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
             code = _say(f"error: {durable.sentence(error)}", CheckpointError.exit_code)

@@ -23,9 +23,10 @@ from brt.redaction import redacted
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns the section with this name; a section that the config lacks has its defaults.
+    """Returns the section of a config by its name.
 
-    A config lacks the sections of kinds of layers that the model does not have.
+    A config lacks the sections of kinds of layers that the model does not have. For these kinds,
+    the section with all defaults is returned.
     """
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
@@ -33,7 +34,7 @@ def section_of(config: Config, name: str) -> Any:
 
 
 def has_section(config: Config, name: str) -> bool:
-    """Returns False for sections of kinds of layers that the model does not have."""
+    """Returns True unless the section is for a kind of layers that the config's model lacks."""
     return name in SECTIONS or any(type(own).__name__ == name for own in config.model.kinds)
 
 
@@ -42,7 +43,7 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
 
     Args:
       values: checked values by section and field.
-      base: the config to start from.
+      base: the config whose settings are replaced; None replaces settings of the default config.
 
     Raises:
       ConfigError: settings contradict each other.
@@ -70,7 +71,13 @@ def config_text(config: Config) -> str:
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns `config_text` in columns, with the origin and documentation of every value."""
+    """Returns a gin file that binds every setting, with comments on each value.
+
+    Args:
+      config: the config.
+      origins: the origin of each `Section.field`; it becomes a comment, followed by the
+        documentation of the setting.
+    """
     comments = _field_comments()
     values = {name: repr(value) for name, value in _used_values(config).items()}
     name_width = max(map(len, values))
@@ -133,7 +140,7 @@ def earlier_model_settings(saved: Any, config: Config) -> dict[str, Any]:
 
 
 def saved_json(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns `config_json` without passwords and keys, for files that others may read."""
+    """Returns `config_json` with *** for passwords and keys, for files that others may read."""
     return redacted(config_json(config))
 
 
@@ -143,7 +150,7 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
     Settings of earlier versions are read under their present names.
 
     Raises:
-      ConfigError: a name that no section has, a wrong type, or settings that contradict each other.
+      ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.
     """
     values: dict[str, dict[str, Any]] = {}
     for section, fields in without_removed(saved).items():
@@ -162,7 +169,7 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
 
 
 def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the present fields of a saved field with its checked value."""
+    """Yields (name, checked value) of each present field that replaces a saved field."""
     if name in REMOVED:
         raise ConfigError(f"the saved config has {refusal(name, value)}")
     for current in RENAMED.get(name, (name,)):
@@ -172,9 +179,9 @@ def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def to_read_with(config: Config) -> Config:
-    """Returns the config of a run for commands that only read the run, which may be a stranger's.
+    """Returns the config of a run for commands that only read the run.
 
-    Settings that say where to write have their defaults.
+    Somebody else may have made the run, so settings that say where to write have their defaults.
     """
     usual = {
         name: {f: getattr(cls, f) for f, said in settings(cls).items() if said.path == "written"}
@@ -185,7 +192,10 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of every setting that differs, ignoring secrets."""
+    """Returns (name, old value, new value) of every setting that differs.
+
+    Secrets are replaced by *** before the comparison, so they do not count as differences.
+    """
     before, after = redacted(config_values(old)), redacted(config_values(new))
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
@@ -193,8 +203,8 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 def config_values(config: Config) -> dict[str, Any]:
     """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections.
 
-    Kinds of layers that the model does not have are there with their defaults, and so are settings
-    that the sections of the run's task do not have.
+    Settings of kinds of layers that the model does not have are included with their defaults, and
+    so are settings that runs of this task do not have.
     """
     fields = {name: task_field(name, config.training.task) for name in field_types()}
     return {name: _value(config, own) if own else default_of(name) for name, own in fields.items()}
@@ -206,8 +216,10 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _used_values(config: Config) -> dict[str, Any]:
-    """Returns `config_values` without the kinds of layers that the model does not have, and without
-    settings that the sections of the run's task do not have.
+    """Returns `config_values` without settings that the run does not use.
+
+    These are settings of kinds of layers that the model does not have, and settings that runs of
+    this task do not have.
     """
     return {
         name: value
@@ -222,7 +234,8 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     Args:
       name: the name of the setting in .gin files.
       value: the value to check.
-      task: the task whose runs may have the value; None: any task.
+      task: the name of the task whose runs must allow the value; None accepts a value that runs of
+        any task allow.
 
     Raises:
       ConfigError: the value has another type.
@@ -232,14 +245,20 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
 
 
 def checked_field(name: str, value: Any) -> Any:
-    """Returns `value` converted to the type of a field ("Seq2Seq.dropout"); raises as
-    `checked_value`.
+    """Returns `value` converted to the type of a field of a config's section.
+
+    Args:
+      name: the name of the field, such as "Seq2Seq.dropout"; .gin files may use another name.
+      value: the value to check.
+
+    Raises:
+      ConfigError: the value has another type.
     """
     return _checked(public_name(name), own_types()[name], value)
 
 
 def unknown_name(name: str) -> str:
-    """Returns a phrase about an unknown section or field, with the most similar existing name."""
+    """Returns a phrase which says that a section or field is unknown and which name is similar."""
     section, _, field = name.partition(".")
     if name in REMOVED:
         return f"no field {name!r} any more; {REMOVED[name].now}"
@@ -264,9 +283,9 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `wrong`, ignoring case, or None.
+    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is.
 
-    Known names with which the wrong name ends are preferred.
+    Known names with which `wrong` ends, after an underscore, are preferred.
     """
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
@@ -275,7 +294,10 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def configs_directory() -> Path:
-    """Returns the directory of brt's .gin files: in an installed package or next to a checkout."""
+    """Returns the directory of brt's .gin files.
+
+    It is a part of an installed package, but stands next to the package in a checkout.
+    """
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -286,11 +308,11 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
 
     Args:
       path: the path of the file.
-      asked: how the user named the file, the beginning of an error message.
-      beside: the directory of the including file.
+      asked: how the user named the file; the error message begins with this text.
+      beside: the directory of the file that includes this file; None if no file includes it.
 
     Raises:
-      ConfigError: none of them has the file; the sentence begins with `asked`.
+      ConfigError: none of these directories has the file.
     """
     packaged = Path(path)
     if packaged.parts[:1] == ("configs",):
@@ -308,7 +330,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """Returns a path for messages, relative to the current directory if it is below it."""
+    """Returns a path for messages; paths below the current directory become relative to it."""
     absolute = Path(os.path.abspath(path))
     return str(
         absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
@@ -316,7 +338,7 @@ def shown_path(path: Path) -> str:
 
 
 def _field_comments() -> dict[str, str]:
-    """Returns the comments next to or above each field."""
+    """Returns the comments in the source next to or above each field, by `Section.field`."""
     comments = {}
     for section, cls in section_types().items():
         source = inspect.getsource(cls)

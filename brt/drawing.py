@@ -1,4 +1,4 @@
-"""The style of plots, and functions that draw the metrics of a run."""
+"""Creates plots in one style, and draws the metrics of runs."""
 
 import io
 import logging
@@ -13,12 +13,17 @@ from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 # Matplotlib reports that it builds its font cache, which does not concern users of brt.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-_COLORS = 10  # Number of colours in Matplotlib's default cycle.
-_MOST_INSIDE = 5  # Largest number of lines whose legend fits inside the axes.
+_COLORS = 10  # Matplotlib's default cycle has this number of colours.
+_MOST_INSIDE = 5  # A legend of at most this many lines fits inside the axes.
 
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with `rows` panels that share their x axis; `height` is in inches."""
+    """Returns a figure, and its panels, which stand below each other and share their x axis.
+
+    Args:
+      rows: the number of panels.
+      height: the height of the figure in inches; None chooses it by the number of panels.
+    """
     figure = Figure(figsize=(8, height or 3.2 + 1.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
     for panel in axes:
@@ -33,6 +38,10 @@ def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figu
 
     The legend lists the lines in descending order of their sums. It stands beside the plot when
     there are many lines.
+
+    Args:
+      lines: the percentage at each distance, by the name of the line.
+      ylabel: the label of the y axis.
     """
     figure, (axes,) = new_figure(1)
     best_first = sorted(lines.items(), key=lambda line: -sum(line[1].values()))
@@ -73,13 +82,14 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two arrays, the number of tokens and the value of a tag at each step with the tag.
+    """Returns the number of training tokens and the value of a metric, float arrays [records].
 
-    The number of tokens is interpolated for steps that did not record it.
+    Only records with the metric count. If a record lacks the number of tokens, the number is
+    interpolated.
 
     Args:
       records: the records of metrics.jsonl.
-      tag: name of a metric.
+      tag: the name of the metric.
     """
     counted = [r for r in records if r.get("data/tokens") is not None]
     tagged = [r for r in records if r.get(tag) is not None]
@@ -92,7 +102,10 @@ def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns an exponential moving average over about 1/40 of the values, without initial bias."""
+    """Returns the exponential moving average of values [N] at each value, float [N].
+
+    The average extends over about 1/40 of the values, and is corrected for its start at 0.
+    """
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0
     smooth = []

@@ -22,9 +22,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-_NEARLY = 0.01  # A disk with a smaller share of free inodes counts as full.
-_FEW_FILES = 32  # Smallest number of files of a checkpoint; a failed save deletes some of them.
-_MUCH = 0.1  # If a larger share is free, not the disk but a quota must be full.
+_FULL_SHARE = 0.01  # A disk with a smaller share of free inodes counts as full.
+# A checkpoint has at least this number of files, some of which a failed save deletes again.
+_FEW_FILES = 32
+_FREE_SHARE = 0.1  # If a larger share of the disk is free, a quota must be used up.
 
 
 def is_full(error: BaseException) -> bool:
@@ -48,11 +49,11 @@ def remedy(error: BaseException) -> str:
 
 
 def shortage(directory: Path, error: BaseException) -> str:
-    """Returns the name of the resource that is used up: bytes, inodes or a quota.
+    """Returns a phrase that says which resource is used up: bytes, inodes or a quota.
 
     Args:
       directory: the directory that cannot be written.
-      error: an error that the disk is full.
+      error: an error for which `is_full` is True.
     """
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
@@ -62,20 +63,28 @@ def shortage(directory: Path, error: BaseException) -> str:
         return "the disk is full"
     bytes_left = status.f_bavail / max(status.f_blocks, 1)
     files_left = status.f_favail / status.f_files if status.f_files else 1.0
-    few = status.f_favail < max(_FEW_FILES, _NEARLY * status.f_files)
+    few = status.f_favail < max(_FEW_FILES, _FULL_SHARE * status.f_files)
     if few and files_left < bytes_left:
         return "no inodes are left for more files on the disk"
     return "the disk is full"
 
 
 def free_space(directory: Path, error: BaseException) -> str:
-    """Returns a phrase that says how much space is free, and whether a quota may be used up."""
+    """Returns a phrase that says how much space is free, and whether a quota may be used up.
+
+    Args:
+      directory: the directory that cannot be written.
+      error: an error for which `is_full` is True.
+    """
     try:
         status = os.statvfs(nearest_existing(directory))
     except OSError:
         return "nothing says how much is free"
     free = f"{size(status.f_bavail * status.f_frsize)} were free"
-    much = status.f_bavail > _MUCH * status.f_blocks and status.f_favail > _MUCH * status.f_files
+    much = (
+        status.f_bavail > _FREE_SHARE * status.f_blocks
+        and status.f_favail > _FREE_SHARE * status.f_files
+    )
     quota = getattr(error, "errno", None) == errno.EDQUOT
     return f"perhaps a quota is used up, for {free}" if much and not quota else free
 
@@ -97,22 +106,32 @@ def nearest_existing(path: Path) -> Path:
 
 
 def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
-    """Replaces a file atomically; raises the same errors as `replacing`."""
+    """Replaces the content of a file atomically, or creates the file.
+
+    Args:
+      path: the file.
+      content: the new content.
+      below: a directory below which no part of `path` may be a symbolic link; None stands for the
+        directory of `path`.
+
+    Raises:
+      OSError: the file cannot be written; ELOOP if a part of `path` is a symbolic link.
+    """
     with replacing(path, below=below) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> Iterator[BinaryIO]:
-    """Context that yields a new file, which replaces `path` if the block succeeds.
+    """Context that yields a new file for bytes, which replaces `path` if the block succeeds.
 
     If the block fails, the new file is deleted.
 
     Args:
-      path: the file; an existing file's permissions are kept.
-      below: a directory below which no part of `path` may be a symbolic link; None: the directory
-        of `path`.
-      synced: True waits until the file and its name are on the disk.
+      path: the path of the file; the permissions of an existing file are kept.
+      below: a directory below which no part of `path` may be a symbolic link; None stands for the
+        directory of `path`.
+      synced: True waits until the content and the name of the file are on the disk.
 
     Raises:
       OSError: the file cannot be written; ELOOP if a part of `path` is a symbolic link.
@@ -139,10 +158,13 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
 
 @contextlib.contextmanager
 def named_by_user(path: Path) -> Iterator[BinaryIO]:
-    """Context that yields a file for writing that the user named; raises as `replacing` does.
+    """Context that yields a file for writing bytes to a path that the user named.
 
-    A regular file, or the target of a link, is replaced as `replacing` does it. Anything else, such
-    as a FIFO, a device or standard output, is written directly.
+    A new or regular file, or the target of a link, is replaced at the end, as by `replacing`.
+    Anything else, such as a FIFO, a device or standard output, is written directly.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     descriptor = _stream(path)
     if descriptor is None:
@@ -159,13 +181,14 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
-    """Returns a regular file that is opened for changes, like `open`; text is UTF-8.
+    """Opens a regular file for changes and returns it, like Python's `open`; text is UTF-8.
 
     Args:
-      path: the file.
-      mode: see `open`.
-      below: see `replacing`.
-      buffering: see `open`.
+      path: the path of the file.
+      mode: the mode, as for Python's `open`.
+      below: a directory below which no part of `path` may be a symbolic link; None stands for the
+        directory of `path`.
+      buffering: the size of the buffer, as for Python's `open`.
 
     Raises:
       OSError: the file cannot be opened, a part of `path` is a link, or it is not a regular file.
@@ -188,12 +211,16 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 
 @contextlib.contextmanager
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
-    """Context that opens a directory and yields its file descriptor; raises as `replacing` does.
+    """Context that opens a directory and yields its file descriptor.
 
     Args:
-      path: the directory.
-      below: see `replacing`; this directory must exist.
+      path: the path of the directory.
+      below: an existing directory below which no part of `path` may be a symbolic link; None stands
+        for `path` itself.
       make: True creates directories that are missing below `below`.
+
+    Raises:
+      OSError: the directory cannot be opened; ELOOP if a part of `path` is a symbolic link.
     """
     at = below or path
     with contextlib.ExitStack() as stack:
@@ -220,9 +247,10 @@ def partial_files(directory: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary files in a directory that no process is writing, as far as possible."""
+    """Deletes the temporary files in a directory that no process is writing; ignores OSErrors."""
     for path in partial_files(directory):
-        # The file may be in use, belong to another user, be a link, or no longer exist.
+        # An OSError is no problem: the file may be in use, belong to another user, be a link, or no
+        # longer exist.
         with contextlib.suppress(OSError), open_file(path, "r+b") as file:
             if locks.acquire(file):
                 path.unlink()
@@ -244,7 +272,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file to the disk; for a directory, the names that were added or removed."""
+    """Flushes a file to the disk, or the added and removed names if the path is a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -266,7 +294,11 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """Returns the status of `path` in a directory; None if it is missing; OSError for a link."""
+    """Returns the status of a file in an open directory; None if the file does not exist.
+
+    Raises:
+      OSError: the file is a symbolic link.
+    """
     try:
         status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
@@ -277,7 +309,7 @@ def _found(path: Path, place: int) -> os.stat_result | None:
 
 
 def _make(path: Path, place: int, *, last: bool) -> None:
-    """Creates a directory if it is missing; FileExistsError if the last one is a file."""
+    """Creates a directory unless it exists; raises FileExistsError if the last one is a file."""
     try:
         os.mkdir(path.name, dir_fd=place)
     except FileExistsError:
@@ -287,7 +319,10 @@ def _make(path: Path, place: int, *, last: bool) -> None:
 
 
 def _stream(path: Path) -> int | None:
-    """Opens what is not a regular file, or is a standard stream; None for other files."""
+    """Opens a path that must be written directly, and returns its descriptor; otherwise None.
+
+    These are paths of standard streams, FIFOs and devices.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Errors that end a command with one sentence and an exit code.
+"""Defines the errors that end a command with one sentence and an exit code.
 
 Any other exception is a bug in brt and is shown with its traceback.
 """
@@ -10,9 +10,13 @@ from brt.formatting import printable
 
 
 class BrtError(Exception):
-    """Base class of errors for users; `exit_code` is the exit code of the command.
+    """The base class of errors for users.
 
-    The text is one line of printable characters, even if it quotes several lines of a library.
+    The text of an error is one line of printable characters, even if it quotes several lines of a
+    library.
+
+    Attributes:
+      exit_code: the exit code of a command that the error ends.
     """
 
     exit_code = 1
@@ -22,39 +26,37 @@ class BrtError(Exception):
 
 
 class ConfigError(BrtError, ValueError):
-    """The error that a flag, a setting, or a combination of settings is not valid."""
+    """An error which says that a flag, a setting, or a combination of settings is not valid."""
 
     exit_code = 2
 
 
 class UnsupportedError(BrtError, NotImplementedError):
-    """The error that an operation has no such implementation, or that it cannot handle these
-    inputs.
-    """
+    """An error which says that an operation lacks an implementation for the requested inputs."""
 
     exit_code = 2
 
 
 class DataError(BrtError, ValueError):
-    """The error that data cannot be read: a document, prepared data, or a tokenizer."""
+    """An error which says that a document, prepared data, or a tokenizer cannot be read."""
 
     exit_code = 3
 
 
 class CheckpointError(BrtError):
-    """The error that a checkpoint is missing, damaged or of another run, or that a save failed."""
+    """An error which says that a checkpoint is missing, damaged, of another run, or not saved."""
 
     exit_code = 4
 
 
 class NonFiniteError(BrtError):
-    """The error that the loss or a gradient became NaN or infinite, or that the loss jumped."""
+    """An error which says that the loss jumped, or that it or a gradient is NaN or infinite."""
 
     exit_code = 5
 
 
 class Preempted(BrtError):
-    """The error that SIGTERM or Ctrl-C ended the run; all finished work is saved.
+    """An error which says that SIGTERM or Ctrl-C ended the run; all finished work is saved.
 
     The same command continues the run.
     """
@@ -63,7 +65,7 @@ class Preempted(BrtError):
 
 
 class PeerError(Preempted):
-    """The error that another process of the run has ended; all saved work is complete.
+    """An error which says that another process of the run has ended; all saved work is complete.
 
     The same command continues the run.
     """
@@ -71,7 +73,10 @@ class PeerError(Preempted):
 
 @contextlib.contextmanager
 def closing(close: Callable[[], object]) -> Iterator[None]:
-    """Context that calls `close` at its end; if both fail, the error of the block is raised."""
+    """Context that calls `close` when its block ends.
+
+    If the block raises an exception, OSErrors and BrtErrors of `close` are ignored.
+    """
     try:
         yield
     except BaseException:

@@ -29,11 +29,11 @@ def main(args: argparse.Namespace) -> None:
     from brt.training.start import saved_model
 
     with processes.explained():
-        workdir, found, config = saved_model.load_config(Path(args.workdir), args.step)
+        workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
         config = command_line.resolve(args, base=config).config
-        model = saved_model.load(workdir, found, config)
+        model = saved_model.load(workdir, checkpoint, config)
         evaluated = job.evaluate(
-            model, args.split, args.ablate, lambda found: print(printable(found.text), flush=True)
+            model, args.split, args.ablate, lambda result: print(printable(result.text), flush=True)
         )
         processes.wait_for_all("end")
     if args.json and processes.is_first():
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Evaluates checkpoints until training ends; if stopped, the same command continues."""
+    """Evaluates checkpoints until training ends. If it is stopped, the same command continues."""
     from brt.evaluation import follow
     from brt.training.workdir import Workdir
 
@@ -57,10 +57,10 @@ def _follow(args: argparse.Namespace) -> None:
     config = follow.wait_for_config(workdir.path, waiter)
     config = command_line.resolve(args, base=config).config
     follower = follow.Follower(workdir, config, args.split, args.ablate, say)
-    for found in follower.reports(waiter):
-        print(found.line, flush=True)
+    for evaluated in follower.reports(waiter):
+        print(evaluated.line, flush=True)
         if args.json:
-            command_line.write_json(args.json, found.report, args.workdir)
+            command_line.write_json(args.json, evaluated.report, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:

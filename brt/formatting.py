@@ -5,7 +5,7 @@ from typing import Any
 
 
 def short(number: float | int) -> str:
-    """Formats a number with a unit prefix: 950, 41.2k, 3.1M."""
+    """Returns a number with a unit prefix, such as 950, 41.2k or 3.1M."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.1f}{unit}"
@@ -13,7 +13,7 @@ def short(number: float | int) -> str:
 
 
 def size(count: int) -> str:
-    """Formats a number of bytes: 12 bytes, 65.9 MB."""
+    """Returns a number of bytes with its unit, such as "12 bytes" or "65.9 MB"."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
@@ -21,12 +21,17 @@ def size(count: int) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Formats a count with its noun: 1 document, 1,200 documents."""
+    """Returns a count with its noun, such as "1 document" or "1,200 documents".
+
+    Args:
+      count: the number.
+      thing: the noun in the singular; its plural must end in -s.
+    """
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def printable(text: str) -> str:
-    """Escapes characters that could control a terminal, as in \\x1b.
+    """Returns a text in which characters that could control a terminal are escaped, as in \\x1b.
 
     Line ends and tabs are kept.
     """
@@ -36,13 +41,13 @@ def printable(text: str) -> str:
 
 
 def clock(seconds: float | int) -> str:
-    """Formats seconds as 1:20 or 2:05:09."""
+    """Returns a number of seconds as minutes and seconds (1:20), or with hours (2:05:09)."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def finite(content: Any) -> Any:
-    """Converts a value to JSON: arrays become lists, and numbers that are not finite null."""
+    """Returns a value as JSON. Arrays become lists, and numbers that are not finite become None."""
     text = json.dumps(content, default=lambda array: array.tolist())
     return json.loads(text, parse_constant=lambda name: None)

@@ -20,7 +20,8 @@ from brt.data.walk import File
 from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
 
-HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # Arguments of Model.stream.
+# These flags have the names of the arguments of `Model.stream` to which they are passed.
+HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -31,9 +32,9 @@ def main(args: argparse.Namespace) -> None:
     from brt import api
     from brt.training.start import saved_model
 
-    workdir, found, config = saved_model.load_config(Path(args.workdir), args.step)
+    workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
-    model = api.Model(saved_model.load(workdir, found, config))
+    model = api.Model(saved_model.load(workdir, checkpoint, config))
     with command_line.errors_naming({f"{name}=": f"--{name}=" for name in HOW}):
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(
@@ -53,7 +54,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
-    """Returns the text to continue, read like a document; see `brt.data.plain_text`.
+    """Returns the prompt, from the flag --prompt or from a file, decoded like a document.
+
+    Args:
+      prompt: the value of --prompt, or None.
+      file: the value of --prompt_file, or None; "-" stands for the standard input.
+      resumed: True if a state is loaded, so that the prompt may be empty.
 
     Raises:
       DataError: the text is empty and no state is loaded, or the file cannot be read.
@@ -61,9 +67,10 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     if file:
         name = "the standard input" if file == "-" else file
         data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
-        found = contents.without_containers(name, data)
-        prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, found)))
-    elif prompt and re.search("[\udc80-\udcff]", prompt):  # The locale cannot decode some bytes.
+        unpacked = contents.without_containers(name, data)
+        prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, unpacked)))
+    # Python represents bytes that the locale cannot decode by these characters.
+    elif prompt and re.search("[\udc80-\udcff]", prompt):
         prompt = plain_text.decoded("--prompt", os.fsencode(prompt))
     else:
         prompt = plain_text.checked("--prompt", prompt or "")

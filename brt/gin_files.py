@@ -1,7 +1,8 @@
-"""Reads .gin files and gin bindings as data. The only file that imports gin, for its grammar.
+"""Reads .gin files and gin bindings as data, with the grammar of the package gin.
 
-Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, and
-`include 'path'`. Nothing in them is imported or called. brt/bindings.py gives them meaning.
+No other module imports gin. A file consists of bindings `Section.field = value`, of macros
+`NAME = value` that other values use as `%NAME`, and of `include 'path'`. Nothing in a file is
+imported or called. brt/bindings.py computes the config that the bindings describe.
 """
 
 import re
@@ -18,9 +19,10 @@ from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
 from brt.macros import DEEPEST, MOST_STRINGS, Binding, Macro, Source
 
-_SHOWN = 100  # Number of characters of a text that an error quotes.
-LARGEST_FILE = 1 << 17  # Largest size of a .gin file in bytes.
-_ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)  # Tokens between adjacent strings.
+_MOST_QUOTED = 100  # Errors quote at most this many characters of a text.
+LARGEST_FILE = 1 << 17  # A .gin file has at most this many bytes.
+# Only these tokens may stand between strings that Python concatenates.
+_ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
 def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
@@ -33,7 +35,7 @@ def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source
       texts: the values of --gin_bindings.
 
     Raises:
-      ConfigError: anything in a file or flag that is not understood.
+      ConfigError: a file or flag contains something that brt does not understand.
     """
     sources = {COMMAND_LINE: Source([], [])}
     for file in files:
@@ -51,7 +53,10 @@ def read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]
     Args:
       path: the file.
       sources: the sources that were read before; files among them are not read again.
-      including: keys of the files that include this one, so that cycles are refused.
+      including: the keys of the files that include this one; a cycle is refused.
+
+    Raises:
+      ConfigError: the file cannot be read, or contains something that brt does not understand.
     """
     key, shown = str(path.resolve()), shown_path(path)
     if key in including:
@@ -103,10 +108,10 @@ def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
 
 
 class _Grammar(config_parser.ConfigParser):
-    """Gin's grammar, with limits, and refusing dictionaries that have a key twice."""
+    """A parser of gin's grammar with limits, which refuses dictionaries that have a key twice."""
 
     _keys: set[Any] = set()
-    _depth = _strings = 0  # Nesting of brackets, and number of adjacent strings.
+    _depth = _strings = 0  # `_depth` counts open brackets, `_strings` adjacent strings.
 
     def _advance_one_token(self) -> None:
         super()._advance_one_token()
@@ -138,7 +143,7 @@ class _Values(config_parser.ParserDelegate):
         self.references: list[str] = []
 
     def configurable_reference(self, name: str, evaluate: bool) -> None:
-        """Collects a reference (@name), which brt refuses."""
+        """Adds a reference (@name) to `references`."""
         self.references.append(f"@{name}{'()' if evaluate else ''}")
 
     def macro(self, name: str) -> Macro:
@@ -147,10 +152,10 @@ class _Values(config_parser.ParserDelegate):
 
 
 def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
-    """Yields the statements of gin's grammar, each with its origin."""
+    """Yields the statements of a text in gin's grammar, each with its origin."""
 
     def origin(line: int | None) -> str:
-        """Returns the file and line of a statement."""
+        """Returns the origin of the statement in a line, such as "a.gin:3"."""
         return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
 
     if (nul := text.find("\0")) >= 0:  # Python's tokenizer accepts NULs.
@@ -177,10 +182,10 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
 
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
-    if found := re.search("Failed to parse token '(.*)'", message):
-        word = found[1][:_SHOWN]
+    if match := re.search("Failed to parse token '(.*)'", message):
+        word = match[1][:_MOST_QUOTED]
         reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
     else:
-        reason = " ".join(message.split())[:_SHOWN].rstrip(".")
-    quoted = f" {line.strip()[:_SHOWN]!r}" if line else " it"
+        reason = " ".join(message.split())[:_MOST_QUOTED].rstrip(".")
+    quoted = f" {line.strip()[:_MOST_QUOTED]!r}" if line else " it"
     return f"cannot read{quoted}: {reason}"

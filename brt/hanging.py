@@ -1,4 +1,4 @@
-"""Threads that cannot be stopped, and how a process that has such threads ends."""
+"""Ends a process even if some of its threads cannot be stopped."""
 
 import os
 import sys
@@ -9,11 +9,11 @@ _hanging: list[threading.Thread] = []
 
 
 def join(thread: threading.Thread, seconds: int | float) -> None:
-    """Waits until a daemon thread ends; `leave` takes care of it if it does not end in time.
+    """Waits until a daemon thread ends, or remembers the thread for `leave` if the time is over.
 
     Args:
       thread: the thread, which has been asked to end.
-      seconds: how long to wait.
+      seconds: the maximum time to wait.
     """
     thread.join(seconds)
     if thread.is_alive():
@@ -21,17 +21,18 @@ def join(thread: threading.Thread, seconds: int | float) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exits with a code.
+    """Ends the process with an exit code.
 
     A thread that waits in C++ code, for example for a process that is gone, may return while
     Python shuts down. Python then ends the thread in a way that aborts the whole process, with
-    exit code 134. If there is such a thread, the process therefore ends without that shutdown.
+    exit code 134. If a thread for which `join` has waited is still alive, this function therefore
+    ends the process without shutting down Python.
 
     Args:
       code: the exit code.
 
     Raises:
-      SystemExit: no thread hangs.
+      SystemExit: no such thread is alive, so that Python can shut down.
     """
     if any(thread.is_alive() for thread in _hanging):
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the parts of the description of a run that the flags request."""
+    """Prints the description of a run, or the results of the checks that the flags request."""
     if not args.workdir:
         raise ConfigError("--workdir names the run to show; give its directory")
     requested = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]
@@ -41,17 +41,17 @@ def main(args: argparse.Namespace) -> None:
     if args.data:
         command_line.print_figures(inspection.verify_data(workdir), args.json, args.workdir)
         return
-    found = inspection.survey(workdir, args.step)
+    description = inspection.survey(workdir, args.step)
     if not args.state_hash:
-        print(printable(inspection.text(found)), flush=True)
+        print(printable(inspection.text(description)), flush=True)
     try:
-        inspection.check(found, args.step)
+        inspection.check(description, args.step)
         if args.state_hash:
-            found = inspection.add_state_hash(workdir, found, args.step)
-            print(found["state_hash"])
+            description = inspection.add_state_hash(workdir, description, args.step)
+            print(description["state_hash"])
     finally:
         if args.json:
-            command_line.write_json(args.json, found, args.workdir)
+            command_line.write_json(args.json, description, args.workdir)
 
 
 def _probe(args: argparse.Namespace) -> None:
@@ -64,9 +64,9 @@ def _probe(args: argparse.Namespace) -> None:
     config = command_line.resolve(args, base=config).config
     model = saved_model.load(workdir, checkpoint, config)
     show = functools.partial(print, flush=True)
-    found = job.inspect(model, args.split or "validation", args.tokens, show)
+    results = job.inspect(model, args.split or "validation", args.tokens, show)
     if args.json:
-        command_line.write_json(args.json, found, args.workdir)
+        command_line.write_json(args.json, results, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:

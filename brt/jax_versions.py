@@ -1,6 +1,6 @@
-"""Differences between the versions of jax and of its compilers that brt supports.
+"""Handles all differences between the versions of jax and its compilers that brt supports.
 
-All such differences are handled here and nowhere else. Importing this module does not import jax.
+Importing this module does not import jax.
 """
 
 import contextlib
@@ -9,16 +9,22 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
-# Options that let the TPU compiler take short cuts. The libtpu of jax 0.12 has dropped both
-# options, and refuses unknown ones. Its effort levels are no substitute: at the lowest level,
-# compilation took as long as before, and the peak memory of a small model grew by three quarters.
+# With the options in LOW_EFFORT the TPU compiler takes short cuts. The libtpu of jax 0.12 has
+# dropped both options, and refuses unknown ones. Its new effort levels are no substitute: at the
+# lowest level, compilation takes as long as at full effort, and the peak memory of a small model
+# grows by three quarters.
 LOW_EFFORT: Mapping[str, float] = MappingProxyType(
     {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 )
 
 
 def unknown_option(error: Exception, options: Mapping[str, object]) -> str | None:
-    """Returns the option that a compiler refused as unknown; None if the error is another one."""
+    """Returns the name of the option that a compiler refused as unknown; None for other errors.
+
+    Args:
+      error: an error of the compiler.
+      options: the options that the compiler was given, by name.
+    """
     text = str(error)
     if "No such compile option" not in text:
         return None
@@ -28,7 +34,8 @@ def unknown_option(error: Exception, options: Mapping[str, object]) -> str | Non
 def quick_compilation() -> Sequence[str]:
     """Returns XLA flags for CPU programs that are compiled often and run seldom, as in tests.
 
-    A version of XLA that does not know a flag would end the process.
+    The flags depend on the installed version, because XLA ends the process if it does not know a
+    flag.
     """
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
@@ -41,8 +48,11 @@ def dumps_of_kernels() -> Sequence[str]:
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which Triton kernels are compiled for a GPU that is not present.
 
-    Since jax 0.12, kernels are compiled for the device of the current mesh, or for a device of
-    this machine; before, the compiler of the program decided.
+    Since jax 0.12, kernels are compiled for the device of the current mesh or, without a mesh, for
+    a device of this machine. Earlier versions compile a kernel for the device of the program.
+
+    Args:
+      gpu: the description of the GPU, an element of `Topology.devices`.
     """
     if version("jaxlib").startswith("0.10."):
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Locks on open files, which the system releases however a process ends."""
+"""Locks open files. The operating system releases a lock when its process ends for any reason."""
 
 import errno
 import fcntl
@@ -6,7 +6,9 @@ from typing import IO
 
 
 def acquire(file: IO | int, *, wait: bool = False) -> bool:
-    """Locks a file for this process, and for child processes that inherit it, until all close it.
+    """Locks a file for this process and for child processes that inherit the open file.
+
+    The lock ends when all of these processes have closed the file.
 
     Args:
       file: an open file or its descriptor.

@@ -1,4 +1,4 @@
-"""Bindings as .gin files have them, and the values of the macros in them."""
+"""Defines the bindings that .gin files contain, and replaces the macros in their values."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,30 +7,42 @@ from typing import Any, NamedTuple
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
-DEEPEST = 50  # Deepest nesting of macros, brackets, and included files.
-MOST_STRINGS = 100  # Largest number of adjacent strings, which Python concatenates.
-MOST_VALUES = 10_000  # Largest size of a value after its macros are replaced.
+DEEPEST = 50  # Macros, brackets, and included files may be nested at most this deeply.
+MOST_STRINGS = 100  # At most this many strings, which Python concatenates, may be adjacent.
+MOST_VALUES = 10_000  # A value may have at most this size after its macros are replaced.
 
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
-    """A reference to a macro, `%NAME`, inside a value."""
+    """A reference to a macro, `%NAME`, inside a value.
+
+    Attributes:
+      name: the name of the macro.
+    """
 
     name: str
 
 
 class Binding(NamedTuple):
-    """A binding `name = value`; the name is `Section.field`, or `NAME` for a macro."""
+    """A binding `name = value`.
+
+    Attributes:
+      name: the name, which is `Section.field` for a setting and `NAME` for a macro.
+      value: a Python literal, which contains a `Macro` for each %NAME.
+      origin: the place of the binding, which is path:line or the name of a flag.
+    """
 
     name: str
-    value: Any  # A literal, in which Macro stands for %NAME.
-    origin: str  # path:line, or the name of the flag.
+    value: Any
+    origin: str
 
 
 class Source(NamedTuple):
     """The bindings of a file or of the command line.
 
-    `includes` lists the keys of the sources that are included.
+    Attributes:
+      bindings: the bindings, in order.
+      includes: the keys of the sources that this source includes.
     """
 
     bindings: list[Binding]
@@ -38,11 +50,11 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Returns a binding that uses each macro, by the name of the macro.
+    """Checks the macros that bindings use, and returns a binding that uses each macro, by macro.
 
     Args:
-      macros: bindings of macros by name.
-      bindings: all bindings.
+      macros: the bindings of macros by name.
+      bindings: the bindings whose macros are checked.
 
     Raises:
       ConfigError: a macro is undefined, contains itself, or is too large.
@@ -70,7 +82,15 @@ def _size(
     inside: tuple[str, ...],
     origin: str,
 ) -> int:
-    """Returns the size of a value after replacing macros, whose sizes are stored in `sizes`."""
+    """Returns the size of a value after replacing its macros: the number of scalars and containers.
+
+    Args:
+      value: the value.
+      macros: the bindings of macros by name.
+      sizes: the known sizes of macros; the function adds the sizes that it computes.
+      inside: the name of the binding, and of the macros that contain the value.
+      origin: the origin of the binding, for errors.
+    """
     if isinstance(value, Macro):
         if value.name in inside:
             raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")

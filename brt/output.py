@@ -1,4 +1,4 @@
-"""Output of commands: the standard streams, and files that flags name."""
+"""Prepares the standard streams of commands, and writes the files that their flags name."""
 
 import contextlib
 import errno
@@ -18,13 +18,13 @@ from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
-FLAGS = {"json", "save_state"}  # Flags that name a file that is written at the end.
+FLAGS = {"json", "save_state"}  # A command writes the files of these flags at its end.
 
 
 def open_streams() -> None:
     """Opens closed standard streams as /dev/null, and lets stdout print any text.
 
-    Otherwise the next file that brt opens would become a standard stream.
+    If a standard stream stayed closed, the next file that brt opens would take its place.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -33,11 +33,12 @@ def open_streams() -> None:
     sys.stdout = sys.stdout or open(1, "w")
     sys.stderr = sys.stderr or open(2, "w")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # The terminal may not be UTF-8.
+        # The encoding of the terminal may lack some characters.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def tell_failures_once() -> None:
-    """Silences tracebacks about further errors after the first of several parallel ones.
+    """Silences the tracebacks that follow the first of several parallel errors.
 
     The first array that cannot be saved or read raises an error where brt waits for the result.
     The errors of other arrays arrive later, in threads of TensorStore or in coroutines that are
@@ -63,7 +64,7 @@ def _is_not_late(record: logging.LogRecord) -> bool:
 
 
 def reader_is_gone() -> bool:
-    """Returns True if the reader of stdout (such as `| head`) is gone, and discards all output."""
+    """Returns True, and discards all later output, if the reader of stdout (`| head`) is gone."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, select.POLLERR)
@@ -103,18 +104,18 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Context that converts errors of writing the file which a flag names.
+    """Context that converts errors from writing a file which a flag names.
 
-    `check_files` has found that the file can be written.
+    The context is for files that `check_files` has checked before.
 
     Args:
-      flag: name of the flag.
-      path: the file.
+      flag: the name of the flag.
+      path: the path of the file.
 
     Raises:
       ConfigError: the file cannot be written.
-      OSError: the storage has failed, access is denied meanwhile, or the reader of standard output
-        has ended.
+      OSError: the storage has failed, denies access since the check, or the reader of standard
+        output has ended.
     """
     try:
         yield
@@ -133,10 +134,18 @@ def _is_stdout_gone(path: str | Path, error: OSError) -> bool:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
-    """Writes `content` with the run's name and brt's version for --json=FILE, atomically.
+    """Writes the JSON file that --json names: `content` with the run's name and brt's version.
 
-    Anything but a regular file is written directly (see `durable.named_by_user`). Raises the same
-    errors as `explained`.
+    A regular file is replaced atomically. Anything else, such as a FIFO, is written directly.
+
+    Args:
+      path: the path of the file.
+      content: the values by name.
+      workdir: the directory of the run; None if there is no run.
+
+    Raises:
+      ConfigError: the file cannot be written.
+      OSError: the storage has failed or denies access, or the reader of standard output has ended.
     """
     run = Path(workdir).resolve().name if workdir else None
     text = json.dumps(finite({"run": run, "version": __version__, **content}), indent=2) + "\n"

@@ -13,7 +13,7 @@ from brt.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the plan, or with --sweep_mesh the best meshes."""
+    """Prints the plan of a run or, with --sweep_mesh, the best meshes of devices for the run."""
     if args.topology and args.devices is not None:
         raise ConfigError("--topology and --devices name two machines; use one of them")
     _choose_platform(args)
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _choose_platform(args: argparse.Namespace) -> None:
-    """Selects the CPU if another machine is planned for, so accelerators stay free for others."""
+    """Makes jax use the CPU if the flags name another machine, so accelerators stay free."""
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")

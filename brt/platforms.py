@@ -1,4 +1,4 @@
-"""Selection of the jax platform that a command uses."""
+"""Selects the jax platform (CPU or accelerator) that a command uses."""
 
 import importlib.util
 import os
@@ -8,11 +8,12 @@ from pathlib import Path
 def use_cpus(count: int | None = None) -> None:
     """Makes jax run on the CPU alone, so that accelerators are left to other processes.
 
-    jax reads its environment variables when it is imported, so the settings themselves are changed.
-    This works until jax has been asked for its devices.
+    The function changes jax's settings, because jax reads its environment variables only when it is
+    imported. It must be called before jax is asked for its devices.
 
     Args:
-      count: the number of devices that the CPU is divided into; None: what XLA_FLAGS says, or one.
+      count: the number of devices that the CPU is divided into; None takes the number in XLA_FLAGS,
+        or 1.
     """
     import jax  # Commands that only parse flags do not need this import.
 
@@ -32,10 +33,10 @@ _COMPILERS = {
 
 
 def leave_compilers_alone(devices: Path = Path("/dev")) -> None:
-    """Makes jax use the CPU if a package that compiles for accelerators finds none on this machine.
+    """Makes jax use the CPU if this machine has a compiler for accelerators but no accelerator.
 
-    The packages of brt[tpu-compile] and brt[gpu-compile] compile for machines elsewhere. jax would
-    look for their devices, and report with tracebacks that there are none.
+    The packages of brt[tpu-compile] and brt[gpu-compile] also compile for other machines. If they
+    are installed, jax looks for accelerators here, and prints tracebacks if there are none.
 
     Args:
       devices: the directory of this machine's device files.

@@ -37,7 +37,7 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
-# For each setting, the flag that errors name instead of the setting.
+# DOCUMENT_FLAGS and PAIR_FLAGS have, for each setting, the flag that errors name instead of it.
 DOCUMENT_FLAGS = {
     "Data.train": "--documents",
     **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},

@@ -9,12 +9,13 @@ import re
 from typing import TypeVar, cast
 
 HIDDEN = "***"
-# Names with these ends have values that are always secret.
+# If a name ends with a part of _SECRET, its value is always secret.
 _SECRET = (
     r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
     r"signature|credentials?|authorization)"
 )
-# Names with these ends have values that are secret unless they are numbers, truth values or paths.
+# If a name ends with a part of _PERHAPS, its value is secret unless it is a number, a truth value
+# or a path, which _PLAIN excludes.
 _PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
 _PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
 _VALUE = r"[^&;#\s'\")]+"
@@ -27,13 +28,17 @@ _SERVICES = (
 )
 _PORT = r"(?![^/@\s'\"?#:]*:\d{1,5}(?:/|$))"
 _PATTERNS = [
-    # https://user:password@host: hides everything up to the last @ that a host may follow.
+    # In https://user:password@host, the pattern hides everything up to the last @ that a host may
+    # follow.
     (rf"(?<=://){_PORT}[^/@\s'\"?#:]*:(?:(?!://)[^\s'\"])*(?=@[\w.\[-])", HIDDEN),
     (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
-    (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),  # https://host/?token=...
+    # This pattern hides secrets in queries, as in https://host/?token=...
+    (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),
     (rf"(?i)(://[^\s'\"]*?[?&;](?:[\w.-]*[_.-])?{_PERHAPS}=){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
-    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # Hides the value of a variable.
-    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # Hides a flag's value.
+    # This pattern hides the value of an environment variable.
+    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),
+    # The next two patterns hide the values of flags.
+    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),
     (rf"(?i)(?<!\S)(--?(?:[\w.-]*[_.-])?{_PERHAPS}[= ]){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
     (r"(?i)\b(bearer[ +:]+|authorization: *\w+ +)(?=\S*\d)[\w.~+/=-]{8,}", rf"\1{HIDDEN}"),
     (rf"(?<![A-Za-z0-9])(?=[\w.-]*\d)(?:{_SERVICES})", HIDDEN),
@@ -53,9 +58,10 @@ T = TypeVar("T")
 
 
 def redacted(value: T) -> T:
-    """Returns JSON (or tuples of JSON) in which *** replaces everything that looks like a secret.
+    """Returns a value in which *** replaces everything that looks like a secret.
 
-    In a list or tuple, the text after a flag whose name says that it is secret is replaced, too.
+    The value is JSON, but may contain tuples. In a list or tuple, the text that follows a flag with
+    a telling name (such as --token) is replaced, too.
     """
     result: object = value
     if isinstance(value, str):
@@ -75,14 +81,14 @@ def redacted(value: T) -> T:
 
 
 def lacks_secret(value: object) -> bool:
-    """Returns True if secrets were removed from a text, or from one of several texts."""
+    """Returns True if `redacted` has replaced a secret in a text, or in one of several texts."""
     if isinstance(value, list | tuple):
         return any(map(lacks_secret, value))
     return isinstance(value, str) and bool(_REDACTED.search(value))
 
 
 def _without_random(match: re.Match) -> str:
-    """Returns *** for a word of random characters, but keeps hashes that are named as such."""
+    """Returns *** for a word of random characters, but keeps a hash whose name stands before it."""
     word, before = match[0], match.string[: match.start()]
     if before.endswith("/") and not re.search(r"https?://[^\s'\"]*$", before):
         return word  # The word is a part of a path.

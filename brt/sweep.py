@@ -14,7 +14,7 @@ from brt.sweeping import points, settings
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs, lists or reports the points of a sweep."""
+    """Runs the points (runs) of a sweep, or lists them, or writes the report of their results."""
     if not args.gin_file:
         raise ConfigError("--gin_file names the sweep; give a file that binds Sweep")
     bound, resolve = command_line.variants(args, "Sweep")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Trains a model, or with --dry_run only reports sizes."""
+    """Trains a model or, with --dry_run, only prints the sizes of its parameters and batches."""
     with preemption.stop_at_once():
         _train(args)
 
@@ -71,7 +71,7 @@ def _shape(config: Config, args: argparse.Namespace) -> None:
 
 
 class _Command(types.ModuleType):
-    """The module, which can also be called: `brt.train(config, workdir)`."""
+    """The class of this module, which makes it callable: `brt.train(config, workdir)`."""
 
     def __call__(
         self, config: Config, workdir: str | Path, *, allow_config_change: Sequence[str] = ()

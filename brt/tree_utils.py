@@ -1,7 +1,7 @@
-"""Names for the arrays of a state, by which checkpoints store, compare and hash them.
+"""Gives names to the arrays of a state; checkpoints store, compare and hash arrays by name.
 
 A name is the path from the root, such as `params/decoder/embedding`. A state is a pytree of
-dictionaries, tuples and NamedTuples of arrays.
+dictionaries, tuples and NamedTuples of arrays. Its arrays are called leaves.
 """
 
 import hashlib
@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The dtype and shape of each array, such as {name: {"dtype": "float32", "shape": [8, 8]}}.
+# A Description has the dtype and shape of each array, such as
+# {name: {"dtype": "float32", "shape": [8, 8]}}.
 Description = dict[str, dict[str, Any]]
 
-# Floating-point dtypes that NumPy's isfinite supports; it does not support those of eight bits.
+# NumPy's isfinite supports these floating-point dtypes; it does not support those of eight bits.
 _OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
 
 HASHED_META = ("step", "data", "seed")
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by their path, in the order of `jax.tree.leaves`."""
+    """Returns the leaves of a tree by their names, in the order of `jax.tree.leaves`."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
@@ -32,7 +33,11 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaves: Mapping[str, Any]) -> Description:
-    """Returns the dtype and shape of every leaf as JSON; leaves may be abstract."""
+    """Returns the dtype and shape of every leaf as JSON.
+
+    Args:
+      leaves: arrays or abstract arrays (jax.ShapeDtypeStruct) by name.
+    """
     return {
         name: {"dtype": str(np.dtype(leaf.dtype)), "shape": list(leaf.shape)}
         for name, leaf in leaves.items()
@@ -67,7 +72,7 @@ def differences(saved: Description, wanted: Description, *, partial: bool = Fals
 
 
 def not_finite(leaves: Mapping[str, Any]) -> list[str]:
-    """Returns the names of leaves that contain NaN or infinity."""
+    """Returns the names of the leaves (arrays by name) that contain NaN or infinity."""
     names = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not names:
         return []
@@ -103,8 +108,13 @@ def required_bytes(state: Any) -> int:
 def state_hash(state: Any, meta: Mapping[str, Any]) -> str:
     """Returns a SHA-256 of everything that resuming restores; equal hashes mean equal runs.
 
-    The hash covers the name, dtype, shape and bytes of every leaf, and the entries `HASHED_META` of
-    `meta`. It does not depend on sharding or on the kinds of containers in the tree.
+    The hash covers the name, dtype, shape and bytes of every leaf, and those entries of `meta`
+    whose keys are in `HASHED_META`. It does not depend on how arrays are sharded or on the kinds of
+    containers in the tree.
+
+    Args:
+      state: the state.
+      meta: the metadata of the checkpoint.
     """
     total = hashlib.sha256()
     selected = {key: meta[key] for key in HASHED_META}

@@ -1,4 +1,4 @@
-"""Letters for the axes of arrays, and the array types that several modules share.
+"""Defines letters for the axes of arrays, and the types of batches that several modules share.
 
     B  batch: the number of lanes
     T  tokens of a segment            N  blocks of a segment (T = N * W)
@@ -10,7 +10,8 @@
     X  tokens of a document that is summarised (its summary has T), or frames of an utterance (its
        transcript has T)
 
-The same letters are used in jaxtyping annotations, einsums and docstrings.
+The same letters are used in jaxtyping annotations, einsums and docstrings. The following terms have
+the same meaning everywhere:
 
     lane     a row of the batch, which reads document after document from step to step
     segment  the tokens that a lane reads in a step; gradients end at the segment's start
@@ -31,11 +32,12 @@ DocumentStart = Bool[Array, "B N"]
 
 
 class Variables(NamedTuple):
-    """The learned values of a model.
+    """All arrays that a model learns in training.
 
     Attributes:
-      params: parameters, which are learned by gradients.
-      model_state: state that layers learn without gradients; empty if no layer has one.
+      params: the parameters, which are learned by gradients.
+      model_state: the state that layers learn without gradients; empty if no layer has such a
+        state.
     """
 
     params: PyTree[Array]
@@ -47,7 +49,7 @@ class Batch(NamedTuple):
 
     Attributes:
       inputs: int32 [B, T], the token before each target (BOS at a document's start).
-      targets: int32 [B, T], the token to predict; 0 on padding.
+      targets: int32 [B, T], the tokens to predict; 0 on padding.
       scored: bool [B, T], False on padding.
       document_start: bool [B, N], True on blocks that begin without state and cache.
     """
@@ -64,7 +66,8 @@ class PairBatch(NamedTuple):
     Attributes:
       source: int32 [B, X], the document with its end token, followed by the padding id.
       source_mask: bool [B, X], False on padding, and everywhere in an empty row.
-      target_in: int32 [B, T], the decoder's inputs: the start token, then `target_out`.
+      target_in: int32 [B, T], the decoder's inputs: the start token, followed by `target_out`
+        without its last position.
       target_out: int32 [B, T], the summary with its end token, followed by the padding id.
       scored: bool [B, T], False on padding.
       row: int32 [B], the index of the pair in its store; -1 for an empty row.
@@ -102,8 +105,8 @@ class TextBatch(NamedTuple):
     Attributes:
       tokens: int32 [B, T], ids including special ones, followed by 0.
       valid: bool [B, T], False on padding, and everywhere in an empty row.
-      targets: [B, targets]: int32 labels; or int32 first and last token of the answer; or float32
-        numbers.
+      targets: [B, targets], what the model predicts for each text. This is the index of a label
+        (int32), the first and the last token of an answer (int32), or a number (float32).
       scored: bool [B, targets], False in an empty row.
       row: int32 [B], the index of the row in its store; -1 for an empty row.
     """

@@ -24,12 +24,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-LARGEST = 1 << 30  # Default limit in bytes of files that are read into memory.
-NUMBER = int | float  # The kind of JSON numbers, for `check`.
-_CHUNK = 1 << 20  # Number of bytes of an array that are read at a time.
-_DEEPEST = 100  # Deepest nesting of lists and objects in JSON.
-_RATIO = 1032  # Largest compression ratio of deflate.
-_UNUSUAL = 0x61  # Flags of encrypted or patched members.
+LARGEST = 1 << 30  # Files that are read into memory have at most this many bytes by default.
+NUMBER = int | float  # `check` takes this kind for JSON numbers.
+_CHUNK = 1 << 20  # Arrays are read in chunks of this number of bytes.
+_DEEPEST = 100  # Lists and objects in JSON may be nested at most this deeply.
+_RATIO = 1032  # Deflate compresses by at most this factor.
+_UNUSUAL = 0x61  # Encrypted or patched members of a zip file have one of these flags.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OverflowError, struct.error,
 )  # fmt: skip
@@ -40,17 +40,17 @@ _HEADER = re.compile(
 
 
 def user_path(name: Path | str) -> Path:
-    """Returns a path in which ~ is expanded to the user's home directory, if the user has one."""
+    """Returns the path for a name, in which ~ is expanded to a home directory if there is one."""
     with contextlib.suppress(ValueError):  # The name of the user may contain a NUL.
         return Path(os.path.expanduser(name))
     return Path(name)
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Returns a regular file that is opened for reading.
+    """Opens a regular file for reading bytes and returns it.
 
     Raises:
-      OSError: the file cannot be opened or is not a regular file; FIFOs and devices may never end.
+      OSError: the file cannot be opened, or it is a FIFO or a device, which may never end.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -71,7 +71,10 @@ def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
 
 
 class HalfSurrogate(json.JSONDecodeError):
-    """Error about JSON with a surrogate without its partner, which UTF-8 cannot represent."""
+    """An error which says that JSON has a surrogate without its partner.
+
+    UTF-8 cannot represent such a surrogate.
+    """
 
 
 def parse_json(
@@ -81,10 +84,10 @@ def parse_json(
 
     Args:
       text: the JSON text.
-      decode: the parser.
-      halves: what to do with surrogates without a partner, which UTF-8 cannot represent. "strict"
+      decode: the function that parses the text.
+      halves: what happens to surrogates without a partner, which UTF-8 cannot represent. "strict"
         raises HalfSurrogate (a json.JSONDecodeError), "replace" converts them to U+FFFD, and "keep"
-        keeps them for callers that report the row that has one.
+        leaves them in the value, for callers that report them themselves.
 
     Raises:
       json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers.
@@ -107,7 +110,7 @@ _ESCAPES = re.compile(
 
 
 def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
-    """Refuses or replaces single surrogates, which are searched in the source text."""
+    """Refuses or replaces surrogates without a partner, for which it searches the source text."""
     source = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     place = next((match.start() for match in _ESCAPES.finditer(source) if match[2]), None)
     if place is None:
@@ -132,9 +135,9 @@ def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
     """Returns the content of a JSON file in UTF-8 whose structure is known.
 
     Args:
-      path: the file.
-      kind: the structure; see `check`.
-      largest: the largest size in bytes.
+      path: the path of the file.
+      kind: the structure, as for `check`.
+      largest: the maximum size of the file in bytes.
 
     Raises:
       OSError: the file cannot be read, is not a regular file, or is too large.
@@ -148,8 +151,8 @@ def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = js
 
     Args:
       text: the JSON text.
-      kind: the structure; see `check`.
-      decode: the parser.
+      kind: the structure, as for `check`.
+      decode: the function that parses the text.
 
     Raises:
       ValueError: the text is not JSON, or its structure differs.
@@ -166,10 +169,11 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
 
     Args:
       value: the JSON value.
-      kind: a type, a union of types, or a Literal; [kind] is a list of any length; {name: kind} is
-        an object, which may have further names, and may lack names written as `name?`; {str:
-        kind} is an object with any names. Numbers must be finite and fit into 64 bits. `object`
-        accepts any JSON.
+      kind: the structure. A type, a union of types, or a Literal describes a value. [kind]
+        describes a list of any length whose elements have this kind. {name: kind} describes an
+        object, which may have further names, and may lack a name that is written as `name?`.
+        {str: kind} describes an object with any names. `object` accepts any JSON. Numbers must be
+        finite and fit into 64 bits.
       name: the name of the value, for the error message.
     """
     if isinstance(kind, Mapping):
@@ -220,7 +224,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 def catching_panics() -> Iterator[None]:
     """Context that converts the panic of a library written in Rust to a ValueError.
 
-    A panic is not an Exception, so callers would not catch it.
+    The class of a panic does not derive from Exception, so callers would not catch it.
     """
     try:
         yield
@@ -231,12 +235,13 @@ def catching_panics() -> Iterator[None]:
 
 
 class LazyArray(NamedTuple):
-    """An array of an .npz file that is not read yet.
+    """An array of an .npz file, whose content is read when it is needed.
 
     Attributes:
       shape: the shape of the array.
       dtype: the dtype of the array.
-      read: returns the array; raises ValueError if it is damaged.
+      read: a function without arguments that reads and returns the array; it raises ValueError if
+        the array is damaged.
     """
 
     shape: tuple[int, ...]
@@ -246,10 +251,11 @@ class LazyArray(NamedTuple):
 
 @contextlib.contextmanager
 def npz(path: Path) -> Iterator[dict[str, LazyArray]]:
-    """Context that opens an .npz file and yields its arrays by name, which can be read inside it.
+    """Context that opens an .npz file and yields its arrays by name.
 
-    The arrays cannot claim more bytes than the file can contain: its size if they are stored
-    without compression, and otherwise 1032 times its size.
+    The content of an array can be read until the context ends. Files whose arrays claim more bytes
+    than the file can contain are refused. An uncompressed array cannot have more bytes than the
+    file, and a compressed one cannot have more than 1032 times as many.
 
     Raises:
       ValueError: the file is not an .npz file, is damaged, or contains arrays of objects.
@@ -283,7 +289,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
         raise ValueError(f"{member.filename} does not have the {count:,} bytes of {shape} {dtype}")
 
     def read() -> np.ndarray:
-        """Returns the array."""
+        """Reads and returns the array; raises ValueError if it is damaged."""
         content = np.empty(count, np.uint8)
         with _said_of(member.filename), archive.open(member) as file:
             file.read(begin)

@@ -1,7 +1,7 @@
-"""The user's cache directory, for files that brt can create again.
+"""Finds and creates the user's cache directory, for files that brt can create again.
 
-The environment determines the directory of compiled programs, and no setting does: programs are
-executed, and a config may come with a run that somebody else made.
+Only environment variables determine the directory. No setting can do so, because the cache contains
+compiled programs that brt executes, and a config may come with a run that somebody else made.
 """
 
 import errno
@@ -25,10 +25,13 @@ def directory() -> Path | None:
 
 
 def private(name: str) -> Path | None:
-    """Creates and returns a cache directory for programs that will be executed.
+    """Creates and returns a cache directory for programs that brt will execute.
 
-    Returns None if it cannot be written, belongs to another user, or is writable by others; stderr
-    reports this once.
+    Returns None if the directory cannot be written, belongs to another user, or can be written by
+    other users. A message on stderr says so once.
+
+    Args:
+      name: the name of the directory inside the user's cache directory.
     """
     try:
         place = _written() / name
@@ -42,10 +45,10 @@ def private(name: str) -> Path | None:
 
 
 def writable() -> Path:
-    """Creates and returns the cache directory, for data that are verified when they are read.
+    """Creates and returns the cache directory, for data that brt verifies when it reads them.
 
-    If it cannot be written, a temporary directory is returned, which is deleted when the process
-    ends; stderr reports this once.
+    If the cache directory cannot be written, a temporary directory is returned, which is deleted
+    when the process ends. A message on stderr says so once.
     """
     try:
         return _written()
@@ -74,7 +77,7 @@ def _written() -> Path:
 
 
 def _others(place: Path) -> str:
-    """Returns why other users could have changed programs in a directory; "" if they could not."""
+    """Returns a warning if other users could have changed programs in a directory, or ""."""
     for path in (place.parent, place):
         status = path.stat()
         if status.st_uid != os.geteuid():

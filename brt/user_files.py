@@ -1,7 +1,7 @@
-"""Python files of the user, which add kinds of layers and tasks (--import FILE).
+"""Executes Python files of the user, which add kinds of layers and tasks (--import FILE).
 
-Such a file is executed, so it is named by the command line alone: neither a run directory nor a
-.gin file can name one.
+Because such a file is executed, only the command line can name it. A run directory or a .gin file
+cannot.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ _executed: list[str] = []
 
 
 def execute(path: str) -> None:
-    """Executes a file once, as a module of its own.
+    """Executes a Python file as a module of its own, unless it has been executed before.
 
     Raises:
       ConfigError: the file does not exist, raises an exception, or registers a name that is taken.
@@ -43,12 +43,12 @@ def execute(path: str) -> None:
 
 
 def flags() -> list[str]:
-    """Returns the flags that make another command execute the same files."""
+    """Returns the --import flags that make another command execute the same files."""
     return [f"--import={path}" for path in _executed]
 
 
 def _described(error: BaseException, file: Path) -> str:
-    """The kind and text of an error, and the last line of the file that was executed."""
+    """Returns the class and text of an error, and the line of the file that raised it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]

@@ -1,9 +1,9 @@
-"""Checks how arrays are stored before they are read, so that a forged file cannot exhaust memory.
+"""Checks the stored form of arrays before they are read; a forged file cannot exhaust memory.
 
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
-a zstd stream. All of them are entries of a key-value store (OCDBT). Somebody who can write a
-checkpoint can write any of these files with checksums that match, so the shapes, dtypes and
-unpacked sizes in them are compared with meta.json before any memory is allocated.
+a zstd stream. Both are entries of a key-value store (OCDBT). Somebody who can write a checkpoint
+can forge these files together with their checksums. Therefore shapes, dtypes and unpacked sizes in
+the files are compared with meta.json before any memory is allocated.
 """
 
 import math
@@ -33,7 +33,7 @@ def check(directory: Path, leaves: Mapping[str, Any]) -> None:
 
     Args:
       directory: the directory `state` of a checkpoint.
-      leaves: arrays by name, abstract or not, with the shapes and dtypes of the metadata.
+      leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
 
     Raises:
       ValueError: an array is stored with another shape, dtype or encoding, or a chunk would unpack

@@ -15,9 +15,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def write(directory: Path) -> None:
-    """Writes the checksums of all files below `directory` to the manifest, and flushes everything
-    to disk.
-    """
+    """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk."""
     lines = []
     for path in _files(directory):
         with path.open("rb") as file:
@@ -28,8 +26,10 @@ def write(directory: Path) -> None:
 
 
 def verify(directory: Path) -> list[str]:
-    """Returns the problems of the files in `directory`, one phrase for each; an empty list if all
-    are intact.
+    """Compares all files below `directory` with the manifest.
+
+    Returns:
+      A phrase for each problem; [] if all files are intact.
     """
     try:
         text = untrusted.read_file(directory / NAME).decode("ascii")

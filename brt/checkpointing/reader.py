@@ -1,7 +1,8 @@
 """Finds, verifies and restores checkpoints, which are directories `checkpoints/<step>/`.
 
-    state/            the arrays, written by orbax meta.json         step, seed, position in the
-      data, config, and other values of the trainer MANIFEST.sha256   checksums of all these files
+    state/            the arrays, written by orbax
+    meta.json         step, seed, position in the data, config, and other values of the trainer
+    MANIFEST.sha256   checksums of all these files
 
 A checkpoint is written to `<step>.partial` and renamed when it is complete. A killed run therefore
 leaves intact checkpoints and files to delete, but no checkpoint that is half written. Checksums are
@@ -28,8 +29,8 @@ from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
-# FORMAT is the version of the arrays' layout. Since version 2, kernels have an axis of heads; since
-# version 3, the matrices of optimizers have the heads first.
+# FORMAT is the version of the layout of arrays. Since version 2, kernels have an axis of heads.
+# Since version 3, heads come first in the matrices of optimizer states.
 FORMAT = 3
 _PARAMETER_FORMATS = (2, FORMAT)  # Parameters can be read from these versions.
 META = "meta.json"
@@ -49,13 +50,14 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint whose checksums are right.
+    """A checkpoint whose checksums are right; its arrays have not been read.
 
     Attributes:
       step: the number of completed training steps, which is the name of the checkpoint.
       meta: the content of meta.json.
-      problems: a sentence about each damaged newer checkpoint that was passed over.
-      requested: the step that the caller requested; None if it accepted any.
+      problems: a sentence about each newer checkpoint that is damaged and was passed over.
+      requested: the step that the caller of `find` requested; None if the newest intact checkpoint
+        was requested.
     """
 
     step: int
@@ -115,8 +117,14 @@ def steps(directory: Path) -> list[int]:
 
 
 def verify(directory: Path, step: int) -> list[str]:
-    """Returns the problems of a checkpoint, one phrase for each file; an empty list if it is
-    intact.
+    """Verifies the checksums of a checkpoint.
+
+    Args:
+      directory: the `checkpoints` directory of a run.
+      step: the step of the checkpoint.
+
+    Returns:
+      A phrase for each problem; [] if the checkpoint is intact.
     """
     path = directory / str(step)
     if path.is_symlink() and not os.path.isdir(path):
@@ -130,7 +138,8 @@ def verify(directory: Path, step: int) -> list[str]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Returns the content of a checkpoint's meta.json, without verifying checksums.
 
-    The content is what the trainer saved, with `step`, `format` and `arrays`.
+    The content is the metadata that the trainer saved, and the entries `step`, `format` and
+    `arrays`.
 
     Raises:
       CheckpointError: the file cannot be read, or is not as brt writes it.
@@ -152,8 +161,8 @@ def check_json(content: Any, schema: Any, where: str) -> None:
 
     Args:
       content: parsed JSON.
-      schema: see `untrusted.check`.
-      where: the place of the JSON, for the error.
+      schema: the expected types, in the notation of `untrusted.check`.
+      where: the place of the JSON, for the error message.
     """
     try:
         untrusted.check(content, schema)
@@ -197,18 +206,18 @@ def find(
     warn: Callable[[str], None] = warn_on_stderr,
     warned: Collection[str] = (),
 ) -> VerifiedCheckpoint:
-    """Returns the newest intact checkpoint, or the one of the requested step, after verifying it.
+    """Verifies checksums, and returns the newest intact checkpoint or the one that is requested.
 
     Args:
       directory: the `checkpoints` directory of a run.
       step: the requested step; None for the newest intact checkpoint.
-      warn: a function that is called with a sentence for every damaged checkpoint that is passed
-        over, if an older one is intact.
+      warn: a function that is called with a sentence about every damaged checkpoint that is passed
+        over, if an older checkpoint is intact.
       warned: `problems` of an earlier result, for which `warn` is not called again.
 
     Raises:
-      CheckpointError: there is no intact checkpoint; the requested one is missing or damaged; or
-        the checkpoint was written by a version of brt that is too old.
+      CheckpointError: there is no intact checkpoint; the requested checkpoint is missing or
+        damaged; or the checkpoint was written by a version of brt that is too old.
     """
     problems: dict[int, str] = {}
     # The directory is listed again in every round, because a trainer may remove old checkpoints.
@@ -252,16 +261,17 @@ def restore(
     partial: bool = False,
     warn: Callable[[str], None] = warn_on_stderr,
 ) -> Restored:
-    """Returns a checkpoint with its arrays on any devices; their bits are those that were saved.
+    """Reads a checkpoint with its arrays, which are restored bit by bit.
 
     Args:
       directory: the `checkpoints` directory of a run.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; without a sharding a
-        leaf goes to the default device. None restores all arrays as a dictionary by name.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays. An array without a
+        sharding is restored to the default device. None restores all arrays, as a dictionary by
+        name, to the default device.
       step: the requested step; None for the newest intact checkpoint.
       checkpoint: the result of `find`, whose checksums are not verified again.
       partial: True reads only the arrays that `target` names.
-      warn: a function that is called with a sentence for every damaged checkpoint that is passed
+      warn: a function that is called with a sentence about every damaged checkpoint that is passed
         over.
 
     Raises:
@@ -298,7 +308,7 @@ def restore(
                 raise CheckpointError(
                     f"the arrays of {where} cannot be read: {error}; choose another"
                 ) from error
-            # A trainer removed the checkpoint while it was read, so another one is looked for.
+            # A trainer removed the checkpoint while it was read, so the loop looks for another one.
             checkpoint = None
             continue
         if bad := tree_utils.not_finite(arrays):
@@ -312,7 +322,7 @@ def restore(
 def _has_content(path: Path) -> bool:
     try:
         return bool(os.listdir(path))
-    # A trainer may just have removed the directory.
+    # A trainer may have removed the directory in the meantime.
     except (FileNotFoundError, NotADirectoryError):
         return False
     # A directory that cannot be listed is damaged; `verify` will say how.
@@ -357,7 +367,7 @@ def _read_arrays(path: Path, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
 def _no_checkpoint(
     directory: Path, step: int | None, listed: list[int], problems: Mapping[int, str]
 ) -> str:
-    """Says why `find` found no checkpoint."""
+    """Returns the error message that says why `find` has no result."""
     if step is not None and problems:
         return f"{directory}: {problems[step]}; choose another of {listed}"
     if step is not None and listed:
@@ -370,6 +380,6 @@ def _no_checkpoint(
 
 
 def join(phrases: list[str]) -> str:
-    """Returns the first few phrases as one text, with the number of further ones."""
+    """Returns the first few phrases as one text, with the number of further phrases."""
     more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
     return "; ".join([*phrases[:_SHOWN], *more])

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background, and removes old ones.
+"""Writes checkpoints in the background, and removes old checkpoints.
 
 Only a trainer writes checkpoints. All other commands use `brt.checkpointing.reader`, which
 describes the format.
@@ -37,7 +37,8 @@ from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 from brt.formatting import size
 
-# `_discard` looks this often, at this interval, whether a removed directory has come back.
+# `_discard` checks up to _LATE_LOOKS times, every _LATE_SECONDS seconds, if a removed directory has
+# been created again.
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
@@ -52,16 +53,18 @@ def check_disk(directory: Path, needed: int) -> None:
 
 
 class CheckpointWriter:
-    """Saves checkpoints in the background; an error there is raised by the next call.
+    """Saves checkpoints in the background; the next call raises an error of a background save.
 
     Creating a writer removes the files that killed runs left behind, so only a trainer that holds
-    the workdir's lock may create one. With several processes, each writes its own arrays, and the
-    first one writes everything else. A writer is a context manager that closes itself.
+    the workdir's lock may create a writer. With several processes, each process writes its shards
+    of the arrays, and the first process writes everything else. A writer is a context manager that
+    closes itself.
 
     Args:
-      directory: the `checkpoints` directory of a run, created if missing.
-      keep: number of the newest checkpoints that are kept.
-      keep_every: checkpoints at multiples of this number of steps are never removed; 0 for none.
+      directory: the `checkpoints` directory of a run, which is created if it does not exist.
+      keep: number of the newest checkpoints that are not removed.
+      keep_every: checkpoints at multiples of this number of steps are never removed, either; 0 for
+        no such checkpoints.
       in_background: a function that is called with the name of a phase; it returns a context that
         is active while the background thread is in that phase.
 
@@ -95,8 +98,8 @@ class CheckpointWriter:
             ) from error
         processes.wait_for_all("clean checkpoints")
         self._failed = False
-        # If orbax created directories in the background and could not, its threads would wait for
-        # them and keep the process alive for minutes.
+        # Orbax must not create directories in the background. If creating a directory failed,
+        # orbax's threads would wait for it and keep the process alive for minutes.
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -117,14 +120,16 @@ class CheckpointWriter:
         except CheckpointError as close_error:
             if error is None:
                 raise
-            # The error inside the context came first and is raised, so this one is only reported.
+            # The error within the context came first and is raised, so the error of closing is only
+            # reported.
             warn_on_stderr(str(close_error))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Starts to save a checkpoint; returns when the arrays are copied, so that they may be
-        donated.
+        """Starts to save a checkpoint.
 
-        Waits for the previous save first. Saving the same step again does nothing.
+        The method first waits for the previous save. It returns when the arrays have been copied,
+        so that the caller may donate the arrays. If the step has been saved before, the method does
+        nothing.
 
         Args:
           step: the number of completed training steps, which is the name of the checkpoint.
@@ -133,7 +138,7 @@ class CheckpointWriter:
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
-          CheckpointError: the save cannot start, or the previous one failed.
+          CheckpointError: the save cannot start, or the previous save failed.
         """
         self.wait()
         if step == self._last_step:
@@ -150,7 +155,8 @@ class CheckpointWriter:
         partial = self._directory / f"{step}.partial"
         try:
             partial.mkdir(exist_ok=processes.several())
-            # Orbax refuses arrays without elements. `reader.restore` makes them from their shape.
+            # Orbax refuses arrays without elements. `reader.restore` creates such arrays from their
+            # shapes.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
             self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
         # Orbax reports a full disk by errors of various classes.
@@ -160,14 +166,12 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._finish, step, text)
 
     def check(self) -> None:
-        """Raises CheckpointError if a save has failed, without waiting; cheap enough for every
-        step.
-        """
+        """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save that is in progress; raises CheckpointError if it failed."""
+        """Waits for the save in progress; raises CheckpointError if the save failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -193,7 +197,7 @@ class CheckpointWriter:
             self._close_orbax()
 
     def _close_orbax(self) -> None:
-        """Closes orbax; after a failed save, which was reported, its late errors are ignored."""
+        """Closes orbax. After a save has failed and been reported, errors here are ignored."""
         try:
             self._orbax.close()
         except Exception as error:
@@ -220,7 +224,7 @@ class CheckpointWriter:
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Removes what the failed save wrote; returns an error that says why the save failed."""
+        """Removes the files of a failed save, and returns an error that says why it failed."""
         error = _system_error(error)
         # The free space is measured before files are removed.
         shortage = durable.shortage(self._directory, error)
@@ -243,7 +247,7 @@ class CheckpointWriter:
 
 
 def _system_error(error: Exception) -> Exception:
-    """Returns the OSError that an error of the array store quotes, or else the error itself."""
+    """Returns the OSError that an error of the array store quotes, or the error itself."""
     quoted = re.search(r"\[os_error_code='(\d+)'", str(error))
     full = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(error) else 0
     code = int(quoted[1]) if quoted else full
@@ -251,7 +255,7 @@ def _system_error(error: Exception) -> Exception:
 
 
 def _commit(partial: Path) -> None:
-    """Renames a complete checkpoint to its step, replacing a damaged one of the same step."""
+    """Renames a complete checkpoint to its step; replaces a damaged checkpoint of this step."""
     final = partial.with_suffix("")
     if final.exists() or final.is_symlink():
         _remove(final)
@@ -260,18 +264,18 @@ def _commit(partial: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; no reader sees it half removed."""
+    """Removes a checkpoint; it is renamed first, so that no reader sees it half removed."""
     doomed = path.with_name(f"{path.name}.deleted")
     path.rename(doomed)
     _delete(doomed)
 
 
 def _discard(partial: Path) -> None:
-    """Removes what a failed save wrote.
+    """Removes the files of a failed save.
 
     Orbax stops at the first array that fails, while writes of other arrays are still running and
-    may create the directory again. Nothing says when they have ended, so the directory is polled
-    until it stays away.
+    may create the directory again. There is no way to wait for these writes, so the directory is
+    polled until it is no longer created again.
     """
     shutil.rmtree(partial, ignore_errors=True)
     for _ in range(_LATE_LOOKS):
@@ -282,7 +286,7 @@ def _discard(partial: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a directory; of a symbolic link, only the link and not its target."""
+    """Deletes a directory, or a symbolic link without the link's target."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -290,8 +294,8 @@ def _delete(path: Path) -> None:
 
 
 def _clean(directory: Path) -> None:
-    """Removes what a killed run left behind, and renames a save that is already complete."""
-    # In reverse order, 9.partial comes before 9.deleted.
+    """Removes files that a killed run left behind, and renames a checkpoint that is complete."""
+    # The order is reversed, so that 9.partial comes before 9.deleted.
     for path in sorted(directory.iterdir(), reverse=True):
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue

@@ -28,12 +28,12 @@ Say = Callable[[str], object]
 
 
 class Waiter:
-    """Waits between two checks, up to a timeout.
+    """Waits for an event, such as a new checkpoint, that the caller checks again and again.
 
     Args:
-      poll_seconds: time between checks.
+      poll_seconds: time between two checks.
       timeout_minutes: maximum time of waiting for the same event; 0 for no limit.
-      say: called once with a line that names the event.
+      say: called with a line that names the event when the waiting begins.
 
     Raises:
       ConfigError: a time is out of range.
@@ -89,9 +89,9 @@ class Follower:
 
     Args:
       workdir: the run directory.
-      config: config of the run; some settings may be changed.
+      config: config of the run, in which the user may have changed some settings.
       split: the split to evaluate.
-      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
+      ablate: part of the memory that a second evaluation resets; None for no second evaluation.
       say: called with a line about every checkpoint that is skipped.
     """
 
@@ -104,9 +104,13 @@ class Follower:
         self._due: set[int] = set()
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
-        """Evaluates every checkpoint without a report, oldest first, and yields the report.
+        """Evaluates every checkpoint that has no report, oldest first, and yields the reports.
 
-        The iteration waits for further checkpoints, and stops after that of the last training step.
+        The iteration waits for further checkpoints, and stops after the checkpoint of the last
+        training step.
+
+        Args:
+          waiter: waits between two checks for a new checkpoint.
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
@@ -116,8 +120,8 @@ class Follower:
         tensorboard = TensorBoard(directory, max(done, default=0), self._say)
         try:
             while True:
-                # Whether training has ended is checked before looking for a checkpoint, so that no
-                # checkpoint can appear between the two checks and be missed.
+                # The end of training is checked before looking for a checkpoint. In the opposite
+                # order, the last checkpoint could appear between the two checks and be missed.
                 over = self._is_over()
                 step = self._next()
                 if step is None and over:
@@ -138,7 +142,10 @@ class Follower:
         return bool(steps) and steps[-1] >= config.training.steps
 
     def _next(self) -> int | None:
-        """Returns the oldest checkpoint without a report, which the trainer would remove first."""
+        """Returns the step of the oldest checkpoint without a report; None if all have reports.
+
+        The oldest checkpoint comes first, because the trainer will remove it first.
+        """
         existing = set(reader.steps(self._workdir.checkpoints))
         for step in sorted(self._due - existing):
             self._skip(step, f"checkpoint {step} was removed before it could be evaluated")

@@ -30,12 +30,14 @@ def _ignore(evaluated: Evaluated) -> None:
 
 
 class SplitEvaluator:
-    """Evaluates checkpoints of one run on one split; prepares and compiles only once.
+    """Evaluates checkpoints of one run on one split.
+
+    The data are prepared, and the evaluation is compiled, only once.
 
     Args:
-      config: config of the run with all sizes filled in; some settings may be changed.
+      config: config of the run with all sizes filled in; the user may have changed some settings.
       split: the name of the split.
-      ablate: part of the memory that a second evaluation removes; None for no second evaluation.
+      ablate: part of the memory that a second evaluation resets; None for no second evaluation.
       on_result: called with each result before it is written.
 
     Raises:
@@ -90,9 +92,11 @@ class SplitEvaluator:
 def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore
 ) -> Evaluated:
-    """Evaluates one checkpoint, writes its report and returns it.
+    """Evaluates one checkpoint, and writes and returns the report.
 
-    Arguments and errors are those of `SplitEvaluator`.
+    Args:
+      model: the model of the checkpoint.
+      split, ablate, on_result: arguments of `SplitEvaluator`, which also describes the errors.
     """
     return SplitEvaluator(model.config, split, ablate, on_result)(model)
 
@@ -100,13 +104,15 @@ def evaluate(
 def inspect(
     model: SavedModel, split: str, tokens: int | None, on_text: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measures how a model uses its memory; writes evaluations/<step>/<split>_probe.json and plots.
+    """Measures how a model uses its memory, and writes the results to the run directory.
+
+    The files are evaluations/<step>/<split>_probe.json and plots.
 
     Args:
       model: the trained model.
       split: the name of the split to read.
       tokens: approximate number of tokens to read; None selects the default, 0 reads all.
-      on_text: called with the report for people before it is written.
+      on_text: called with the report as text for people, before the files are written.
 
     Returns:
       The metrics, with `workdir` and `step`.
@@ -137,7 +143,7 @@ def inspect(
 
 
 def _check_writable(workdir: Workdir) -> None:
-    """Raises ConfigError if results cannot be written, before time is spent on computing them."""
+    """Raises ConfigError if results cannot be written; called before results are computed."""
     if processes.is_first():
         workdirs.refuse_links(workdir)
         for directory in (workdir.evaluations, workdir.plots):

@@ -1,9 +1,10 @@
 """Beam search with the semantics of Hugging Face's `generate` (transformers 5).
 
-At every step the 2N most likely continuations of the N running hypotheses are considered. A
-continuation that ends counts as finished if it is among the first N; the best N finished ones are
-kept by score. The best N continuations that do not end become the running hypotheses.
-`Decoding.early_stopping` decides when a source is done. Sources do not influence each other.
+For each source (such as a document to summarise), N hypotheses are running. At every step the 2N
+most likely continuations of the running hypotheses are considered. A continuation that ends becomes
+a finished hypothesis if it is among the first N, and the N finished hypotheses with the best scores
+are kept. The best N continuations that do not end become the running hypotheses.
+`Decoding.early_stopping` determines when the search for a source is done.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,10 @@ class _Search(NamedTuple):
       length: int32, number of tokens of the running hypotheses.
       state: state of the model after `length - 1` tokens.
       running: int32 [B, N, L], best first.
-      log_probs: float32 [B, N], summed log probabilities; -inf for missing hypotheses.
-      finished: best finished hypotheses so far.
-      done: bool [B], True if the finished hypotheses of the source are final.
+      log_probs: float32 [B, N], summed log probabilities; -inf if there are fewer than N running
+        hypotheses.
+      finished: the best finished hypotheses so far.
+      done: bool [B], True if the search for the source has ended.
     """
 
     length: Int[Array, ""]
@@ -72,7 +74,7 @@ def beam_search(
     step, reorder, ids = decoder
 
     def unfinished(search: _Search) -> Bool[Array, ""]:
-        """Returns True while a source needs another step."""
+        """Returns True while the search for some source has not ended."""
         return (search.length < decoding.max_length) & ~jnp.all(search.done)
 
     def extend(search: _Search) -> _Search:
@@ -85,8 +87,8 @@ def beam_search(
         candidates = _continue(search, log_probs, decoding, ids)
         penalty = jnp.asarray(penalties)[search.length]
         finished = _update_finished(search, candidates, penalty, broken)
-        # Candidates that ended get -inf, so top_k selects them only if fewer than N others are
-        # left. A hypothesis with -inf counts as missing.
+        # Candidates that ended get -inf. If fewer than N others are left, top_k selects candidates
+        # with -inf, which count as missing hypotheses.
         scores = jnp.where(candidates.ended, -jnp.inf, candidates.log_probs)
         log_probs, chosen = top_k(scores, decoding.beams)
         return _Search(
@@ -105,7 +107,10 @@ def beam_search(
 
 
 def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTokens) -> _Search:
-    """Returns N equal hypotheses per source, of which only the first has a finite probability."""
+    """Returns the search before the first step.
+
+    Each source has one running hypothesis, the start token; the other N - 1 count as missing.
+    """
     shape = (batch, decoding.beams)
     sequences = jnp.full((*shape, decoding.max_length), ids.pad, jnp.int32)
     sequences = sequences.at[..., 0].set(ids.start)
@@ -186,8 +191,8 @@ def _is_final(
     if decoding.early_stopping == "yes":
         return full | none_running
     # early_stopping = "never" compares with the best score that a running hypothesis may reach.
-    # With a positive penalty exponent it reaches that score at the maximum length, otherwise at
-    # the present length.
+    # With a positive penalty exponent, a hypothesis would reach this score at the maximum length,
+    # otherwise at the present length.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]

@@ -15,9 +15,10 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
+    """Returns log probabilities in which banned tokens are -inf.
 
-    A forced token gets log probability 0 and excludes all others, even if it is banned itself.
+    The log probabilities of other tokens are not renormalised. A forced token gets the log
+    probability 0 and all others -inf, even if the forced token is banned.
 
     Args:
       log_probs: log probabilities of the next token.
@@ -55,13 +56,13 @@ def repeating(
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # Only windows that end at or before the last token count. The n-gram that the next token would
+    # Only n-grams that end at or before the last token count. The n-gram that the next token would
     # complete ends later, so it is never compared with itself.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)
         same &= sequences[..., i : i + windows] == last
-    # Windows that differ get an id beyond the vocabulary, which the scatter below drops.
+    # N-grams that differ get an id beyond the vocabulary, which the scatter below ignores.
     ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)
     rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(beams)[None, :, None]
     banned = jnp.zeros((batch, beams, vocabulary), bool)

@@ -1,4 +1,7 @@
-"""CTC decoding: token sequences from the log probabilities of frames. The last id is the blank."""
+"""CTC decoding: finds token sequences, given log probabilities of tokens at each frame.
+
+The last id of the log probabilities is CTC's blank.
+"""
 
 from typing import NamedTuple
 
@@ -42,8 +45,9 @@ class _Beam(NamedTuple):
     """Prefixes with the probabilities of their alignments to the frames so far.
 
     Attributes:
+      prefixes: the token sequences.
       blank: float64 [N], log probability of the alignments that end with a blank.
-      token: float64 [N], log probability of those that end with the prefix's last token.
+      token: float64 [N], log probability of the alignments that end with the prefix's last token.
     """
 
     prefixes: list[Tokens]
@@ -52,11 +56,11 @@ class _Beam(NamedTuple):
 
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
-    """Returns the most likely sequences, best first, by the sum over all their alignments.
+    """Returns the most likely token sequences, best first.
 
-    The algorithm is that of Graves (2012) and Hannun (2014), in float64. The result is exact if
-    `beams` is at least the number of possible sequences. Sequences of equal probability keep their
-    order.
+    The probability of a sequence is the sum over all its alignments to the frames. The algorithm by
+    Graves (2012) and Hannun (2014) is computed in float64. The result is exact if `beams` is at
+    least the number of possible sequences.
 
     Args:
       log_probs: log probabilities of the tokens at each frame.
@@ -81,7 +85,7 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]
     index = {prefix: i for i, prefix in enumerate(prefixes)}
-    # An extension may equal another prefix of the beam; both probabilities are added there.
+    # An extension may equal another prefix of the beam. Its probability is added to that prefix.
     for i, prefix in enumerate(prefixes):
         if prefix and (shorter := index.get(prefix[:-1])) is not None:
             stays[i] = np.logaddexp(stays[i], longer[shorter, prefix[-1]])

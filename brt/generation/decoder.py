@@ -1,4 +1,4 @@
-"""The interface of a model for search and sampling."""
+"""The interface by which search and sampling call a model."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ class TextDecoder(NamedTuple):
 
     Attributes:
       step: function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state).
-        Arrays that belong to a source instead of a beam, such as the encoded source, exist once per
-        source in the state.
+        The state has arrays that belong to a source instead of a beam, such as the encoded source,
+        only once for each source.
       reorder: function (state, beams int32 [B, N]) -> state, in which beam n of source b continues
-        beam beams[b, n]. It is not called with one beam.
+        beam beams[b, n]. The function is not called if there is one beam.
       ids: special ids of the model's vocabulary.
     """
 

@@ -1,4 +1,4 @@
-"""Decoding of one text per source; greedy search picks the most likely token at every step."""
+"""Generates one text for each source, token by token, such as by greedy search."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,15 +33,15 @@ class _Text(NamedTuple):
     done: Bool[Array, "B 1"]
 
 
-# Type of a function that takes the log probabilities [B, 1, V] of the next tokens and the number
-# of tokens so far, and returns the chosen tokens [B, 1].
+# A function of this type takes the log probabilities [B, 1, V] of the next tokens and the number of
+# tokens so far, and returns the chosen tokens [B, 1].
 Choose = Callable[[Array, Array], Array]
 
 
 def greedy_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Returns the text of each source (N = 1) that takes the most likely token at every step.
+    """Generates one text for each source (N = 1), with the most likely token at every step.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
@@ -51,7 +51,7 @@ def greedy_search(
     """
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns the most likely tokens."""
+        """Returns the most likely token of each source."""
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     return one_text(decoder, state, likeliest, batch=batch, decoding=decoding)
@@ -72,7 +72,7 @@ def one_text(
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:
-        """Returns True while a source needs another token."""
+        """Returns True while the text of some source has not ended."""
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
 
     def extend(text: _Text) -> _Text:

@@ -24,10 +24,11 @@ class Hypotheses(NamedTuple):
 
 
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
-    """Returns the divisor of summed log probabilities for each number of tokens, float32 [L].
+    """Returns the length penalty for each number of tokens, float32 [L].
 
-    The penalty of n written tokens is n ** p for `hf`, and ((5 + n) / 6) ** p for `t5x` (Wu et al.
-    2016, equation 14), where p is `decoding.length_penalty`. Entry 0 is unused.
+    Summed log probabilities are divided by the length penalty. For n written tokens, the penalty is
+    n ** p if `decoding.penalty` is "hf", and ((5 + n) / 6) ** p if it is "t5x" (Wu et al. 2016,
+    equation 14), where p is `decoding.length_penalty`. Entry 0 is not used.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1

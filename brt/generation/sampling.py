@@ -11,12 +11,13 @@ from brt.generation.hypotheses import Hypotheses
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Returns logits in which tokens that must not be sampled are -inf.
+    """Applies temperature, top-k and top-p to logits.
 
-    Only the `top_k` most likely tokens remain, and of these the smallest set with the probability
-    `top_p`. Logits are divided by the temperature first. Tokens that tie with the last one remain.
-    The largest logit is shifted to 0 before, so that at low temperatures only unlikely tokens
-    overflow float32.
+    Logits are divided by the temperature. Then all tokens get -inf except for the `top_k` most
+    likely tokens, and among these the most likely ones whose probabilities sum to `top_p`. Tokens
+    that are as likely as the last remaining token remain, too. All logits are shifted so that the
+    largest is 0 before the division, so that at low temperatures only unlikely tokens overflow
+    float32.
     """
     inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse
@@ -69,7 +70,7 @@ def sample(
     """
 
     def draw(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns sampled tokens."""
+        """Returns a sampled token of each source; `length` is the number of tokens so far."""
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
     return one_text(decoder, state, draw, batch=batch, decoding=decoding)

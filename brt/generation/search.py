@@ -12,10 +12,9 @@ from brt.generation.hypotheses import Hypotheses
 def search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates texts with a model that reads one token of every beam at a time.
+    """Generates texts by greedy search or beam search.
 
-    The function is pure and is compiled by the caller. Shapes depend on `batch` and `decoding`
-    only.
+    The function is pure, and the caller compiles it. Shapes depend on `batch` and `decoding` only.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.

@@ -1,7 +1,8 @@
-"""Generation with a language model whose memory has a constant size and can be saved to a file.
+"""Sessions: generation with a language model that keeps its memory of the text so far.
 
-A session reads text in segments and generates token by token. Caches and recurrent states advance
-at block boundaries as in training, so the logits equal those of one long segment.
+A session reads text in segments and generates token by token. Its memory has a constant size and
+can be saved to a file. Caches and recurrent states advance at block boundaries as in training, so
+the logits equal those of one long segment.
 """
 
 import json
@@ -28,9 +29,12 @@ from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
-CHUNK = 16  # The number of tokens that one call of the token-by-token program reads or writes.
-_NEVER = -1  # An id that no token has; used as the end token, which language models lack.
-_NO_KEY = partial(jax.random.key, 0)  # The random key for reading a text, which never uses it.
+# One call of the token-by-token program reads or writes at most this number of tokens.
+CHUNK = 16
+# Language models lack an end token. This id, which no token has, is passed to the search instead.
+_NEVER = -1
+# Reading a text requires a random key, but does not use it.
+_NO_KEY = partial(jax.random.key, 0)
 
 
 class Memory(NamedTuple):
@@ -109,39 +113,46 @@ def _read_and_write(
     *,
     sampling: Sampling,
 ) -> tuple[Memory, Int[Array, "B C"]]:
-    """Reads the first `prompt_length` of `tokens`, then samples more until there are `count`.
+    """Reads a prompt, and continues it with sampled tokens.
 
-    Both numbers are arguments of the program, so that one compiled program reads prompts and writes
-    any number of tokens.
+    One compiled program reads prompts of any length and samples any number of tokens, because
+    `prompt_length` and `count` are arrays.
+
+    Args:
+      tokens: the prompt, padded.
+      prompt_length: number of tokens of the prompt.
+      count: number of tokens of the prompt and of sampled tokens together.
 
     Returns:
-      The memory, and an array whose first `count` tokens were read; the rest is undefined.
+      The new memory; and an array whose first `count` tokens are the prompt and the sampled tokens.
     """
 
-    def body(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
-        """Returns the memory and tokens after reading or sampling token `i`."""
+    def add_token(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
+        """Returns the memory and the tokens after reading or sampling the token `i`."""
         memory, tokens = so_far
 
         def read() -> Int[Array, " B"]:
-            """Returns token `i` of the prompt."""
+            """Returns the token `i` of the prompt."""
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
-            """Returns a sampled token."""
+            """Returns a sampled token of every lane."""
             return choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
 
         next_tokens = jax.lax.cond(i < prompt_length, read, write)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
         return _advance(decoder, variables, memory, next_tokens), tokens
 
-    return jax.lax.fori_loop(0, count, body, (memory, tokens))
+    return jax.lax.fori_loop(0, count, add_token, (memory, tokens))
 
 
 class _Beams(NamedTuple):
     """Beams that continue one memory.
 
     Attributes:
-      begun: bool, False before the first token, whose logits are already in the memory.
+      memory: the memory of all beams, whose axis of lanes has an entry for each beam.
+      begun: bool, False before the first step. The logits of the first token are already in the
+        memory, so the first step reads no token.
     """
 
     memory: Memory
@@ -151,7 +162,10 @@ class _Beams(NamedTuple):
 def _search(
     decoder: Decoder, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search for one lane; hypotheses have the maximum length, as there is no EOS."""
+    """Runs a beam search that continues the memory of a single lane.
+
+    All hypotheses have the maximum length, because there is no end token.
+    """
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
         """Applies a function to all arrays that have an axis of lanes."""
@@ -159,7 +173,7 @@ def _search(
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads a token of every beam, and returns the next logits and the beams."""
+        """Reads a token of every beam, and returns the logits of the next tokens and the beams."""
 
         def advance() -> Memory:
             """Returns the memory after reading the tokens."""
@@ -169,7 +183,7 @@ def _search(
         return memory.logits[None], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        """Returns beams of which beam n continues the beam chosen[0, n]."""
+        """Returns beams in which beam n continues the present beam chosen[0, n]."""
         memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
         return beams._replace(memory=memory)
 
@@ -186,8 +200,8 @@ class Session:
 
     Args:
       config: config with the vocabulary size set.
-      variables: the learned values of the model.
-      bos_id: id that is read before anything else.
+      variables: the learned arrays of the model.
+      bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel after the same prompt.
     """
 
@@ -210,7 +224,7 @@ class Session:
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
-        """Clears the memory and continues with these learned values of the model."""
+        """Clears the memory, and replaces the learned arrays of the model."""
         self._variables = variables
         self.forget()
 
@@ -219,7 +233,9 @@ class Session:
         self.memory: Memory = self._new_memory(self._variables)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads a text in all lanes, in whole segments where possible, otherwise token by token.
+        """Reads a text in all lanes.
+
+        Whole segments or blocks are read at once if possible, other tokens one by one.
 
         Args:
           tokens: ids of the text. BOS is read before the first text.
@@ -242,10 +258,10 @@ class Session:
             start += size
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Yields `count` new tokens of every lane in several pieces, int32 [B, T].
+        """Generates tokens, and yields the new tokens of all lanes in several pieces, int32 [B, T].
 
-        The tokens depend on the key and the position in the text, not on how the text is split into
-        calls.
+        The tokens depend on the key and on the position in the text. They are the same if several
+        calls generate the tokens.
 
         Args:
           count: number of tokens.
@@ -262,7 +278,7 @@ class Session:
     def _step(
         self, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
     ) -> Int[np.ndarray, "B count"]:
-        """Reads the prompt in all lanes and samples until there are `count` tokens."""
+        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens."""
         tokens = np.zeros((self._lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
         self.memory, read = self._read_and_write(
@@ -272,8 +288,10 @@ class Session:
         return np.asarray(read)[:, :count]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Generates `decoding.max_length` - 1 tokens by beam search, reads them and
-        returns them.
+        """Continues the text by beam search.
+
+        Returns:
+          The `decoding.max_length` - 1 new tokens, which the session has read afterwards.
         """
         if self.memory.count == 0:
             self.read([])
@@ -291,10 +309,14 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory as .npz; `identity` describes the model that the memory belongs to.
+        """Writes the memory to an .npz file that `load` can read.
+
+        Args:
+          path: the path of the file.
+          identity: the description of the model that the memory belongs to.
 
         Raises:
-          OSError: the file cannot be written; see `durable.named_by_user`.
+          OSError: the file cannot be written.
         """
         save(self.memory, path, identity)
 
@@ -308,8 +330,10 @@ class Session:
 
         Args:
           path: the file.
-          identity: description of the present model, which must equal that in the file.
-          translate: returns the present form of a description that an earlier version saved.
+          identity: the description of the present model, which must equal the description in the
+            file.
+          translate: a function that returns the present form of a description that an earlier
+            version saved.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
@@ -367,7 +391,7 @@ def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
 
 
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a memory as .npz.
+    """Writes a memory to an .npz file.
 
     Args:
       memory: the memory.

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from brt.config import Config
 from brt.errors import CheckpointError
 
-# The names under which transformers looks for tokenizer files, by the suffix of our file.
+# transformers expects tokenizer files under these names, by the suffix of brt's file.
 NAMES = {".model": "spiece.model", ".json": "tokenizer.json"}
 
 
@@ -56,7 +56,7 @@ class Exported(NamedTuple):
 
     Attributes:
       source: path that the model comes from.
-      model: parameters and settings.
+      model: parameters and settings of the model, in the form that `to_format` takes.
       to_format: function of the model and a dtype that returns the content of the exported
         directory; raises CheckpointError if the model cannot be expressed in the format.
       copy_tokenizer: function that writes the tokenizer's files into a directory and returns their
@@ -72,7 +72,7 @@ class Exported(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns the error for a model that no other library can represent."""
+    """Returns an error which says that other libraries have no such model."""
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "
         "can be exported to Hugging Face's format"

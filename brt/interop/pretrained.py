@@ -1,4 +1,4 @@
-"""A directory with a converted encoder-decoder, from which training or generation can start.
+"""Reads and writes directories of converted encoder-decoders, from which training can start.
 
 params.safetensors   float32 parameters with brt's names, by layer
 model.json           the sections Seq2Seq and CrossAttention
@@ -40,7 +40,7 @@ class Pretrained(NamedTuple):
     """A converted encoder-decoder.
 
     Attributes:
-      params: float32 arrays with the names of `brt.models.seq2seq.Seq2Seq`.
+      params: float32 parameters of `brt.models.seq2seq.Seq2Seq`.
       described: settings, special tokens and generation settings.
     """
 
@@ -70,11 +70,11 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
     Args:
       directory: the directory.
-      cross: replaces the saved settings of cross-attention; parameters that are missing are
-        initialised.
+      cross: settings of cross-attention that replace the saved ones; parameters that the directory
+        lacks are initialised. None keeps the saved settings.
 
     Raises:
-      CheckpointError: a file is missing, damaged, of a newer format, or does not fit.
+      CheckpointError: a file is missing, damaged, of a newer format, or contradicts another file.
       ConfigError: this version does not know a setting.
     """
     described = describe(directory)
@@ -96,7 +96,7 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
 
     Args:
       directory: the directory.
-      expected: shapes by names like "encoder/layers_0/mlp/wi/kernel".
+      expected: the expected shapes, by names like "encoder/layers_0/mlp/wi/kernel".
 
     Raises:
       CheckpointError: parameters are missing, damaged, or have other names or shapes.

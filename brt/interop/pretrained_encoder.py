@@ -1,4 +1,4 @@
-"""A directory with a converted encoder, from which training can start.
+"""Reads and writes directories of converted encoders, from which training can start.
 
 params.safetensors   float32 parameters with brt's names, by layer
 model.json           the section Encoder, the task of the head, other entries of config.json
@@ -23,8 +23,8 @@ class PretrainedEncoder(NamedTuple):
     """A converted encoder.
 
     Attributes:
-      params: float32 arrays with the names of `brt.models.encoder.EncoderWithHead`.
-      described: settings and task.
+      params: float32 parameters of `brt.models.encoder.EncoderWithHead`.
+      described: settings of the encoder, and the task of its head.
     """
 
     params: dict[str, Any]
@@ -50,7 +50,7 @@ def load(directory: Path) -> PretrainedEncoder:
     """Reads a directory that `save` wrote.
 
     Raises:
-      CheckpointError: a file is missing, damaged, of a newer format, or does not fit.
+      CheckpointError: a file is missing, damaged, of a newer format, or contradicts another file.
       ConfigError: this version does not know a setting.
     """
     described = describe(directory)
@@ -58,8 +58,11 @@ def load(directory: Path) -> PretrainedEncoder:
 
 
 def describe(directory: Path) -> Described:
-    """Returns the settings that a directory contains, without the parameters; raises as `load`
-    does.
+    """Returns the settings that a directory contains, without reading the parameters.
+
+    Raises:
+      CheckpointError: a file is missing, damaged or of a newer format.
+      ConfigError: this version does not know a setting.
     """
     content = read_model(directory)
     task, kept = content.get("task"), content.get("kept")

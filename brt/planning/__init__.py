@@ -1,1 +1,1 @@
-"""Memory, time and costs of a run on other machines, according to the compilers for them."""
+"""Memory, time and costs of a run on other machines, according to the machines' compilers."""

@@ -17,8 +17,8 @@ from brt.planning.traffic import traffic
 COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
-# An operation belongs to the part of the model whose scope is the first in this table that occurs
-# in the operation's path of names.
+# The table maps scopes (names in the traced program) to parts of the model. An operation belongs to
+# the part of the first scope in the table that occurs in the operation's path of names.
 PARTS = {
     "cross_entropy": "loss",
     "token_scores": "loss",
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
     bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        """Returns the sum of this cost and `times` times the other."""
+        """Returns the sum of this cost and `times` times the cost `other`."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -81,7 +81,7 @@ class CollectiveCost(NamedTuple):
 
 
 class InstructionGroup(NamedTuple):
-    """Instructions that are equal except for numbers in names, such as those of all layers.
+    """Instructions that are equal except for numbers in names, such as the same one of all layers.
 
     Attributes:
       part: part of the model.
@@ -129,7 +129,8 @@ def costs(text: str, chip: str = "") -> Costs:
 
     Args:
       text: the output of `compiled.as_text()`.
-      chip: the name of the chip in `topologies.CHIPS`; "" leaves out cycles that need it.
+      chip: the name of the chip in `topologies.CHIPS`; "" if the chip is unknown, for which the
+        cycles of kernels are not computed.
     """
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
@@ -208,7 +209,8 @@ def _cost(module: Module, computation: str, one: Instruction, chip: str = "") ->
 def _least(flops: float, size: int, chip: str) -> tuple[float, float]:
     """Returns the minimum cycles for products and for memory traffic at the chip's peak rates.
 
-    Kernel schedules do not include waiting for memory, so these are lower bounds.
+    The compiler's schedule of a kernel does not include waiting for memory, so the kernel takes at
+    least these cycles.
     """
     known = CHIPS[chip]
     return flops / known.flops * known.clock, size / known.bandwidth * known.clock

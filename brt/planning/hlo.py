@@ -49,7 +49,7 @@ class Instruction(NamedTuple):
       operands: the names of the operands.
       body: the text in the parentheses.
       attributes: the text after the parentheses.
-      is_root: True if the result is that of the computation.
+      is_root: True if the result of the instruction is the result of its computation.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns how often the body of a loop runs; 1 if the module does not say."""
+        """Returns the number of iterations of a loop; 1 if the module does not state it."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])
@@ -139,14 +139,13 @@ class Module:
         return 1
 
     def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields every instruction that runs, with the name of its computation and its number of
-        executions.
+        """Yields every instruction that a computation executes, including those of its loops.
 
-        Instructions within a fusion are not listed, because the fusion runs as one instruction.
+        Instructions within a fusion are not yielded, because the fusion runs as one instruction.
 
         Args:
           computation: the name of the computation; "" stands for the entry.
-          times: how often the computation runs.
+          times: number of executions of the computation.
 
         Yields:
           The name of the computation, the instruction and its number of executions.

@@ -31,14 +31,16 @@ class Plan(NamedTuple):
     Attributes:
       topology: the machine that the step was compiled for.
       mesh: number of devices along each axis.
-      parameters, optimizer, carry, model_state, temporaries, peak: bytes.
+      parameters, optimizer, carry, model_state: bytes of the parts of the train state.
+      temporaries: bytes of intermediate results.
+      peak: bytes of the train state, the batch and the intermediate results together.
       costs: operations, bytes and cycles by part of the model.
       tokens: positions that all devices together read in a step.
       model_flops: FLOPs of a step of all devices according to the model; None if unknown.
       seconds: compile time.
-      low_effort: True if the compiler was told to save time. Memory and collectives are then
-        accurate to 1-17 %; the schedule and its cycles are not meaningful.
-      dropped: options of low effort that this compiler does not have.
+      low_effort: True if options told the compiler to save compile time. Memory and collectives are
+        then accurate to 1-17 %, and the cycles are not meaningful.
+      dropped: options for saving compile time that this compiler does not have.
     """
 
     topology: Topology
@@ -58,7 +60,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits into the chip's memory, else False; None if the chip is unknown."""
+        """True if the step fits into the chip's memory, otherwise False; None for unknown chips."""
         chip = self.topology.chip
         return None if chip is None else self.peak <= ROOM * chip.memory
 
@@ -71,9 +73,9 @@ class Plan(NamedTuple):
     def step_seconds(self) -> dict[str, float]:
         """Estimates of the step time in seconds, by name; empty if the chip is unknown.
 
-        `products`, `memory` and `network` are the times at the chip's peak rates, and `roofline` is
-        their maximum. `compiler` is the time of the compiler's cycles plus that of the collectives,
-        which do not overlap in this estimate.
+        `products`, `memory` and `network` are the times of matrix products, memory traffic and
+        collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
+        time of the cycles that the compiler estimates plus `network`.
         """
         chip = self.topology.chip
         if chip is None:
@@ -94,17 +96,20 @@ class Plan(NamedTuple):
 
 
 def _transfers(kind: str) -> float:
-    """Returns 2 for an all-reduce, which is a scatter and a gather, and 1 for others."""
+    """Returns how often a collective sends its data: 2 for an all-reduce, otherwise 1.
+
+    An all-reduce consists of a reduce-scatter and an all-gather.
+    """
     return 2.0 if kind == "all-reduce" else 1.0
 
 
 def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Plan:
-    """Returns the plan of a config's train step on a machine; the step is compiled for this.
+    """Compiles the train step of a config for a machine, and returns the properties of the step.
 
     Args:
       config: the config of the run.
       topology: the machine.
-      low_effort: True tells the compiler to save time.
+      low_effort: True tells the compiler to save compile time.
 
     Raises:
       ConfigError: the mesh does not fit the machine, sizes depend on data that cannot be read, or
@@ -138,7 +143,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
 def compile_with_known_options(
     lowered: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Compiles a program with those of the options that the compiler knows.
+    """Compiles a program with all given options that the compiler knows.
 
     Args:
       lowered: a jax.stages.Lowered.
@@ -162,9 +167,13 @@ def compile_with_known_options(
 
 
 def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
-    """Returns the config with its sizes, the shapes, a batch, its positions and its FLOPs.
+    """Returns everything that is needed to lower the train step and to report about it.
 
-    The data are read only if the sizes depend on them.
+    The data are read only if sizes depend on the data.
+
+    Returns:
+      The config with all sizes filled in, the shapes of the run, a batch, the batch's number of
+      positions, and its FLOPs (None if unknown).
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -172,6 +181,7 @@ def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, in
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
     shapes = runs.compute_shapes(config, topology.devices)
+    # The batch may have only some of the lanes of the step.
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
     positions = reader.positions(batch) if reader else jax.tree.leaves(batch)[0].size
@@ -197,8 +207,9 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """Returns the settings of all meshes with this number of devices that divide the
-    sharded sizes.
+    """Returns all meshes of `devices` devices that are possible for a config.
+
+    A mesh is possible if its axes divide the sizes that are sharded over them.
     """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -218,13 +229,16 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
 def sweep(
     config: Config, topology: Topology, say: Callable[[str], object], *, limit: int = 12
 ) -> list[Plan]:
-    """Returns the plans of several meshes, compiled at low effort; the fastest that fit come first.
+    """Compiles the train step for several meshes, and returns the plans, the best first.
+
+    Meshes whose step fits into memory come before others, and faster meshes before slower ones. The
+    compiler is told to save compile time.
 
     Args:
       config: the config of the run, whose mesh is replaced.
       topology: the machine.
       say: a function that is called with a line about each mesh.
-      limit: the largest number of meshes; those with one or two axes are tried first.
+      limit: the largest number of meshes; meshes with few axes are tried first.
 
     Raises:
       ConfigError: no mesh divides all devices, or the step fits with none of the meshes.
@@ -253,14 +267,14 @@ def sweep(
         raise last
 
     def sort_key(one: Plan) -> tuple[bool, float, int]:
-        """Returns the key by which plans are sorted: fit, time at the peak rates, memory."""
+        """Returns the key by which plans are sorted: if it fits, time at peak rates, memory."""
         return one.fits is False, one.step_seconds.get("roofline", 0.0), one.peak
 
     return sorted(plans, key=sort_key)
 
 
 def _undivided(config: Config, devices: int) -> ConfigError:
-    """Returns the error of --sweep_mesh if no mesh fits, with a batch size that would fit."""
+    """Returns the error for a config without possible meshes, which suggests a batch size."""
     training = config.training
     sizes = ", ".join(
         f"{size} {name}"

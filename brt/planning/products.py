@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in an optimized HLO module."""
+"""Counts the FLOPs of the matrix products in an optimized HLO module."""
 
 import re
 
@@ -33,7 +33,7 @@ def _is_product(one: Instruction) -> bool:
 
 
 def _product(module: Module, computation: str, one: Instruction) -> float:
-    """Returns the FLOPs of a product; windows count only where they overlap the input."""
+    """Returns the FLOPs of a matrix product, which may be expressed as a convolution."""
     inside = module.computations[computation]
     left, right = (shapes(inside[o].type)[0].dimensions for o in one.operands[:2])
     out = 1
@@ -61,7 +61,10 @@ def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
     text = window[1] if window else ""
 
     def window_numbers(key: str, default: str) -> list[str]:
-        """Returns the numbers of the window's property `key`, one for each axis."""
+        """Returns the property `key` of the convolution's window, one text for each axis.
+
+        `default` is the text for each axis if the window does not state the property.
+        """
         match = re.search(rf"\b{key}=([\dx_\-]+)", text)
         return match[1].split("x") if match else [default] * len(sizes)
 

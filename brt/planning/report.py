@@ -8,11 +8,14 @@ from brt.planning.costs import InstructionGroup
 from brt.planning.plan import Plan, format_mesh
 
 _GIB = 1 << 30
-_LISTED = 100  # The JSON report lists at most this many groups of instructions.
+_MOST_LISTED = 100  # The JSON report lists at most this many groups of instructions.
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Returns all values of a plan as JSON, per device and step unless the name says otherwise."""
+    """Returns all values of a plan as JSON.
+
+    Values are those of one device and one step, unless the name of a value says otherwise.
+    """
     chip, times = plan.topology.chip, plan.step_seconds
     total = plan.costs.total
     return {
@@ -32,7 +35,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cycles": total.cycles if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
-        "instructions": [_flat(one) for one in plan.costs.instructions[:_LISTED]],
+        "instructions": [_flat(one) for one in plan.costs.instructions[:_MOST_LISTED]],
         "collectives": {kind: cost._asdict() for kind, cost in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
         "step_seconds": times,
@@ -53,14 +56,12 @@ def _utilization(plan: Plan) -> dict[str, float]:
     chip = plan.topology.chip
     if chip is None or not plan.model_flops:
         return {}
-    best_meshes = plan.model_flops / (chip.flops * plan.used)
-    return {
-        name: best_meshes / s for name, s in plan.step_seconds.items() if s and name != "products"
-    }
+    ideal = plan.model_flops / (chip.flops * plan.used)
+    return {name: ideal / s for name, s in plan.step_seconds.items() if s and name != "products"}
 
 
 def _devices(plan: Plan) -> str:
-    """Describes the devices of the mesh, and the number of existing devices."""
+    """Describes the devices of the mesh, and the number of existing devices if it is larger."""
     existing = len(plan.topology.devices)
     of = "" if plan.used == existing else f" of {existing}"
     devices = "device" if existing == 1 else "devices"
@@ -73,7 +74,10 @@ def _effort(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan, config: Config) -> str:
-    """Returns the report for people: memory, costs by part, collectives, step time, verdict."""
+    """Returns the report for people.
+
+    It contains the memory, the costs of each part, the collectives, the step time and the verdict.
+    """
     lines = [
         f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
         "Of one device and step:",
@@ -205,8 +209,11 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 
 def best_meshes(plans: list[Plan], count: int = 3) -> str:
-    """Returns a text about the first `count` plans of a sweep, with the flags that select their
-    meshes.
+    """Returns a text about the first plans of a sweep, with the flags that select their meshes.
+
+    Args:
+      plans: the plans, best first.
+      count: the maximum number of plans in the text.
     """
     hasty = any(plan.low_effort for plan in plans)
     note = "; at low effort memory and collectives hold, the schedule does not" * hasty

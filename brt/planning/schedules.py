@@ -1,8 +1,9 @@
 """Cycles of Pallas kernels, which the compilers do not estimate.
 
-The length of a TPU kernel's schedule is known in bundles (one per cycle) for a step of its grid,
-without waiting for memory. `tools/benchmark/kernels.py` measures the table below. It counts the
-body of a loop once; for improved clustered attention, the table contains the loops' multiples.
+A TPU kernel is scheduled as bundles of instructions. Each bundle takes a cycle, unless it waits for
+memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the table below. It
+counts the body of a loop once; for improved clustered attention, the table contains the number of
+bundles in all iterations.
 """
 
 import math
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 # A v4 and a v5p have two cores, each of which runs half of the grid's steps.
 _CORES = {"v4": 2, "v5p": 2}
-# BUNDLES has the bundles per grid step in bfloat16, by kernel and chip; 0 if the chip cannot or
-# need not run the kernel. The sizes in a name are, depending on the kernel: queries, keys and head
-# size; segments, their tokens and head size; or tokens and clusters. The compiler may produce
-# different schedules for the same kernel when other code changes; the table has the longest one
-# that was observed.
+# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. It is 0 if the
+# chip cannot or need not run the kernel. The sizes in a name are, depending on the kernel: queries,
+# keys and head size; segments, their tokens and head size; or tokens and clusters. The compiler may
+# produce different schedules for the same kernel when other code changes; the table has the longest
+# one that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
@@ -58,7 +59,7 @@ _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
 # long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
 _FIXED_TOKENS = 700
 # The table was measured with this number of best keys per cluster.
-_BEST = 32
+_MEASURED_BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
@@ -83,8 +84,9 @@ def cycles(attributes: str, chip: str) -> float:
 
 
 def kernels(attributes: str) -> set[str]:
-    """Returns the kernels that an instruction calls, by name with size and dtype: a set of one or
-    none.
+    """Returns the name of the kernel that an instruction calls, as a set of at most one element.
+
+    The name contains the sizes and the dtype.
     """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
@@ -96,11 +98,11 @@ def _work(name: str) -> int:
     sizes = [int(n) for n in size.split("x")]
     if kernel.startswith("improved_clustered"):
         tokens, best = sizes
-        return tokens + _FIXED_TOKENS if best == _BEST else 0
+        return tokens + _FIXED_TOKENS if best == _MEASURED_BEST else 0
     return math.prod(sizes)
 
 
 def flops(attributes: str) -> float:
-    """Returns the FLOPs of products that a kernel's call states in its attributes; 0 if none."""
+    """Returns the FLOPs that the attributes of a kernel's call state; 0 if they state none."""
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0

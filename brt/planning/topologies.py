@@ -1,4 +1,4 @@
-"""Machines to compile for, by name; they need not be present."""
+"""Describes, by name, the machines for which brt can compile; they need not be present."""
 
 import importlib.util
 import os
@@ -108,8 +108,7 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns the devices of a machine by name: a TPU slice such as v5e:4x4, or GPUs such as
-    h100x8.
+    """Returns the devices of a machine with a name such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
 
     Raises:
       ConfigError: the name is unknown, or the compiler for it is not installed.
@@ -140,7 +139,7 @@ def _tpu(name: str, kind: str, shape: str) -> Topology:
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0"),
-        # libtpu needs the type of a TPU host, which this machine is not.
+        # libtpu requires the type of a TPU host, although this machine is none.
         ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
     ):  # fmt: skip
         os.environ.setdefault(variable, value)

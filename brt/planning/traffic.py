@@ -1,6 +1,6 @@
-"""Bytes that an instruction reads and writes.
+"""Computes the bytes that an instruction reads and writes.
 
-Only the slice counts of an array that is sliced or updated in place.
+If an instruction reads or updates only a slice of an array, only the slice is counted.
 """
 
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
@@ -17,7 +17,7 @@ def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) 
       module: the module.
       computation: the name of the computation that has the instruction.
       one: the instruction.
-      anywhere: True counts all memories, False only the main memory (HBM).
+      anywhere: True counts the bytes in all memories, False only those in the main memory (HBM).
     """
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
@@ -46,13 +46,13 @@ def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) 
 
 
 def _copies_between_memories(one: Instruction, sources: list[list[Shape]]) -> bool:
-    """Returns True for copies from one memory to another."""
+    """Returns True if an instruction copies an array from one memory to another."""
     memories = {shape.on_chip for shape in (*one.shapes, *(x for group in sources for x in group))}
     return one.operation == "copy" and len(memories) == 2
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes that a fusion reads of parameters of which it only reads slices."""
+    """Returns the bytes that a fusion reads, for each parameter of which it only reads slices."""
     inside = module.computations[called].values()
     sizes = {
         int(one.body): _sliced(module, called, one.name)
@@ -63,7 +63,7 @@ def _slices(module: Module, called: str) -> dict[int, int]:
 
 
 def _sliced(module: Module, computation: str, name: str) -> int | None:
-    """Returns the bytes of the slices that are read of an array; None if all of it is read."""
+    """Returns the bytes of the slices of an array that are read; None if all of it is read."""
     users = [one for one in module.computations[computation].values() if name in one.operands]
     parts: list[int | None] = [None] if not users else []
     for user in users:

@@ -1,4 +1,4 @@
-"""Subprocesses of a sweep: brt.train and brt.evaluate for a point, and why they fail."""
+"""Starts brt.train and brt.evaluate for a point of a sweep, and explains why they fail."""
 
 import os
 import re
@@ -22,12 +22,12 @@ _TAIL_BYTES = 20_000
 
 
 class Command(NamedTuple):
-    """A running subprocess of a point, one run of a sweep.
+    """A subprocess of a point (one run of a sweep).
 
     Attributes:
       process: the subprocess.
-      output: file with the output of all subprocesses of the point.
-      offset: position in the file where the output of this subprocess begins.
+      output: the path of a file with the output of all subprocesses of the point.
+      offset: the position in the file where the output of this subprocess begins.
     """
 
     process: subprocess.Popen
@@ -41,11 +41,11 @@ def start(
     """Starts `python -m` with these arguments; the output is appended to the point's file.
 
     Args:
-      arguments: module and arguments.
+      arguments: the module and its arguments.
       directory: the directory of the point.
-      slot: number of the parallel job, below `jobs`.
-      jobs: number of parallel jobs.
-      lock: open file that locks the point; the subprocess inherits it.
+      slot: the number of the parallel job, from 0 to `jobs` - 1.
+      jobs: the number of parallel jobs.
+      lock: an open file that locks the point; the subprocess inherits it.
     """
     arguments = [*arguments, *user_files.flags()]
     with (
@@ -60,7 +60,8 @@ def start(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=environment(os.environ, slot, jobs),
-            # In a process group of its own it gets no Ctrl-C, which the sweep forwards once.
+            # In a process group of its own, the subprocess gets no Ctrl-C from the terminal. The
+            # sweep asks it to stop.
             process_group=0,
             # The subprocess holds the lock, too, so the point stays locked if the sweep is killed.
             pass_fds=(lock.fileno(),),
@@ -69,7 +70,7 @@ def start(
 
 
 def threads(jobs: int) -> int:
-    """Returns the number of threads for one of `jobs` parallel jobs; 0 means no limit."""
+    """Returns the maximum number of threads of each of `jobs` parallel jobs; 0 means no limit."""
     return 0 if jobs == 1 else max(1, cores() // jobs)
 
 
@@ -87,9 +88,9 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
     CUDA_VISIBLE_DEVICES lists them.
 
     Args:
-      base: environment variables of the sweep.
-      slot: number of the job, below `jobs`.
-      jobs: number of parallel jobs.
+      base: the environment variables of the sweep.
+      slot: the number of the job, from 0 to `jobs` - 1.
+      jobs: the number of parallel jobs.
     """
     result = dict(base)
     if jobs > 1:
@@ -101,14 +102,12 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if a command that has ended was asked to stop, saved its state, and can be
-    continued.
-    """
+    """Returns True if a command has saved its state and ended because it was asked to stop."""
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
 def failure_reason(command: Command) -> str:
-    """Returns one line that says why a command failed, from its exit code and its last output."""
+    """Returns one line that says why a command failed, based on its exit code and its output."""
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))

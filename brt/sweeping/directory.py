@@ -1,8 +1,8 @@
-"""Files that a sweep writes into the run directory of a point, in addition to the run's files.
+"""Reads and writes the files that a sweep adds to the run directory of a point.
 
 point.gin    the complete config, for brt.train
 point.json   the config as JSON, with the name, the bindings and the progress of the point
-output.txt   output of all commands
+output.txt   the output of all commands
 """
 
 import contextlib
@@ -24,13 +24,14 @@ Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointProgress:
-    """Progress of a point, one run of a sweep.
+    """The progress of a point (one run of a sweep).
 
     Attributes:
-      status: state of the point.
-      reason: why the point failed or was stopped.
-      seconds: total run time of its commands.
-      threads: maximum number of threads per command; 0 for no limit.
+      status: the state of the point; a "trained" point has not been evaluated yet, and a
+        "finished" point has.
+      reason: the reason why the point failed or was stopped; "" for other points.
+      seconds: the total run time of its commands.
+      threads: the maximum number of threads of a command; 0 for no limit.
     """
 
     status: Status = "waiting"
@@ -49,28 +50,32 @@ _POINT = {
 
 @dataclasses.dataclass(frozen=True)
 class PointDirectory:
-    """Paths of the files of a point, one run of a sweep. Creating the object creates no file."""
+    """The paths of the files of a point (one run of a sweep). Creating the object creates no file.
+
+    Attributes:
+      path: the run directory of the point.
+    """
 
     path: Path
 
     @property
     def gin(self) -> Path:
-        """Path of the config for brt.train."""
+        """The path of the config for brt.train."""
         return self.path / "point.gin"
 
     @property
     def json(self) -> Path:
-        """Path of the config and the progress as JSON."""
+        """The path of the config and the progress as JSON."""
         return self.path / "point.json"
 
     @property
     def output(self) -> Path:
-        """Path of the output of all commands."""
+        """The path of the output of all commands."""
         return self.path / "output.txt"
 
     @property
     def run(self) -> Workdir:
-        """Run directory of the point, which brt.train writes."""
+        """The run directory of the point, which brt.train writes."""
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
@@ -84,7 +89,7 @@ class PointDirectory:
         return file if file and file.exists() else None
 
     def progress(self) -> PointProgress:
-        """Returns the saved progress; `waiting` for a point that has never been started."""
+        """Returns the saved progress. A point that has never been started has status "waiting"."""
         saved = self._saved()
         known = {field.name for field in dataclasses.fields(PointProgress)}
         values = saved["progress"] if saved else {}

@@ -1,4 +1,4 @@
-"""Runs a sweep from its points to its report."""
+"""Runs the points of a sweep, and writes the report of the sweep."""
 
 import contextlib
 import sys
@@ -21,15 +21,15 @@ def run(
     """Runs all unfinished points and writes the report; returns the table and the report's path.
 
     Args:
-      workdir: directory of the sweep.
+      workdir: the directory of the sweep.
       points: all points, for the report.
-      chosen: points to run.
-      sweep: settings of the sweep.
-      jobs: number of points that run in parallel.
+      chosen: the points to run.
+      sweep: the settings of the sweep.
+      jobs: the number of points that run in parallel.
 
     Raises:
       ConfigError: the workdir contains another sweep, or the flags are invalid.
-      DataError: documents cannot be read; no point has been run.
+      DataError: data cannot be read; no point has been run.
       Preempted: a signal arrived; the progress of all points is saved.
       BrtError: some points failed; the others are finished.
     """
@@ -106,7 +106,7 @@ def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
 
 @contextlib.contextmanager
 def _report_lock(workdir: Path) -> Iterator[None]:
-    """Serialises writers of the report, because the jobs of a SLURM array end at the same time."""
+    """Lets one process at a time write the report: jobs of a SLURM array may end simultaneously."""
     path = workdir / ".report.lock"
     with contextlib.ExitStack() as stack:
         with workdirs.explained(path):

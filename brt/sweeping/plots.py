@@ -1,4 +1,4 @@
-"""Plots of a sweep: results against step time, results as bars, and training curves.
+"""Draws the plots of a sweep: results against step time, results as bars, and training curves.
 
 The plotted metric is the error rate or score of the task if it has one, otherwise bits per byte.
 """
@@ -22,7 +22,7 @@ _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
-_PANELS = 4  # The maximum number of panels side by side.
+_MOST_PANELS = 4  # At most this many panels are drawn side by side.
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
@@ -39,9 +39,9 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
     """Draws all plots for which there are results, and returns the names of the PNG files.
 
     Args:
-      groups: groups of points that differ only in their seed.
-      directory: where to write the files.
-      baseline: name of the group that others are compared with; "" selects the first.
+      groups: the groups of points that differ only in their seed.
+      directory: the directory of the files.
+      baseline: the name of the group that others are compared with; "" selects the first.
 
     Raises:
       ConfigError, CheckpointError: the directory cannot be written.
@@ -167,10 +167,10 @@ def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     """Returns a plot of exact answers on the validation split during training.
 
-    Every group has a panel, and a line is a seed. The baseline is drawn in grey in every panel.
+    Every group has a panel with a line for each seed. Every panel shows the baseline in grey.
     """
     others = [g for g in groups if g is not baseline] or [baseline]
-    across = min(_PANELS, len(others))
+    across = min(_MOST_PANELS, len(others))
     down = -(-len(others) // across)
     figure = Figure(figsize=(3 * across, 2.4 * down), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
@@ -191,7 +191,7 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
 
 
 def _validated(row: Row, metric: Metric) -> dict[int, float]:
-    """Returns the metric on the validation split by step."""
+    """Returns the values of a metric on the validation split, by step."""
     tag = f"eval/validation/{metric.name}"
     return {record["step"]: record[tag] for record in row.records if tag in record}
 

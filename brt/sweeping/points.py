@@ -1,4 +1,4 @@
-"""The points of a sweep: names, directories and configs, all determined before the first run."""
+"""Determines the names, directories and configs of all points of a sweep before the first run."""
 
 import hashlib
 import itertools
@@ -16,9 +16,9 @@ from brt.formatting import printable
 from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
-RESERVED = ("plots", "slurm")  # Names that no point may have, because other directories do.
-MOST = 10_000  # The maximum number of points in a sweep.
-_LONGEST = 96  # The maximum number of characters in a directory's name.
+RESERVED = ("plots", "slurm")  # Points may not have these names, because other directories do.
+MOST = 10_000  # A sweep may have at most this many points.
+_LONGEST = 96  # The name of a directory has at most this many characters.
 _HASH = 8
 
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
@@ -28,12 +28,13 @@ class Point(NamedTuple):
     """One run of a sweep.
 
     Attributes:
-      number: index of the point.
-      name: name for people; contains the values that distinguish the point.
-      directory: the name with only characters that every file system accepts.
+      number: the index of the point.
+      name: the name for people, which contains the values that distinguish the point.
+      directory: the name of its directory, in which other characters replace those that some file
+        systems or shells do not accept.
       group: the name without the seed.
-      bindings: `Section.field` to value, for all settings that differ between points.
-      resolved: config with the origin of each value.
+      bindings: the values of all settings that differ between points, by `Section.field`.
+      resolved: the config, with the origin of each value.
     """
 
     number: int
@@ -50,11 +51,14 @@ class Point(NamedTuple):
 
 
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
-    """Returns every point of a sweep: named points outermost, then samples, then the grid.
+    """Returns every point of a sweep.
+
+    In the order of the points, the grid varies fastest, then the samples, then the named points.
 
     Args:
-      sweep: settings of the sweep.
-      resolve: function (bindings that override all others, files to include) -> config of a run.
+      sweep: the settings of the sweep.
+      resolve: a function that maps bindings, which override all others, and paths of files to
+        include to the config of a run.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
@@ -97,7 +101,7 @@ def _cells(
     samples: Iterable[dict[str, Any]],
     grid: Mapping[str, tuple[Any, ...]],
 ) -> Iterator[tuple[NamedPoint, dict[str, Any], dict[str, Any]]]:
-    """Yields (point, sample, values of the grid) in order."""
+    """Yields (named point, sample, values of the grid) in the order of the points."""
     for point, sample in itertools.product(named, samples):
         point_grid = point.grid(grid)
         for values in itertools.product(*point_grid.values()):
@@ -120,7 +124,7 @@ def choose(points: Sequence[Point], index: int | None) -> list[Point]:
 
 
 def listing(points: Iterable[Point]) -> str:
-    """Returns a line per point with its index, its directory and its bindings."""
+    """Returns a text with a line for each point: its index, its directory and its bindings."""
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(
@@ -133,7 +137,8 @@ def listing(points: Iterable[Point]) -> str:
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
     """Adds to each point the settings that are not the same in all points.
 
-    Settings of kinds of layers that a point does not have are left out, but for their places.
+    Settings of kinds of layers that a point does not have are left out, except the settings that
+    place the layers.
     """
     values = [
         {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
@@ -152,7 +157,7 @@ def _counts(config: Config, name: str) -> bool:
 
 
 def _short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Returns names without their section if they stay distinct, such as "recurrent_layers"."""
+    """Returns short names of settings; those that stay distinct without the section lack it."""
     fields = list(fields)
     tails = [_tail(field) for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}
@@ -173,7 +178,7 @@ def _text(value: Any) -> str:
 
 
 def _directory(name: str) -> str:
-    """Returns a name that is safe in file systems and shells; a hash ends long names."""
+    """Returns a name that is safe in file systems and shells; long names are cut and get a hash."""
     safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", name).strip("-.") or "point"
     if len(safe) <= _LONGEST:
         return safe

@@ -1,4 +1,4 @@
-"""The report of a sweep: report.md, report.csv and plots/, also while the sweep is running."""
+"""Writes the report of a sweep (report.md, report.csv and plots/), even while the sweep runs."""
 
 import csv
 import io
@@ -32,11 +32,11 @@ def text(
     """Returns the report in Markdown.
 
     Args:
-      workdir: directory of the sweep.
-      rows: results of each point.
-      groups: means over points that differ only in their seed.
-      pictures: names of the plots.
-      sweep: settings of the sweep.
+      workdir: the directory of the sweep.
+      rows: the results of each point.
+      groups: the means over points that differ only in their seed.
+      pictures: the names of the plots.
+      sweep: the settings of the sweep.
     """
     counts = Counter(row.status for row in rows)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -98,7 +98,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _distances(groups: Sequence[Group]) -> list[str]:
-    """Returns the table of exact answers by distance; empty unless the task is a memory task."""
+    """Returns the lines of the table of exact answers by distance; none without such answers."""
     windows = sorted({distance for g in groups for distance in g.answers})
     if not windows:
         return []
@@ -139,7 +139,12 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
 def _metric_columns(
     entries: Sequence[Row] | Sequence[Group], rows: Sequence[Row]
 ) -> dict[str, list[str]]:
-    """Returns the columns of the metrics by which the tasks of these rows compare runs."""
+    """Returns the columns of the metrics by which the tasks of these rows compare runs.
+
+    Args:
+      entries: the rows or groups that become lines of the table.
+      rows: the rows whose tasks determine the metrics.
+    """
     cells = {}
     for metric in results.table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]
@@ -151,7 +156,7 @@ def _metric_columns(
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table with aligned columns, the first one to the left."""
+    """Returns the lines of a Markdown table; the first column is aligned left, the others right."""
     widths = [max(3, len(title), *map(len, cells)) for title, cells in columns.items()]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [list(columns), rule, *zip(*columns.values(), strict=True)]
@@ -167,7 +172,7 @@ def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _sharing(rows: Sequence[Row]) -> str:
-    """Returns a note about parallel points, whose step times depend on each other."""
+    """Returns a note if points ran in parallel, because their step times then depend on it."""
     threads = {row.threads for row in rows if row.status != "waiting"}
     if threads <= {0}:
         return ""

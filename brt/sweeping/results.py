@@ -1,4 +1,4 @@
-"""Results of the points of a sweep, read from their directories, and their means over seeds."""
+"""Reads the results of the points of a sweep, and computes their means over seeds."""
 
 import math
 import statistics
@@ -21,15 +21,24 @@ _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
-    """Results of a point, one run of a sweep; None for results that do not exist yet.
+    """The results of a point (one run of a sweep); None for results that do not exist yet.
 
     Attributes:
-      metrics: metrics by which the task compares runs, by name.
-      answers: for memory tasks, percentage of exact answers by distance in windows.
-      step_seconds: median over the logging intervals of training.
-      tokens_per_second, tokens_per_step: medians over the same intervals.
-      steps: step of the newest checkpoint.
-      records: content of metrics.jsonl.
+      point: the point.
+      status: the status of the point, as in `PointProgress`.
+      reason: the reason why the point failed or was stopped; "" for other points.
+      metrics: the metrics by which the task compares runs, by name.
+      answers: the percentage of exact answers by distance in windows; empty unless the task is a
+        memory task.
+      step_seconds: the median time of a step over the logging intervals of training.
+      tokens_per_second: the median over the same intervals.
+      tokens_per_step: the median over the same intervals.
+      parameters: the number of parameters.
+      parameters_non_embedding: the number of parameters without the embedding.
+      steps: the step of the newest checkpoint; 0 if there is none.
+      seconds: the total run time of the point's commands.
+      threads: the maximum number of threads of a command; 0 for no limit.
+      records: the records of metrics.jsonl.
     """
 
     point: Point
@@ -52,12 +61,21 @@ class Group(NamedTuple):
     """Points that differ only in their seed, with means over those that are finished.
 
     Attributes:
-      runs: number of finished points.
-      planned: number of points.
-      metrics: metrics that any point has, by name.
-      answers: percentage of exact answers by distance, where any point has answers.
-      spread: largest minus smallest bits per byte; None for fewer than two points.
-      relative_step_time: step time divided by that of the baseline; None if step sizes differ.
+      name: the name of the points without the seed.
+      runs: the number of finished points.
+      planned: the number of points.
+      metrics: the mean of each metric that any finished point has, by name.
+      answers: the mean percentage of exact answers at each distance at which any finished point
+        has answers.
+      spread: the largest minus the smallest bits per byte; None for fewer than two points.
+      step_seconds: the mean time of a step.
+      relative_step_time: the step time divided by that of the baseline; None if a step of the two
+        reads different numbers of tokens.
+      tokens_per_second: the mean number of tokens per second.
+      tokens_per_step: the mean number of tokens per step.
+      parameters: the number of parameters of the first finished point.
+      parameters_non_embedding: the same without the embedding.
+      rows: the results of all points.
     """
 
     name: str
@@ -79,9 +97,9 @@ def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
     """Returns the results of every point, including points that have not started.
 
     Args:
-      workdir: directory of the sweep.
+      workdir: the directory of the sweep.
       points: the points.
-      split: split on which points are evaluated.
+      split: the split on which points are evaluated.
     """
     return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
 
@@ -90,8 +108,8 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
     """Returns groups of rows that differ only in their seed, in the order of their first points.
 
     Args:
-      rows: results of the points.
-      baseline: name of the group, or of a point in it, whose step time is the reference.
+      rows: the results of the points.
+      baseline: the name of the group, or of a point in it, whose step time is the reference.
     """
     members: dict[str, list[Row]] = {}
     for row in rows:
@@ -107,9 +125,9 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 
 def same_step(groups: Sequence[Group]) -> bool:
-    """Returns True if steps of all groups read about as many tokens, so times are comparable.
+    """Returns True if a step of all groups reads about as many tokens, so times are comparable.
 
-    A tolerance of 2 % allows for batches of padded rows, which differ from step to step.
+    The numbers may differ by 2 %, because batches of padded rows differ from step to step.
     """
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
@@ -118,8 +136,8 @@ def same_step(groups: Sequence[Group]) -> bool:
 def reference(groups: Sequence[Group], baseline: str) -> Group:
     """Returns the group that others are compared with.
 
-    It is the group with the name `baseline`, or with a point of this name, otherwise the first
-    group.
+    It is the first group of which `baseline` is the name, the beginning of the name, or the name of
+    a point. If there is none, it is the first group.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -185,7 +203,11 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics that become columns of a table: those of the tasks that any row has."""
+    """Returns the metrics that become columns of a table.
+
+    These are the metrics by which the tasks of the rows compare runs, without metrics of which no
+    row has a value.
+    """
     known = {
         metric.name: metric
         for row in rows
@@ -197,7 +219,7 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
     """Returns the median over records of the product of the values of some tags.
 
-    Records that lack a tag are left out; the result is None if all do.
+    Records that lack a tag are left out. The result is None if all records lack one.
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
@@ -208,16 +230,12 @@ def _group(name: str, rows: list[Row]) -> Group:
     finished = [row for row in rows if row.status == "finished"]
 
     def mean(value: Callable[[Row], float | None]) -> float | None:
-        """Returns the mean of a value over the finished rows that have it; None if no
-        row has it.
-        """
+        """Returns the mean of a value over the finished rows that have it; None if none has it."""
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
     def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
-        """Returns the mean of each entry of a mapping over the finished rows that have
-        the entry.
-        """
+        """Returns the mean of each entry of a mapping over the finished rows that have it."""
         collected: dict[T, list[float]] = {}
         for row in finished:
             for name, value in field(row).items():

@@ -18,7 +18,18 @@ _POLL_SECONDS = 0.2
 
 @dataclasses.dataclass
 class _Job:
-    """A point that occupies a slot; its lock is held until it leaves the slot."""
+    """A point that occupies one of the slots for parallel points.
+
+    Attributes:
+      point: the point.
+      directory: the directory of the point.
+      slot: the number of the slot.
+      lock: an open file that locks the point until it leaves the slot.
+      begin: the time at which the command started, as `time.monotonic` measures it.
+      progress: the progress of the point when the command started.
+      command: the running command.
+      asked_to_stop: True after the command was sent SIGTERM.
+    """
 
     point: Point
     directory: PointDirectory
@@ -34,10 +45,10 @@ class Runner:
     """Runs unfinished points (runs of a sweep), each in its own subprocesses.
 
     Args:
-      workdir: directory of the sweep.
-      split: split on which trained points are evaluated.
-      jobs: number of points that run in parallel.
-      say: called with a line for every event.
+      workdir: the directory of the sweep.
+      split: the split on which trained points are evaluated.
+      jobs: the number of points that run in parallel.
+      say: a function that is called with a line for every event.
     """
 
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):

@@ -29,15 +29,22 @@ from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 from brt.macros import Binding
 
-SEED = "Training.seed"  # The setting in which the points of a group differ.
-# The number of significant digits of a random number; few digits keep names readable.
+SEED = "Training.seed"  # Points of a group differ only in this setting.
+# Random numbers have this number of significant digits, because few digits keep names readable.
 _SAMPLED_DIGITS = 4
 _SPLITS = ("train", "validation", "test")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """A point such as `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`."""
+    """A point such as `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`.
+
+    Attributes:
+      name: the name.
+      include: the paths of the .gin files that the point includes.
+      bindings: the values of settings, by `Section.field`.
+      seeds: the values of Training.seed that replace those of the grid; empty to keep the grid's.
+    """
 
     name: str
     include: tuple[str, ...]
@@ -48,25 +55,25 @@ class NamedPoint(NamedTuple):
         """Returns the sweep's grid for this point, whose own seeds replace those of the grid.
 
         Args:
-          common: the grid of the sweep, values by setting.
+          common: the grid of the sweep, which has the values of each setting.
         """
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Settings of a sweep: combinations of named points, random samples and points of a grid.
+    """The settings of a sweep, which combines named points, random samples and points of a grid.
 
     Attributes:
-      base: .gin files that all points include.
-      points: named points.
-      grid: values of each setting that varies on the grid.
-      random: distribution of each setting that is sampled, such as ("uniform", low, high).
-      samples: number of samples of all settings in `random` together.
-      seed: seed of the samples, independent of Training.seed.
-      split: split on which points are compared.
-      baseline: point whose step time is the reference; "" for the first point.
-      origins: file and line where each of these fields is bound.
+      base: the paths of the .gin files that all points include.
+      points: the named points.
+      grid: the values of each setting that varies on the grid.
+      random: the distribution of each setting that is sampled, such as ("uniform", low, high).
+      samples: the number of samples; each one has a value of every setting in `random`.
+      seed: the seed of the samples, independent of Training.seed.
+      split: the split on which points are compared.
+      baseline: the name of the point whose step time is the reference; "" for the first point.
+      origins: the file and line where each of these fields is bound.
     """
 
     base: tuple[str, ...] = ()
@@ -103,8 +110,12 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Returns random values by setting; they depend only on Sweep.seed, the setting and the
-        index.
+        """Returns the random values of a sample, by setting.
+
+        A value depends only on Sweep.seed, the setting, its distribution and the index.
+
+        Args:
+          index: the number of the sample.
         """
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
@@ -116,11 +127,11 @@ def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
     """Returns the sweep that the bindings of the section `Sweep` describe.
 
     Args:
-      bound: bindings by field.
+      bound: the bindings by field.
 
     Raises:
-      ConfigError: a field, name or value is invalid. The message begins with file and line if it is
-        about a single binding.
+      ConfigError: a field, name or value is invalid. The message begins with the file and line if
+        it is about a single binding.
     """
     values = {}
     for field, binding in bound.items():

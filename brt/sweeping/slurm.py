@@ -1,4 +1,4 @@
-"""A sweep as one SLURM job array with a task for each point."""
+"""Writes and submits a SLURM job array that has a task for each point of a sweep."""
 
 import os
 import shlex
@@ -39,10 +39,10 @@ def script(
     """Returns a script for sbatch that runs every point.
 
     Args:
-      points: number of points.
-      workdir: directory of the sweep.
-      files: values of --gin_file.
-      bindings: values of --gin_bindings.
+      points: the number of points.
+      workdir: the directory of the sweep.
+      files: the values of --gin_file.
+      bindings: the values of --gin_bindings.
       options: further options of sbatch, as on its command line.
 
     Raises:

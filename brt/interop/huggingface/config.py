@@ -1,6 +1,7 @@
 """Conversion of config.json and generation_config.json to and from brt's settings.
 
-In this package, "ours" are names, arrays and settings of brt, "theirs" those of Hugging Face.
+In this package, `ours` stands for names, arrays and settings of brt, and `theirs` for names, arrays
+and settings of Hugging Face.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
-# The key in Hugging Face's config.json for brt's cross-attention settings. transformers keeps keys
-# that it does not know.
+# config.json contains brt's settings of cross-attention under this key. transformers ignores and
+# keeps keys that it does not know.
 CROSS_KEY = "brt_cross_attention"
 GENERATION = (
     "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
@@ -41,7 +42,7 @@ _BART = {
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
     "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
 }  # fmt: skip
-# The values that transformers' classes use for keys that config.json lacks.
+# transformers' classes use these values for keys that config.json lacks.
 _T5_DEFAULTS = {
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1, "feed_forward_proj": "relu",
@@ -84,7 +85,7 @@ def from_theirs(
     Args:
       config: content of config.json.
       generation: content of generation_config.json, which overrides `config`; may be empty.
-      tied: True if logits use the embedding, which follows from the weights, not from config.json.
+      tied: True if logits are computed with the embedding. The weights show this, not config.json.
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
@@ -112,13 +113,13 @@ def from_theirs(
 def convert_fields(
     section: str, table: Mapping[str, str], config: Mapping[str, Any], file: str = "config.json"
 ) -> dict[str, Any]:
-    """Returns values of the fields of a section of brt's config, read from a Hugging Face config.
+    """Returns the fields of a section of brt's config, with values from a Hugging Face config.
 
     Args:
-      section: the name of the section.
+      section: the name of the section of brt's config.
       table: Hugging Face's name of each field.
-      config: the content of their file.
-      file: the name of their file, for error messages.
+      config: the content of Hugging Face's file.
+      file: the name of Hugging Face's file, for error messages.
 
     Raises:
       CheckpointError: a field is missing or has an invalid value.
@@ -155,7 +156,8 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = convert_fields("Seq2Seq", _T5, config)
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
     scaled = config.get("scale_decoder_outputs")
-    # Before transformers 5, tie_word_embeddings told T5 1.0, which scales its logits, from T5 1.1.
+    # Before transformers 5, tie_word_embeddings distinguished T5 1.0, which scales its logits, from
+    # T5 1.1.
     fields["scale_logits"] = (
         config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
     )
@@ -262,7 +264,11 @@ def _to_bart(model: Seq2Seq) -> dict[str, Any]:
 
 
 def decoding(described: Described, task: str = "") -> Decoding:
-    """Returns the checkpoint's generation settings; `task` is one of `described.tasks` or "".
+    """Returns the generation settings of a checkpoint as a section of brt's config.
+
+    Args:
+      described: the settings of the checkpoint.
+      task: one of `described.tasks`, whose settings are used; "" for the default settings.
 
     Raises:
       CheckpointError: the task is unknown.

@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face checkpoints to a directory that training can start from, and back."""
+"""Converts Hugging Face checkpoints to directories that training can start from, and back."""
 
 import dataclasses
 import shutil
@@ -44,9 +44,10 @@ def from_hf(
     Args:
       source: directory of the checkpoint.
       target: directory to write.
-      verified: compare the converted model with the original.
-      positions: number of positions to which BART's table is extended with `method`; 0 keeps it.
-      method: how new positions are filled.
+      verified: True compares the converted model with the original.
+      positions: number of positions to which BART's table of positions is extended; 0 keeps the
+        table.
+      method: how new positions are filled; see `brt.models.seq2seq.extended`.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.
@@ -74,12 +75,17 @@ def from_hf(
 
 
 def to_format(model: Pretrained, dtype: str) -> ExportFormat:
-    """Returns the model in the format of T5, LongT5 or BART, with weights of the given dtype."""
+    """Returns an encoder-decoder in the format of Hugging Face's T5, LongT5 or BART.
+
+    Args:
+      model: the model.
+      dtype: dtype of the written weights, as config.json names it.
+    """
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields the lines of a comparison of the written directory with the model."""
+        """Yields lines that compare the model in `directory` with the model that was exported."""
         reloaded, arrays, _ = read(directory)
         compared = {name: exported[name] for name in arrays}
         return _compare(model, reloaded, compared, directory, arrays)
@@ -102,8 +108,8 @@ def to_hf(
     Args:
       exported: the model.
       target: directory to write.
-      verified: compare the written model with the original.
-      dtype: dtype of the written weights.
+      verified: True compares the written model with the original.
+      dtype: dtype of the written weights, a key of `files.DTYPES`.
 
     Raises:
       ConfigError: `target` is not empty.
@@ -152,7 +158,15 @@ def _compare(
     theirs: Path,
     after: dict[str, np.ndarray] | None = None,
 ) -> Iterator[str]:
-    """Yields the lines of a comparison; `theirs` is the directory in Hugging Face's format."""
+    """Yields the lines of a comparison of a converted model with the original.
+
+    Args:
+      model: the original.
+      reloaded: the converted model, read from its directory.
+      before: arrays of the original, with Hugging Face's names.
+      theirs: the directory in Hugging Face's format.
+      after: arrays of the converted model; None exports them from `reloaded`.
+    """
     if after is None:
         after = weights.export_arrays(reloaded.params, reloaded.described.model)
     # Arrays that only one of the models has were already reported as initialised or unused.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # The import registers bfloat16 with NumPy, which safetensors needs.
+import ml_dtypes  # Importing ml_dtypes registers bfloat16 with NumPy, which safetensors needs.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,12 +25,12 @@ _READ = {
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
 SHARD_BYTES = 5 * 10**9
-# The dtypes in which weights can be written.
+# Weights can be written in these dtypes.
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of a checkpoint by name, in their own dtypes.
+    """Returns all arrays of a checkpoint by name, in the dtypes of the files.
 
     Raises:
       CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are
@@ -54,7 +54,7 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index names, which must lie in the index's directory.
+    """Returns the names of the files that an index lists; they must be in the index's directory.
 
     Args:
       index: path of model.safetensors.index.json.
@@ -89,7 +89,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
                         "float16 or bfloat16"
                     )
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # An array with more axes than NumPy supports raises ValueError.
+    # NumPy raises ValueError for an array with too many axes.
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -153,9 +153,9 @@ def write_json(path: Path, content: Mapping) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Context that yields a temporary directory, which finally becomes the directory `target`.
+    """Context that yields a temporary directory, and renames it to `target` at the end.
 
-    The directory appears under its name only when all files have been written.
+    Therefore `target` exists only when all files have been written.
 
     Raises:
       ConfigError: `target` exists and is not empty.

@@ -1,4 +1,4 @@
-"""Conversion between stacked parameters, as in models, and parameters by layer, as in files."""
+"""Converts between stacked parameters, which models have, and parameters by layer, as in files."""
 
 import re
 from collections.abc import Mapping
@@ -10,9 +10,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays (or shapes) of a tree by names such as "encoder/layers_0/mlp/wi/kernel".
+    """Returns parameters by names such as "encoder/layers_0/mlp/wi/kernel".
 
-    Models stack the arrays of all layers along axis 0; here, each layer has its own arrays.
+    Models stack the arrays of all layers along axis 0. In the result, each layer has arrays of its
+    own.
+
+    Args:
+      params: tree of parameters, or of their shapes.
     """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
@@ -31,7 +35,7 @@ def _row(leaf: Any, i: int) -> Any:
 
 
 def stack_layers(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Stacks the arrays of all layers and returns a tree; the inverse of `by_layer`."""
+    """Stacks the arrays of all layers, and returns the tree from which `by_layer` made them."""
     flat, rows = {}, {}
     for name, array in arrays.items():
         if layer := re.search(r"/layers_(\d+)/", name):

@@ -1,4 +1,4 @@
-"""A table of parameter names for import and export, and the conversion of array layouts.
+"""Converts names and layouts of parameters between brt and Hugging Face, for import and export.
 
 Hugging Face stores matrices as [out, in]. brt's kernels are [*in, *out], with a separate axis for
 heads.
@@ -12,13 +12,13 @@ import numpy as np
 
 from brt.config import Seq2Seq
 
-# Names of arrays that are copies of the embedding; newer files omit the copies.
+# Arrays with these names are copies of the embedding, which newer files omit.
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-# The name of an array in the first T5 files that no model uses.
+# The first files of T5 contain an array of this name, which no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
-# Names of the parameters of recurrent attention fusion. Hugging Face has no such layer, so the
-# names are those of the authors of SRformer.
+# Hugging Face has no layer of recurrent attention fusion, so the names of its parameters are those
+# of the authors of SRformer.
 _RAF = {
     "raf/kernel": "SNN_kv.weight",
     "raf/bias": "SNN_kv.bias",
@@ -109,9 +109,13 @@ def their_name(names: Mapping[str, str], ours: str) -> str | None:
 
 
 def is_optional(ours: str) -> bool:
-    """Returns True if a checkpoint may lack the parameter with this name of brt.
+    """Returns True if a Hugging Face checkpoint may lack a parameter.
 
-    Optional are the parameters of the recurrence, and the bias of logits, which BartModel lacks.
+    A checkpoint may lack the parameters of recurrent cross-attention, and the bias of logits, which
+    the class BartModel does not have.
+
+    Args:
+      ours: brt's name of the parameter.
     """
     if ours == "logits_bias":
         return True
@@ -137,7 +141,12 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Returns an array of brt in Hugging Face's layout; `ours` is brt's name of the parameter."""
+    """Converts an array of brt to Hugging Face's layout.
+
+    Args:
+      ours: brt's name of the parameter.
+      array: the array in brt's layout.
+    """
     shape = their_shape(ours, array.shape)
     if ours.endswith("kernel"):
         return np.ascontiguousarray(array.reshape(shape[::-1]).T)
@@ -145,11 +154,11 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns an array of Hugging Face in brt's layout.
+    """Converts an array of Hugging Face to brt's layout.
 
     Args:
       ours: brt's name of the parameter.
-      array: the array in their layout.
-      shape: brt's shape.
+      array: the array in Hugging Face's layout.
+      shape: the shape of brt's parameter.
     """
     return (array.T if ours.endswith("kernel") else array).reshape(shape)

@@ -1,4 +1,4 @@
-"""Checks whether a conversion preserved the model, by its arrays and by its logits."""
+"""Checks that a conversion has not changed a model, by comparing arrays and logits."""
 
 import importlib
 import importlib.util
@@ -14,15 +14,22 @@ from brt.interop.huggingface.config import Described
 from brt.models import seq2seq
 from brt.models.targets import shift_right
 
-# The allowed difference of float32 logits, relative to the largest logit.
+# Float32 logits may differ by this number, relative to the largest logit.
 LOGIT_TOLERANCE = 1e-4
-# The maximum rounding error of each dtype, relative to the largest magnitude in an array.
+# The table gives the maximum rounding error of each dtype, relative to the largest magnitude in an
+# array.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
 class TensorCheck(NamedTuple):
-    """Comparison of an array before and after conversion: the largest and the allowed
-    difference.
+    """Comparison of an array before and after a conversion.
+
+    Attributes:
+      name: name of the array.
+      shape: shape of the array.
+      dtype: dtype after the conversion.
+      difference: largest difference of an element.
+      allowed: largest difference that rounding can explain.
     """
 
     name: str
@@ -33,8 +40,12 @@ class TensorCheck(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Two random pairs of source and target from a fixed seed; the second source is half as
-    long.
+    """Two random pairs of source and target, on which brt and transformers are compared.
+
+    Attributes:
+      source: int32 [2, X], ids of the sources; the second source is half as long as the first.
+      mask: bool [2, X], False for padding of the sources.
+      targets_in: int32 [2, T], inputs of the decoder.
     """
 
     source: np.ndarray
@@ -43,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two pairs of at most 64 source tokens and 16 target tokens that suit the model."""
+    """Returns two random pairs of at most 64 source tokens and 16 target tokens."""
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
     known = model.max_positions if model.family == "bart" else 64
@@ -71,7 +82,7 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """Returns the logits [2, T, V] that transformers computes; None if it is not installed.
+    """Returns the logits [2, T, V] that transformers computes; None if torch is not installed.
 
     No code in the directory is run, and nothing is unpickled.
 
@@ -116,7 +127,7 @@ def tensor_checks(
 
 
 def text(checks: list[TensorCheck]) -> str:
-    """Returns a line for each array that changed, and one line for all arrays that did not."""
+    """Returns text with a line for each array that changed, and the number of unchanged arrays."""
     changed = [check for check in checks if check.difference > 0]
     width = max((len(check.name) for check in changed), default=0)
     lines = [
@@ -145,8 +156,8 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
     Args:
       actual: logits of the converted model.
       expected: logits of the original model.
-      name: model that `expected` was computed with.
-      rounding: relative rounding of the weights; logits may differ by a multiple of it.
+      name: name of the original model, for messages.
+      rounding: relative rounding error of the weights.
 
     Raises:
       CheckpointError: the logits differ by more than `allowed`.
@@ -166,6 +177,6 @@ def allowed(expected: np.ndarray, rounding: float) -> float:
 
     Args:
       expected: logits of the original model.
-      rounding: relative rounding of the weights.
+      rounding: relative rounding error of the weights.
     """
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face's arrays to and from our parameters."""
+"""Converts Hugging Face's arrays of encoder-decoders to brt's parameters, and back."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ from brt.interop.huggingface.layers import by_layer, stack_layers
 from brt.models import seq2seq
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 4  # The number of names that an error lists.
+_SHOWN = 4  # An error lists at most this number of names.
 
 
 class Imported(NamedTuple):
@@ -24,8 +24,8 @@ class Imported(NamedTuple):
 
     Attributes:
       params: float32 parameters with brt's names.
-      initialised: names of brt's parameters that the file lacks: those of the cross-attention, and
-        BART's bias of logits, which is initialised to zero.
+      initialised: brt's names of parameters that the file lacks and that were initialised, such as
+        the parameters of recurrent cross-attention.
       unexpected: names of Hugging Face's arrays that have no counterpart.
     """
 
@@ -35,7 +35,14 @@ class Imported(NamedTuple):
 
 
 def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
-    """Returns arrays under the names of current versions: without copies, with the usual prefix.
+    """Returns arrays by the names that current versions of transformers use.
+
+    Some files contain copies of arrays, or names without the usual prefix. The copies are removed,
+    and the prefix is added.
+
+    Args:
+      arrays: arrays by the names in the files.
+      family: "t5" or "bart".
 
     Raises:
       CheckpointError: encoder and decoder have different embeddings.
@@ -95,7 +102,8 @@ def match_arrays(
     Args:
       arrays: arrays by Hugging Face's names.
       table: Hugging Face's name of each of brt's parameters.
-      initial: function that initialises brt's parameters; used for optional ones that are missing.
+      initial: function that initialises brt's parameters; used for optional parameters that the
+        checkpoint lacks.
       is_optional: function from brt's name of a parameter to True if a checkpoint may lack it.
 
     Raises:
@@ -132,7 +140,13 @@ def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dic
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """Returns parameters for another kind of cross-attention; missing ones are initialised."""
+    """Returns the parameters of a model with another kind of cross-attention.
+
+    Args:
+      params: parameters of the model with its present kind of cross-attention.
+      model: settings of the model.
+      cross: settings of the new cross-attention. Parameters that `params` lacks are initialised.
+    """
     have, want = by_layer(params), template(model, cross)
     missing = [name for name in want if name not in have]
     new = _initialise(partial(_initial, model, cross), missing)
@@ -162,7 +176,7 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
 
 
 def mismatches(imported: Imported) -> Iterator[str]:
-    """Yields lines that name the parameters that did not match."""
+    """Yields lines that name the parameters and arrays without a counterpart."""
     for what, names_of_arrays in (
         ("initialised, as the checkpoint lacks them", imported.initialised),
         ("not read, as the model has no use for them", imported.unexpected),
@@ -172,6 +186,6 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns the first few names as a text, followed by the number of the others."""
+    """Returns the first few names as a text, followed by the number of further names."""
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

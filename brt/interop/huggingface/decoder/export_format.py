@@ -24,7 +24,8 @@ from brt.ops.gates import GateWeights
 
 CODE = Path(__file__).with_name("modeling_brt.py")
 KINDS = ("window", "recurrent")
-# Parameters that are not exported themselves, but folded into `bias`, `scale` and `cross_scale`.
+# These parameters are not exported, because the exported arrays `bias`, `scale` and `cross_scale`
+# contain their effect.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
 
 
@@ -43,7 +44,7 @@ class TrainedDecoder(NamedTuple):
 
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
-    """Returns the content of an exported directory: settings, arrays and the code to run them.
+    """Returns the content of an exported directory: settings, arrays and the model's code.
 
     Args:
       trained: the model.
@@ -83,7 +84,12 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 
 
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json, with the usual names of transformers where they exist."""
+    """Returns the content of config.json; keys that transformers knows have their usual names.
+
+    Args:
+      trained: the model.
+      dtype: dtype of the written weights.
+    """
     m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
         recurrence.gate_layout == "single"
@@ -123,9 +129,10 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, float32 array) of every exported parameter.
+    """Yields the name and the float32 array of every exported parameter.
 
-    Position biases of a layer become one array, indexed by the distance of key and query.
+    The position biases of a layer are exported as one array, indexed by the distance of key and
+    query.
     """
     params, model, first = trained.params, trained.model, 0
     for name in ("embedding", "norm"):

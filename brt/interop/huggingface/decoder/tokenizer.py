@@ -1,4 +1,4 @@
-"""Export of a language model's tokenizer to Hugging Face's format; texts begin with BOS."""
+"""Exports a language model's tokenizer to Hugging Face's format, in which texts begin with BOS."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from brt.data.byte_level import BYTE_OF_CHARACTER
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
-BYTES_BOS = "<|bos|>"  # The name of BOS, whose id is the byte NUL, which never occurs in a text.
+# The byte tokenizer's BOS has this name. Its id is the byte NUL, which never occurs in a text.
+BYTES_BOS = "<|bos|>"
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
@@ -17,7 +18,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
-    # brt disables the dummy prefix of a sentencepiece model, so the exported file must do so too.
+    # brt disables the dummy prefix of sentencepiece models, so it is disabled in the exported file.
     if path.suffix == ".model":
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
@@ -29,10 +30,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """Returns the content of tokenizer.json for a tokenizer whose ids are bytes.
-
-    It is a byte-level BPE without merges.
-    """
+    """Returns the content of a tokenizer.json of a byte-level BPE without merges; ids are bytes."""
     vocabulary = {character: byte for character, byte in BYTE_OF_CHARACTER.items() if byte}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
@@ -52,7 +50,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _write_json(target: Path, settings: dict[str, Any], bos: str, bos_id: int) -> list[str]:
-    """Writes tokenizer.json so that every text is preceded by BOS and followed by nothing."""
+    """Writes a tokenizer.json that puts BOS before every text, and returns the names of files."""
     begins = {"SpecialToken": {"id": bos, "type_id": 0}}
     template = {
         "type": "TemplateProcessing",

@@ -20,19 +20,20 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state
 
-SEGMENTS, WRITTEN = 3, 32  # The numbers of segments to compare and of tokens to generate.
+# The comparison reads this number of segments, and generates this number of tokens.
+SEGMENTS, WRITTEN = 3, 32
 
 
 def compare(
     params: PyTree[Array], model: Model, before: Mapping[str, np.ndarray], directory: Path
 ) -> Iterator[str]:
-    """Compares a written directory with the model and yields lines of a report.
+    """Compares the model in an exported directory with the original, and yields lines of a report.
 
     Args:
       params: parameters of the model.
       model: settings of the model.
       before: float32 arrays that were exported, by name.
-      directory: the written directory.
+      directory: the exported directory.
 
     Raises:
       CheckpointError: an array, a logit or a token differs.
@@ -51,7 +52,7 @@ def compare(
 
 
 def import_code(directory: Path) -> ModuleType:
-    """Imports modeling_brt.py from a directory without writing a bytecode cache there."""
+    """Imports modeling_brt.py from a directory, without writing a bytecode cache there."""
     name = "modeling_brt"
     spec: Any = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
     module, writes = importlib.util.module_from_spec(spec), sys.dont_write_bytecode
@@ -66,9 +67,10 @@ def import_code(directory: Path) -> ModuleType:
 def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
-    """Returns the float32 logits of segments [B, T] that brt reads one after another.
+    """Returns the float32 logits of segments that brt's model reads one after another.
 
-    The state is carried from segment to segment, and the logits are concatenated along the tokens.
+    The state is carried from segment to segment, and the logits are concatenated along the axis of
+    tokens.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 
@@ -100,7 +102,7 @@ def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: flo
 
 
 def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
-    """Checks that each token of their greedy text has the largest logit in brt, too."""
+    """Checks that each token of the PyTorch model's greedy text has the largest logit in brt."""
     torch, window = importlib.import_module("torch"), model.block_length
     size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
@@ -109,7 +111,7 @@ def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float
     expected = segment_logits(params, model, [padded])[0, size - 1 : text.shape[1] - 1]
     chosen = np.take_along_axis(expected, text[0, size:, None], axis=1)[:, 0]
     gap = float(np.max(expected.max(axis=1) - chosen))
-    # Of two equal logits either may be larger after rounding, so small gaps are accepted.
+    # Rounding determines which of two equal logits is larger, so small differences are accepted.
     if not gap <= reports.allowed(expected, rounding):
         raise CheckpointError(f"the greedy text has a token whose logit is {gap:.1e} too low")
     return f"greedy text against brt: the same {WRITTEN} tokens"

@@ -17,15 +17,15 @@ _FIELDS = {
     "norm_epsilon": "layer_norm_eps", "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob", "activation": "hidden_act",
 }  # fmt: skip
-# The values that transformers' classes use for keys that config.json lacks.
+# transformers' classes use these values for keys that config.json lacks.
 _DEFAULTS = {
     "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "max_position_embeddings": 512,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
-# For each task, the name of an array that only a model with the head of this task has, and the
-# class of the model in transformers.
+# The table gives for each task the name of an array that only a model with the task's head has, and
+# the class of the model in transformers.
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
@@ -40,7 +40,8 @@ class Described(NamedTuple):
     Attributes:
       model: sizes and kinds of the layers.
       task: the task of the head.
-      kept: entries of config.json that brt does not use: special token ids, names of classes.
+      kept: entries of config.json that brt does not use but writes again on export: special token
+        ids and names of classes.
     """
 
     model: Encoder
@@ -53,7 +54,8 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
 
     Args:
       config: content of config.json.
-      names: names of the arrays, which determine the head; without one, the masked LM's is assumed.
+      names: names of the arrays, which show the task of the head. If there is no head, the task is
+        masked language modeling.
 
     Raises:
       CheckpointError: a setting is not supported.

@@ -1,4 +1,4 @@
-"""Conversion of RoBERTa checkpoints to a directory that training can start from, and back."""
+"""Converts RoBERTa checkpoints to directories that training can start from, and back."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from brt.interop.pretrained_encoder import PretrainedEncoder
 
 
 def is_roberta(directory: Path) -> bool:
-    """Returns True if config.json describes a RoBERTa model."""
+    """Returns True if config.json in a directory describes a RoBERTa model."""
     return files.read_json(directory / "config.json").get("model_type") == config.MODEL_TYPE
 
 
@@ -45,9 +45,9 @@ def from_hf(
     Args:
       source: directory of the checkpoint.
       target: directory to write.
-      verified: compare the converted model with the original.
-      positions: number of positions to which the table of positions is extended; 0 keeps it.
-      method: how new positions are filled.
+      verified: True compares the converted model with the original.
+      positions: number of positions to which the table of positions is extended; 0 keeps the table.
+      method: how new positions are filled; see `brt.models.seq2seq.extended`.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.
@@ -75,12 +75,17 @@ def from_hf(
 
 
 def to_format(model: PretrainedEncoder, dtype: str) -> ExportFormat:
-    """Returns the model in the format of RoBERTa, with weights of the given dtype."""
+    """Returns an encoder in the format of Hugging Face's RoBERTa.
+
+    Args:
+      model: the encoder.
+      dtype: dtype of the written weights, as config.json names it.
+    """
     settings = {"config.json": config.to_theirs(model.described, dtype)}
     exported = weights.export_arrays(model.params, model.described)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields the lines of a comparison of the written directory with the model."""
+        """Yields lines that compare the model in `directory` with the model that was exported."""
         reloaded, arrays, _ = read(directory)
         return _compare(model, reloaded, exported, arrays, directory)
 
@@ -94,7 +99,15 @@ def _compare(
     after: Mapping[str, np.ndarray],
     theirs: Path | None,
 ) -> Iterator[str]:
-    """Yields the lines of a comparison; `theirs` is the directory in Hugging Face's format."""
+    """Yields the lines of a comparison of a converted encoder with the original.
+
+    Args:
+      model: the original.
+      reloaded: the converted encoder, read from its directory.
+      before: arrays of the original, with Hugging Face's names.
+      after: arrays of the converted encoder.
+      theirs: the directory in Hugging Face's format; None for no comparison with transformers.
+    """
     # Arrays that only one of the models has were already reported as initialised or unused.
     checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield reports.text(checks)

@@ -1,4 +1,4 @@
-"""Logits of an encoder's head, computed by brt and by transformers."""
+"""Computes the logits of an encoder's head with brt and with transformers, to compare them."""
 
 import importlib
 import importlib.util
@@ -16,8 +16,11 @@ from brt.models import encoder, seq2seq
 
 
 class Inputs(NamedTuple):
-    """Two rows of random token ids from a fixed seed; the second row is half as long as the
-    first.
+    """Two rows of random token ids, on which brt and transformers are compared.
+
+    Attributes:
+      tokens: int32 [2, T]; the second row is half as long as the first.
+      valid: bool [2, T], False for padding.
     """
 
     tokens: np.ndarray
@@ -25,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two rows of at most 64 random tokens that suit the encoder."""
+    """Returns two rows of at most 64 random tokens that the encoder can read."""
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
     longest = min(model.max_positions, 64)
@@ -40,7 +43,7 @@ def inputs(described: Described) -> Inputs:
 def logits(
     params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
 ) -> np.ndarray:
-    """Returns the float32 logits that brt's model computes; 0 on padding.
+    """Returns the float32 logits that brt's model computes; 0 for padding.
 
     Args:
       params: parameters of the encoder.
@@ -62,7 +65,9 @@ def logits(
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """Returns the same logits computed by transformers; None if transformers is not installed.
+    """Returns the logits that transformers computes; None if transformers is not installed.
+
+    Their shapes are those of the function `logits`.
 
     Args:
       directory: directory of the Hugging Face checkpoint.

@@ -1,4 +1,4 @@
-"""Conversion of RoBERTa's arrays to and from our parameters."""
+"""Converts RoBERTa's arrays to brt's parameters, and back."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +16,7 @@ from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
 from brt.models import encoder
 
 _PREFIX = "roberta."
-# Prefixes of the names of heads, which have no "roberta." before them.
+# The names of heads begin with these prefixes, and not with "roberta.".
 _OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")
 _UNUSED = "roberta.embeddings.position_ids"
 _TYPES = "encoder/inputs/type_embed/embedding"
@@ -58,7 +58,10 @@ def table(described: Described) -> dict[str, str]:
 
 
 def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Returns arrays under the names of current versions: without copies, with the usual prefix.
+    """Returns arrays by the names that current versions of transformers use.
+
+    Some files contain copies of arrays, or names without the usual prefix. The copies are removed,
+    and the prefix is added.
 
     Raises:
       CheckpointError: the weights of the logits differ from the embedding.
@@ -90,7 +93,9 @@ def _initial(described: Described) -> dict[str, Any]:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Converts arrays of a RoBERTa checkpoint to brt's parameters; a missing head is initialised.
+    """Converts arrays of a RoBERTa checkpoint to brt's parameters.
+
+    If the checkpoint lacks the head, the parameters of the head are initialised.
 
     Args:
       arrays: arrays with the names that `normalize_names` returns.
