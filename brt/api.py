@@ -96,9 +96,7 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The state of a model after reading a text. The size of the state does not depend on the text.
-
-    The object is immutable: generating from it or reading on creates a new one.
+    """The state of a model after reading a text, an immutable object of constant size.
 
     Attributes:
       state: the state as NumPy arrays.
@@ -139,11 +137,7 @@ class Text(Iterator[str]):
 
     @property
     def memory(self) -> Memory:
-        """The state of the model after the prompt and all pieces that were yielded so far.
-
-        Raises:
-          ConfigError: the model has read or generated another text meanwhile, or has no memory.
-        """
+        """The state of the model after the prompt and all pieces that were yielded so far."""
         self._check_turn()
         return Memory(self._model._held().snapshot(), self._model)
 
@@ -222,8 +216,7 @@ class Model:
           prompt: text without NULs and without surrogates that lack their partner; a byte order
             mark at its start is removed.
           state: the state from which the model continues; None starts without a state.
-          max_tokens: the number of tokens to generate; None means 500 for language models, and
-            Decoding.max_length for summarisers.
+          max_tokens: the number of new tokens; None: 500, or a summariser's Decoding.max_length.
           seed: the seed of random sampling.
           beams: the number of beams of a search for the most probable text; None samples.
           temperature: the divisor of the logits; 0 takes the most probable token.
@@ -279,9 +272,7 @@ class Model:
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-        """Returns the bits of each token of a text, float [T]: -log2 of the token's probability.
-
-        The model reads the text as a whole document.
+        """Returns -log2 of the probability of each token of a text that is a whole document, [T].
 
         Args:
           text: the text, or token ids [T].
@@ -311,8 +302,7 @@ class Model:
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:
         """Returns the metrics of a split of the run's data, by name.
 
-        The metrics are also written to evaluations/ in the directory of the run, as by the command
-        brt.evaluate.
+        The metrics are also written to evaluations/ in the directory of the run.
 
         Args:
           split: "train", "validation" or "test".

@@ -25,8 +25,7 @@ from brt.redaction import redacted
 def section_of(config: Config, name: str) -> Any:
     """Returns the section of a config by its name.
 
-    A config lacks the sections of kinds of layers that the model does not have. For these kinds,
-    the section with all defaults is returned.
+    If the model has no layers of the section's kind, a section with all defaults is returned.
     """
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
@@ -71,13 +70,7 @@ def config_text(config: Config) -> str:
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns a gin file that binds every setting, with comments on each value.
-
-    Args:
-      config: the config.
-      origins: the origin of each `Section.field`; it becomes a comment, followed by the
-        documentation of the setting.
-    """
+    """Returns `config_text` with the origin and the documentation of each setting as comments."""
     comments = _field_comments()
     values = {name: repr(value) for name, value in _used_values(config).items()}
     name_width = max(map(len, values))
@@ -192,10 +185,7 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of every setting that differs.
-
-    Secrets are replaced by *** before the comparison, so they do not count as differences.
-    """
+    """Returns (name, old value, new value) of every setting that differs, except in secrets."""
     before, after = redacted(config_values(old)), redacted(config_values(new))
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
@@ -216,11 +206,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _used_values(config: Config) -> dict[str, Any]:
-    """Returns `config_values` without settings that the run does not use.
-
-    These are settings of kinds of layers that the model does not have, and settings that runs of
-    this task do not have.
-    """
+    """Returns `config_values` without settings that the run's model or task does not have."""
     return {
         name: value
         for name, value in config_values(config).items()
@@ -234,8 +220,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     Args:
       name: the name of the setting in .gin files.
       value: the value to check.
-      task: the name of the task whose runs must allow the value; None accepts a value that runs of
-        any task allow.
+      task: the name of the task whose runs must allow the value; None allows any task.
 
     Raises:
       ConfigError: the value has another type.
@@ -294,10 +279,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def configs_directory() -> Path:
-    """Returns the directory of brt's .gin files.
-
-    It is a part of an installed package, but stands next to the package in a checkout.
-    """
+    """Returns the directory of brt's .gin files; a checkout has it next to the package `brt`."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -29,12 +29,10 @@ from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
-# One call of the token-by-token program reads or writes at most this number of tokens.
-CHUNK = 16
+CHUNK = 16  # One call of the token-by-token program reads or writes at most this many tokens.
 # Language models lack an end token. This id, which no token has, is passed to the search instead.
 _NEVER = -1
-# Reading a text requires a random key, but does not use it.
-_NO_KEY = partial(jax.random.key, 0)
+_NO_KEY = partial(jax.random.key, 0)  # Reading a text requires a random key, but ignores it.
 
 
 class Memory(NamedTuple):
@@ -162,10 +160,7 @@ class _Beams(NamedTuple):
 def _search(
     decoder: Decoder, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search that continues the memory of a single lane.
-
-    All hypotheses have the maximum length, because there is no end token.
-    """
+    """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
         """Applies a function to all arrays that have an axis of lanes."""
@@ -309,15 +304,7 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory to an .npz file that `load` can read.
-
-        Args:
-          path: the path of the file.
-          identity: the description of the model that the memory belongs to.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
+        """Writes the memory and `identity`, a description of the model, to a file for `load`."""
         save(self.memory, path, identity)
 
     def load(
@@ -330,10 +317,8 @@ class Session:
 
         Args:
           path: the file.
-          identity: the description of the present model, which must equal the description in the
-            file.
-          translate: a function that returns the present form of a description that an earlier
-            version saved.
+          identity: the description of the present model, which must equal that in the file.
+          translate: returns the present form of a description that an earlier version saved.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
