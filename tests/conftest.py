@@ -30,8 +30,11 @@ from collections.abc import Callable  # noqa: E402
 from fnmatch import fnmatchcase  # noqa: E402
 from typing import Any  # noqa: E402
 
+import lazy_checks  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+lazy_checks.install()  # before brt is imported
 
 FIRST = "tests/end_to_end/test_bad_input.py::"
 
