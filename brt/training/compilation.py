@@ -11,7 +11,7 @@ from brt import user_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
 # XLA receives these compiler options for programs on CPUs, without the options that the installed
-# version of jaxlib does not know.
+# version of jaxlib does not know or that XLA_FLAGS sets.
 _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         # XLA's newer library for CPUs multiplies many small matrices, as attention does, on a
@@ -47,7 +47,10 @@ def options() -> Mapping[str, str]:
     """
     if jax.default_backend() != "cpu":
         return _NONE
-    return MappingProxyType({k: v for k, v in _CPU_OPTIONS.items() if _is_known(k, v)})
+    by_user = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return MappingProxyType(
+        {k: v for k, v in _CPU_OPTIONS.items() if f"--{k}" not in by_user and _is_known(k, v)}
+    )
 
 
 def _is_known(name: str, value: str) -> bool:

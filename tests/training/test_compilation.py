@@ -22,6 +22,14 @@ def test_an_option_that_this_jaxlib_does_not_know_is_left_out(
     assert on_cpus({**unknown, **known}, monkeypatch) == known
 
 
+def test_what_the_user_says_in_xla_flags_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, level = {"xla_cpu_enable_fast_math": "False"}, {"xla_backend_optimization_level": "2"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other=1 --xla_backend_optimization_level=0")
+    assert on_cpus({**fast, **level}, monkeypatch) == fast
+    monkeypatch.delenv("XLA_FLAGS")
+    assert on_cpus({**fast, **level}, monkeypatch) == {**fast, **level}
+
+
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_other_backends_have_no_options(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
