@@ -5,84 +5,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import example_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_settings import with_settings
 
-from brt.config import Config, Decoding, Model, Sampling, Training
+from brt.config import Config, Decoding, Sampling, Training
 from brt.errors import DataError
 from brt.generation import session as sessions
 from brt.generation.session import CHUNK, Session
 from brt.layers.runs import new_model_state
-from brt.layers.sections import Recurrence
 from brt.models import decoder
 from brt.models.decoder import Decoder
 from brt.types import Variables
 
-pytestmark = pytest.mark.slow_cases(
-    "alibi", "no cache, no positions", "memorizing", "compressive", "feedback, rotary", "summary"
-)
-
 TOLERANCE = 1e-4  # of logits and states of magnitude 1, float32
 WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
-WINDOWED = Model(
-    layers=2,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    window=WINDOW,
-    vocab_size=VOCABULARY,
-    dtype="float32",
-    kinds=(Recurrence(states=6),),
-)
-MODELS = {
-    "window": WINDOWED,
-    "recurrent": with_settings(WINDOWED, {"Recurrence.layers": (0,)}),
-    "feedback, rotary": with_settings(
-        WINDOWED, {"Recurrence.layers": (1,), "feedback": True, "positions": "rotary"}
-    ),
-    "alibi": dataclasses.replace(WINDOWED, layers=1, positions="alibi"),
-    "no cache, no positions": with_settings(
-        WINDOWED, {"layers": 1, "Recurrence.layers": (0,), "cache": False, "positions": "none"}
-    ),
-    "memorizing": with_settings(
-        WINDOWED, {"Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3}
-    ),
-    "clustered": with_settings(
-        WINDOWED,
-        {
-            "Clustered.layers": (1,),
-            "Clustered.clusters": 3,
-            "Clustered.top_k": 2,
-            "positions": "alibi",
-        },
-    ),
-    "compressive": with_settings(
-        WINDOWED, {"Compressive.layers": (0,), "Compressive.slots": 5, "Compressive.rate": 2}
-    ),
-    "summary": with_settings(
-        WINDOWED,
-        {
-            "Summaries.layers": (0,),
-            "Summaries.long_layers": (1,),
-            "Summaries.summaries": 2,
-            "Summaries.short_memory": 3,
-            "Summaries.long_memory": 4,
-            "Summaries.long_increment": 2,
-        },
-    ),
-    "dense memory": with_settings(WINDOWED, {"DenseMemory.layers": (1,), "DenseMemory.size": 10}),
-    "routing": with_settings(
-        WINDOWED,
-        {"Routing.layers": (1,), "Routing.heads": 1, "Routing.clusters": 3, "Routing.keep": 4},
-    ),
-    "bfloat16": with_settings(
-        WINDOWED, {"layers": 1, "Recurrence.layers": (0,), "dtype": "bfloat16"}
-    ),
-}
+EXAMPLES = (
+    "window", "recurrent", "feedback, rotary", "alibi", "recurrent, no cache, no positions",
+    "memorizing", "clustered", "compressive", "summary", "dense memory", "routing",
+)  # fmt: skip
+MODELS = {name: example_kinds.MODELS[name] for name in EXAMPLES}
+MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], layers=1, dtype="bfloat16")
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
 IDENTITY = {"model": "a", "step": 3}
 KEY = jax.random.key(1)
@@ -127,7 +72,12 @@ def build(random_params: Callable) -> Callable[[str], Case]:
     return case
 
 
-@pytest.fixture(params=[name for name in MODELS if name != "bfloat16"])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name == "recurrent" else pytest.mark.slow)
+        for name in EXAMPLES
+    ]
+)
 def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     found = build(request.param)
     found.session.restart(Variables(found.params, found.learnt))
@@ -155,17 +105,6 @@ def written(session: Session, *counts: int, sampling: Sampling) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-@pytest.mark.slow_cases("routing", "dense memory", "clustered")
-def test_logits_are_those_of_the_whole_text_at_every_position(case: Case) -> None:
-    session, expected = case.session, case.whole(TEXT)
-    session.read([])
-    for place, token in enumerate([*TEXT, None]):  # token by token, over block borders
-        assert_close(session.memory.logits[0], expected[place])
-        if token is not None:
-            session.read([token])
-
-
-@pytest.mark.slow_cases("dense memory", "clustered", "recurrent", "routing")
 def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     session, expected = case.session, case.whole(TEXT)
     session.read(TEXT)  # segments, then a block, then tokens
@@ -178,14 +117,6 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
             session.read(TEXT[begin:end])
             assert_close(session.memory.logits[0], expected[end])
         assert_close(copy(session), together)
-
-
-@pytest.mark.slow_cases("routing", "dense memory", "summary", "window", "clustered")
-def test_greedy_writing_takes_the_whole_texts_best_tokens(case: Case) -> None:
-    case.session.read(TEXT[:10])
-    text = TEXT[:10] + written(case.session, 30, sampling=GREEDY)[0].tolist()
-    best = np.argmax(case.whole(text), axis=-1)
-    assert text[10:] == best[10:-1].tolist()
 
 
 def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -> None:
@@ -218,7 +149,7 @@ def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, token
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(session)))
 
 
-@pytest.mark.slow_cases("routing", "summary", "bfloat16")
+@pytest.mark.slow_cases("routing", "summary", "bfloat16", "compressive")
 @pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary", "routing"])
 def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
     build: Callable[[str], Case], name: str, tmp_path: Path
@@ -328,7 +259,7 @@ def test_a_damaged_memory_is_one_sentence_or_as_it_was(build: Callable, tmp_path
 def test_a_memory_that_no_session_has_is_refused(
     change: dict, build: Callable, tmp_path: Path
 ) -> None:
-    session = build("window").session
+    session = build("recurrent").session
     session.forget()
     before = session.snapshot()
     name, value = next(iter(change.items()))

@@ -3,32 +3,23 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from example_kinds import TOY, Toy, ToySection, registered
 from model_settings import with_settings
 
 from brt import command_line
-from brt.config import Config, Kernels, Model, Sampling, Training
-from brt.config import kinds as sections
-from brt.config.fields import adaptable
-from brt.config.kinds import KindSection
+from brt.config import Model
 from brt.errors import ConfigError
-from brt.generation.session import Session
-from brt.layers import kinds
-from brt.layers.basic import ONES, parameter
-from brt.layers.kinds import LayerKind
 from brt.layers.runs import new_model_state, parts, runs
-from brt.layers.state import LayerAux, LayerOutput
-from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
+from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.ops.cross_entropy import cross_entropy
-from brt.types import Variables
 
 TOLERANCE = 1e-4  # of hidden vectors and logits of magnitude 1, float32
 LANES, WINDOW, BLOCKS, VOCABULARY = 2, 4, 4, 16
@@ -48,79 +39,9 @@ Training.segment_length = 16
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToySection(KindSection):
-    kind: ClassVar[str] = "toy"
-
-    layers: tuple[int, ...] = adaptable(())
-
-
-ToySection.__name__ = "Toy"  # the name in .gin files
-
-
-class ToyState(NamedTuple):
-    total: jax.Array  # [B, D], summed over the blocks before
-
-
-class Toy(nn.Module):
-    """Adds what was read before the block; the more tokens it has trained on, the louder."""
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
-    def setup(self) -> None:
-        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
-
-    def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
-        return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
-
-    def __call__(
-        self, x: Any, *, state: ToyState, document_start: Any, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        seen = model_state
-        blocks = x.reshape(len(x), -1, WINDOW, x.shape[-1])
-
-        def body(total: jax.Array, block: tuple) -> tuple:
-            total = jnp.where(block[1][:, None], 0, total)
-            return total + block[0], self._said(total, seen)
-
-        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), document_start.T
-        after, said = jax.lax.scan(body, state.total, xs)
-        y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
-        aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
-        return LayerOutput(y.reshape(x.shape), ToyState(after), aux)
-
-    def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
-
-    def decode_step(
-        self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        y = x + self._said(state.total, model_state)[:, None]
-        return LayerOutput(y, ToyState(block.total + x[:, 0] / WINDOW))
-
-    def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(state.total + block.total))
-
-
-TOY = LayerKind(
-    Toy,
-    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
-    lambda model: ToyState(("lanes", None)),  # type: ignore[arg-type]
-    parts={"state": ("total",)},
-    flops=lambda model: 3 * model.model_dim,
-    section=ToySection,
-    new_model_state=lambda model: jnp.zeros(()),
-)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
-        patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
-        kinds.register_kind("toy", TOY)
+    with registered():
         yield
 
 
@@ -256,31 +177,3 @@ def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
     assert_close((state, learnt), (whole.state, whole.model_state))
     np.testing.assert_allclose(np.mean(losses), whole.losses["loud"], rtol=1e-4)
     np.testing.assert_array_equal(learnt["toy_0"], [TOKENS, TOKENS])
-
-
-def test_written_token_by_token_it_is_the_whole_segment(model: Model, params: Any) -> None:
-    config = Config(model=model, training=Training(segment_length=TOKENS))
-    learnt = {"toy_0": jnp.array([50.0, 80.0])}
-    session = Session(config, Variables(params, learnt), bos_id=0, lanes=LANES)
-    session.read([3, 1, 4])
-    greedy = Sampling(temperature=0.0)
-    found = np.concatenate(list(session.write(11, greedy, jax.random.key(0))), axis=1)
-    ids = np.concatenate([[[0, 3, 1, 4]] * LANES, found, [[0]] * LANES], axis=1).astype(np.int32)
-    out = read(model, params, ids, learnt=learnt)
-    logits = np.asarray(out.hidden @ params["embedding"].T)
-    np.testing.assert_array_equal(np.argmax(logits[:, 3:-2], axis=-1), found)
-    silent = read(model, params, ids)
-    assert np.abs(silent.hidden - out.hidden)[:, WINDOW:].max() > 0.01, "model state is read"
-
-
-def test_it_begins_anew_where_a_document_does_and_can_be_ablated(model: Model, params: Any) -> None:
-    past = read(model, params, tokens(1)).state
-    start = START.at[:, 0].set(True)
-    fresh = read(model, params, tokens())
-    assert_close(read(model, params, tokens(), past, start).hidden, fresh.hidden)
-    assert_close(read(model, params, tokens(), forget(model, past, parts(model))), fresh)
-    without = forget(model, past, {"state"})
-    assert not np.any(without[0].total)
-    np.testing.assert_array_equal(without[1].keys, past[1].keys)
-    as_it_is, ablated = (read(model, params, tokens(), state).hidden for state in (past, without))
-    assert np.abs(as_it_is - ablated).max() > 0.01

@@ -1,0 +1,208 @@
+"""Kinds of layers that tests register, and a small model of every kind and combination.
+
+`Toy` changes its state with every block, has an auxiliary loss and learns a number without
+gradients. `Decay` (tests/decay_layer.py) is a recurrence over tokens.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import decay_layer
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from model_settings import with_settings
+
+from brt.config import Kernels, Model
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
+from brt.layers import kinds
+from brt.layers.basic import ONES, parameter
+from brt.layers.kinds import LayerKind
+from brt.layers.state import LayerAux, LayerOutput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySection(KindSection):
+    kind: ClassVar[str] = "toy"
+
+    layers: tuple[int, ...] = adaptable(())
+
+
+ToySection.__name__ = "Toy"  # the name in .gin files
+
+
+class ToyState(NamedTuple):
+    total: jax.Array  # [B, D], summed over the blocks before
+
+
+class Toy(nn.Module):
+    """Adds what was read before the block; the more tokens it has trained on, the louder."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
+
+    def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
+        return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
+
+    def __call__(
+        self, x: Any, *, state: ToyState, document_start: Any, model_state: Any, **_: Any
+    ) -> LayerOutput:
+        seen = model_state
+        blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
+
+        def body(total: jax.Array, block: tuple) -> tuple:
+            total = jnp.where(block[1][:, None], 0, total)
+            return total + block[0], self._said(total, seen)
+
+        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), document_start.T
+        after, said = jax.lax.scan(body, state.total, xs)
+        y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
+        aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
+        return LayerOutput(y.reshape(x.shape), ToyState(after), aux)
+
+    def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
+
+    def decode_step(
+        self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
+    ) -> LayerOutput:
+        y = x + self._said(state.total, model_state)[:, None]
+        return LayerOutput(y, ToyState(block.total + x[:, 0] / self.model.block_length))
+
+    def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
+        return LayerOutput(x, ToyState(state.total + block.total))
+
+
+TOY = LayerKind(
+    Toy,
+    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model: ToyState(("lanes", None)),  # type: ignore[arg-type]
+    parts={"state": ("total",)},
+    flops=lambda model: 3 * model.model_dim,
+    section=ToySection,
+    new_model_state=lambda model: jnp.zeros(()),
+)
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Registers `Toy` and `Decay` until the end of the context."""
+    with decay_layer.registered():
+        kinds.register_kind("toy", TOY)
+        yield
+
+
+PLAIN = Model(
+    layers=2, model_dim=16, heads=2, head_dim=8, mlp_dim=16, vocab_size=32, window=4,
+    relative_buckets=4, relative_max_distance=16, dtype="float32",
+)  # fmt: skip
+_RECURRENT = {"Recurrence.states": 4}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "alibi": {"positions": "alibi"},
+    "rotary": {"positions": "rotary"},
+    "no positions": {"positions": "none"},
+    "no cache": {"cache": False},
+    "a window of three blocks": {"window": 12, "block": 4},
+    "a window within a block": {"window": 3, "block": 8},
+    "a window of two blocks and a half": {"window": 10, "block": 4, "positions": "rotary"},
+    "a window without the token": {
+        "window": 6, "block": 4, "attend_to_self": False, "normalize_qk": False,
+        "positions": "alibi",
+    },
+    "windows by layer": {
+        **_RECURRENT, "Recurrence.layers": (0,), "layers": 3, "window": 8,
+        "layer_windows": (0, 20, 5), "positions": "rotary",
+    },
+    "recurrent": {**_RECURRENT, "Recurrence.layers": (0,)},
+    "recurrent, above": {**_RECURRENT, "Recurrence.layers": (1, 2), "layers": 3},
+    "recurrent, around": {**_RECURRENT, "Recurrence.layers": (0, 2), "layers": 3},
+    "recurrent, no cache": {
+        **_RECURRENT, "Recurrence.layers": (1,), "cache": False, "positions": "rotary",
+    },
+    "recurrent, no cache, no positions": {
+        **_RECURRENT, "Recurrence.layers": (0,), "layers": 1, "cache": False, "positions": "none",
+    },
+    # Every gate and every layout once, with all the options that change arithmetic.
+    "recurrent, fixed gate, skip": {
+        **_RECURRENT, "Recurrence.layers": (0,), "positions": "none", "cache": False,
+    },
+    "recurrent, LSTM gate, dual": {
+        **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "lstm",
+        "Recurrence.gate_layout": "dual", "positions": "alibi", "parity": True,
+    },
+    "recurrent, GRU gate, single": {
+        **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "gru",
+        "Recurrence.gate_layout": "single", "Recurrence.gate_tanh": "paper",
+        "normalize_qk": False, "attend_to_self": False,
+    },
+    "recurrent, fixed gate, dual": {
+        **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate_layout": "dual",
+        "positions": "rotary", "cache": False, "attend_to_self": False,
+    },
+    "recurrent, LSTM gate, skip": {
+        **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "lstm",
+        "positions": "rotary", "parity": True,
+    },
+    "feedback": {**_RECURRENT, "Recurrence.layers": (1,), "layers": 3, "feedback": True},
+    "feedback, rotary": {
+        **_RECURRENT, "Recurrence.layers": (1,), "feedback": True, "positions": "rotary",
+    },
+    "feedback of the last": {
+        **_RECURRENT, "Recurrence.layers": (0, 2), "layers": 3, "feedback": True,
+        "Recurrence.gate": "lstm", "Recurrence.gate_layout": "single",
+    },
+    "memorizing": {"Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3},
+    "memorizing, feedback": {
+        **_RECURRENT, "Memorizing.layers": (0,), "Memorizing.size": 12, "Memorizing.neighbors": 3,
+        "Memorizing.search": "bucketed", "Recurrence.layers": (1,), "feedback": True,
+    },
+    "clustered": {
+        "Clustered.layers": (1,), "Clustered.clusters": 3, "Clustered.top_k": 2,
+        "positions": "alibi",
+    },
+    "clustered, feedback": {
+        **_RECURRENT, "Clustered.layers": (0,), "Clustered.clusters": 3, "Clustered.top_k": 2,
+        "positions": "alibi", "Recurrence.layers": (1,), "feedback": True,
+    },
+    "compressive": {
+        "Compressive.layers": (0, 2), "layers": 3, "Compressive.slots": 4, "Compressive.rate": 2,
+    },
+    "compressive, feedback": {
+        **_RECURRENT, "Compressive.layers": (0,), "Compressive.slots": 3, "Compressive.rate": 4,
+        "Compressive.compressor": "max", "positions": "alibi", "Recurrence.layers": (1,),
+        "feedback": True,
+    },
+    "summary": {
+        "Summaries.layers": (0,), "Summaries.long_layers": (1,), "Summaries.summaries": 2,
+        "Summaries.short_memory": 3, "Summaries.long_memory": 4, "Summaries.long_increment": 2,
+    },
+    "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 10},
+    "routing": {
+        "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
+        "Routing.keep": 5,
+    },
+    "toy": {"Toy.layers": (0, 1), "layers": 3},
+    "a recurrence over tokens": {"Decay.layers": (0, 2), "layers": 3, "window": 8},
+    "a recurrence over tokens, blocks of a token": {"Decay.layers": (1,), "window": 7, "block": 1},
+}  # fmt: skip
+
+
+def _model(parity: bool = False, **settings: Any) -> Model:
+    """Returns the model with some settings, with the arithmetic of the authors' code if wanted."""
+    return with_settings(PLAIN.parity() if parity else PLAIN, settings)
+
+
+def _models() -> dict[str, Model]:
+    with registered():
+        return {name: _model(**settings) for name, settings in _SETTINGS.items()}
+
+
+MODELS = _models()

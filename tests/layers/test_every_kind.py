@@ -1,0 +1,277 @@
+"""Properties that every kind of layer has, in every combination of settings that reads otherwise.
+
+A document is read in one piece, in segments and token by token, always with the same result. No
+token depends on later tokens, on another lane, or on an earlier document.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from example_kinds import MODELS, registered
+
+from brt.config import Config, Model, Sampling, Training
+from brt.generation.session import Session
+from brt.layers import kinds
+from brt.layers.runs import new_model_state, parts, replace_parts
+from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state
+from brt.ops.cross_entropy import cross_entropy
+from brt.types import Variables
+
+TOLERANCE = 2e-5  # of hidden vectors and states of magnitude 1, float32
+LANES, TOKENS, MIDDLE = 2, 48, 24
+# One model for each way of going through a segment; the others are slow.
+QUICK = (
+    "window", "recurrent", "a window without the token", "windows by layer", "dense memory",
+    "summary", "toy", "a recurrence over tokens, blocks of a token",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model with its learned values, and its compiled reader of segments."""
+
+    model: Model
+    variables: Variables
+    compiled: Callable[..., DecoderOutput]
+
+    def new_state(self) -> Any:
+        return new_state(self.model, LANES)
+
+    def starts(self, *places: tuple[int, int]) -> np.ndarray:
+        """Returns [lanes, blocks], True at the block of each (lane, token)."""
+        start = np.zeros((LANES, TOKENS // self.model.block_length), bool)
+        for lane, token in places:
+            start[lane, token // self.model.block_length] = True
+        return start
+
+    def read(self, ids: np.ndarray, state: Any = None, start: Any = None) -> DecoderOutput:
+        start = self.starts() if start is None else start
+        return self.compiled(
+            self.variables, ids, self.new_state() if state is None else state, jnp.asarray(start)
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def build(random_params: Callable) -> Callable[[str], Case]:
+    @functools.cache
+    def build(name: str) -> Case:
+        model = MODELS[name]
+
+        @jax.jit
+        def compiled(variables: Variables, *arguments: Any) -> DecoderOutput:
+            learned = {"params": variables.params}
+            return Decoder(model).apply(learned, *arguments, variables.model_state)
+
+        # A number that a layer has learned without gradients must be read, so it is not zero.
+        learned = jax.tree.map(lambda x: x + 9, new_model_state(model)) if name == "toy" else None
+        learned = new_model_state(model) if learned is None else learned
+        params = jax.tree.map_with_path(_with_low_bound, random_params(model))
+        return Case(model, Variables(params, learned), compiled)
+
+    return build
+
+
+def _with_low_bound(path: tuple, leaf: jax.Array) -> jax.Array:
+    """Returns a parameter; that of ALiBi's bound is so low that keys of the window reach it."""
+    return 0 * leaf + 0.05 if path[-1].key == "alibi_bound" else leaf
+
+
+def each_model(*names: str, quick: tuple[str, ...] = QUICK) -> pytest.MarkDecorator:
+    """Runs a test for the named models, or for all; those that are not in `quick` are slow."""
+    marked = [
+        pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
+        for name in names or MODELS
+    ]
+    return pytest.mark.parametrize("name", marked)
+
+
+def tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(32, size=(LANES, TOKENS)).astype(np.int32)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+
+
+def test_every_kind_has_a_model() -> None:
+    assert {kind for model in MODELS.values() for kind in model.layer_types} == {*kinds.KINDS}
+
+
+@each_model()
+def test_segments_cut_anywhere_are_one(name: str, build: Callable[[str], Case]) -> None:
+    """In lane 1 a document starts in the middle of the segment."""
+    case = build(name)
+    length = case.model.block_length
+    start = case.starts((0, 0), (1, 0), (1, 40))
+    whole = case.read(tokens(), start=start)
+    state, hidden = case.new_state(), []
+    # Pieces of two lengths, so that two programs are compiled.
+    for begin, end in ((0, 24), (24, 32), (32, 40), (40, TOKENS)):
+        part = start[:, begin // length : end // length]
+        output = case.read(tokens()[:, begin:end], state, part)
+        state = output.state
+        hidden.append(output.hidden)
+    assert_close(jnp.concatenate(hidden, axis=1), whole.hidden)
+    assert_close(state, whole.state)
+
+
+@each_model()
+def test_a_token_reads_its_past_and_no_later_token_and_no_other_lane(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    case = build(name)
+    start = case.starts((0, 0))
+    hidden = case.read(tokens(), start=start).hidden
+    differs = np.empty((LANES, TOKENS, TOKENS), bool)  # an output of a lane, by an input of lane 0
+    for place in range(TOKENS):
+        changed = tokens()
+        changed[0, place] = (changed[0, place] + 1) % 32
+        differs[:, :, place] = np.any(case.read(changed, start=start).hidden != hidden, axis=-1)
+    assert not differs[1].any()
+    model, place = case.model, np.arange(TOKENS)
+    distance = place[:, None] - place[None, :]
+    reach = sum(window - 1 + (not model.attend_to_self) for window in model.windows)
+    near = (distance >= 0) & (distance <= reach)
+    if not model.cache:
+        block = place // model.block_length
+        near &= block[:, None] == block[None, :]
+    least, most = expected_past(model, near, distance >= 0)
+    assert (least <= differs[0]).all() and (differs[0] <= most).all()
+
+
+def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
+    """Returns the tokens that each token must read, and those that it may read."""
+    types = set(model.layer_types)
+    block = np.arange(TOKENS) // model.block_length
+    if types & {"memorizing", "compressive", "routing", "dense_memory", "clustered"}:
+        return near, past  # A memory has some of the older tokens.
+    if "toy" in types:  # Its state leaves a token the blocks before its own, and nothing less.
+        return near | (block[:, None] > block[None, :]), past
+    if "summary" in types or "long_summary" in types:
+        return near & False, past  # Tests of memories say which blocks a token reads.
+    if "decay" in types:  # The share of a token halves with every later one.
+        return near, past
+    return (past, past) if "recurrent" in types else (near, near)
+
+
+@each_model()
+def test_a_document_does_not_depend_on_what_was_read_before_it(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    """In lane 0 a document starts with the segment, in lane 1 in its middle."""
+    case = build(name)
+    start, results = case.starts((0, 0), (1, MIDDLE)), []
+    for past in (1, 2):  # two pasts, in other segments and in this one
+        state = case.read(tokens(past)).state
+        both = tokens()
+        both[1, :MIDDLE] = tokens(past)[1, :MIDDLE]
+        results.append(case.read(both, state, start))
+    one, other = results
+    np.testing.assert_array_equal(one.hidden[0], other.hidden[0])
+    np.testing.assert_array_equal(one.hidden[1, MIDDLE:], other.hidden[1, MIDDLE:])
+    jax.tree.map(np.testing.assert_array_equal, one.state, other.state)
+    fresh = case.read(tokens())
+    assert_close(one.hidden[0], fresh.hidden[0])
+    again = case.read(both, state, case.starts((0, 0))).hidden  # In lane 1 no document starts.
+    carries = case.model.cache or set(case.model.layer_types) != {"window"}
+    assert (np.abs(again[1, MIDDLE:] - one.hidden[1, MIDDLE:]).max() > 0.01) == carries
+
+
+@each_model()
+def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    case = build(name)
+    past, other = (case.read(tokens(seed)).state for seed in (1, 2))
+    fresh, hidden = case.read(tokens()).hidden, case.read(tokens(), past).hidden
+    named = parts(case.model) - ({"cache"} if not case.model.cache else set())
+    assert_close(case.read(tokens(), forget(case.model, past, named)).hidden, fresh)
+    for part in named:
+        forgotten = forget(case.model, past, {part})
+        exchanged = replace_parts(case.model, past, other, {part})
+        for state in (forgotten, exchanged):
+            assert np.abs(case.read(tokens(), state).hidden - hidden).max() > 1e-3
+        back = replace_parts(case.model, exchanged, past, {part})
+        jax.tree.map(np.testing.assert_array_equal, back, past)
+
+
+@each_model()
+def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str], Case]) -> None:
+    """Logits at every position, of a text of which the end is written."""
+    case = build(name)
+    greedy = Sampling(temperature=0.0)
+    config = Config(model=case.model, training=Training(segment_length=MIDDLE), sampling=greedy)
+    session = Session(config, case.variables, bos_id=0, lanes=LANES)
+    read, found = tokens()[0, : MIDDLE - 1], []
+    for token in [None, *read.tolist()]:
+        session.read([] if token is None else [token])
+        found.append(np.asarray(session.memory.logits))
+    for _ in range(MIDDLE, TOKENS - 1):
+        (token,) = session.write(1, greedy, jax.random.key(0))
+        np.testing.assert_array_equal(token[:, 0], np.argmax(found[-1], axis=-1))
+        read = np.append(read, token[0])
+        found.append(np.asarray(session.memory.logits))
+    ids = np.tile(np.concatenate([[0], read, [0]]).astype(np.int32), (LANES, 1))
+    hidden = case.read(ids).hidden
+    expected = logits(case.model, case.variables.params["embedding"], hidden)
+    assert_close(np.stack(found, axis=1), expected[:, :-1])
+
+
+@each_model(
+    "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
+    "windows by layer", "a recurrence over tokens",
+    *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)
+)  # fmt: skip
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    """Every parameter has a gradient."""
+    case, half = build(name), MIDDLE
+    model, learned = case.model, case.variables.model_state
+    start = jnp.asarray(case.starts((0, 0), (0, half), (1, 0), (1, half)))
+    first, second = (
+        {"ids": tokens(seed)[0, :half], "targets": tokens(seed)[1, :half]} for seed in (1, 2)
+    )
+
+    @jax.jit
+    def value_and_grad(ids: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
+        def loss(params: Any) -> jax.Array:
+            hidden, *_ = Decoder(model).apply(
+                {"params": params}, ids, new_state(model, LANES), start, learned
+            )
+            nats, _ = cross_entropy(
+                hidden, params["embedding"], targets, scored, scale=0.25, chunk=TOKENS
+            )
+            return nats / TOKENS
+
+        return jax.value_and_grad(loss)(case.variables.params)
+
+    def lanes(*documents: list[dict]) -> dict[str, np.ndarray]:
+        """Returns the documents of each lane, followed by padding."""
+        rows = {"ids": tokens(3), "targets": tokens(4), "scored": np.zeros((LANES, TOKENS), bool)}
+        for lane, in_lane in enumerate(documents):
+            for i, document in enumerate(in_lane):
+                place = slice(half * i, half * (i + 1))
+                for field, values in document.items():
+                    rows[field][lane, place] = values
+                rows["scored"][lane, place] = True
+        return rows
+
+    loss, gradients = value_and_grad(**lanes([first, second]))
+    assert_close(value_and_grad(**lanes([first], [second])), (loss, gradients))
+    without = [
+        jax.tree_util.keystr(path)
+        for path, gradient in jax.tree.leaves_with_path(gradients)
+        if not np.any(gradient)
+    ]
+    assert without == []
