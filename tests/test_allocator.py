@@ -40,7 +40,7 @@ def faults():
     step(1.0).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 # The heap may still grow at some of them, and elsewhere some may find it grown.
-print(statistics.median(faults() for _ in range(25)))
+print(statistics.median(faults() for _ in range(9)))
 """
 KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
 IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"

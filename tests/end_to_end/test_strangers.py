@@ -22,7 +22,7 @@ import pytest
 
 import brt
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
-from brt import command_line, sweep, user_cache
+from brt import command_line, sweep, train, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
@@ -153,7 +153,10 @@ def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a short run that every command takes."""
     run = tmp_path_factory.mktemp("plain") / "run"
     small = "Model.layers = 1", "Memorizing.layers = ()", "Recurrence.layers = ()"
-    commands.train(run, *small, "Training.steps = 2", "Training.gradient_accumulation = 1")
+    short = "Training.steps = 2", "Training.gradient_accumulation = 1"
+    flags = [f"--gin_file={commands.config}", f"--workdir={run}"]
+    flags += [f"--gin_bindings={binding}" for binding in (*small, *short)]
+    train.main(train.parser().parse_args(flags))
     return run
 
 

@@ -114,7 +114,7 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
     params: Any,
 ) -> None:

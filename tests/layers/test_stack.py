@@ -268,7 +268,7 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     assert not kernels & carried()
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 @pytest.mark.parametrize("only_attention", [False, True])
 def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     only_attention: bool, random_params: Callable, monkeypatch: pytest.MonkeyPatch

@@ -178,7 +178,7 @@ def test_the_task_trains_all_but_the_compressor_whose_loss_trains_nothing_else(
     assert not any(map(np.any, jax.tree.leaves((of_own["tokens"], of_x, of_slots))))
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
     random_params: Callable,
 ) -> None:
@@ -222,7 +222,7 @@ def test_weights_learn_from_the_slots_they_read(params: Any, gradients: Callable
     assert np.any(learnt) and not np.any(not_learnt)
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_the_compressor_learns_what_attention_reads_and_weights_stay_trainable(
     params: Any, gradients: Callable
 ) -> None:
@@ -238,7 +238,7 @@ def test_the_compressor_learns_what_attention_reads_and_weights_stay_trainable(
     assert np.any(of_task["tokens"]["keys"]) and np.any(of_task["tokens"]["values"])
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_the_loss_is_of_tokens_that_have_a_block_before_theirs(params: Any) -> None:
     alone = np.ones_like(NOWHERE)
     assert float(read(params, inputs(), new_state(), alone)[2].losses["compression"]) == 0

@@ -87,7 +87,7 @@ def test_what_was_counted_moves_nothing_before_the_step_is_over(params: Any) -> 
     assert np.any(read(params, inputs(), new_state(), learnt=moved)[0] != y)
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
     params: Any,
 ) -> None:

@@ -175,7 +175,7 @@ def test_a_stack_is_its_layers_one_after_another() -> None:
     np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_remat_changes_nothing() -> None:
     """Dropout and what attention draws are the same when a layer is computed again."""
     kind = attention("improved_clustered")

@@ -257,7 +257,7 @@ def test_the_key_alone_decides(config: ClusteredConfig) -> None:
     assert np.any(run(*x, VALID, config, jax.random.key(1)) != y)
 
 
-@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
+@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
 def test_recomputed_activations_give_the_same_gradients() -> None:
     x, config, key = arrays(), CONFIGS["paper"], jax.random.key(3)
 

@@ -451,9 +451,9 @@ def test_dropout_draws_for_a_lane_by_its_number_in_the_batch(
         cross_attention.attend, parameters=parameters, config=config, target_length=TARGET,
         dropout=Dropout(jax.random.key(1), 0.25),
     )  # fmt: skip
-    expected, _ = attend(*whole)
+    expected, _ = jax.jit(attend)(*whole)
     monkeypatch.setattr(rules, "lane_indices", lambda count: jnp.arange(count) + 2)
-    found, _ = attend(*(x[2:] for x in whole))
+    found, _ = jax.jit(attend)(*(x[2:] for x in whole))
     np.testing.assert_allclose(found, expected[2:], atol=1e-5)
 
 
