@@ -101,9 +101,9 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     assert value.split() == ["Model.window", "=", "256"]
     assert comment.startswith(" a.gin:3 | Number of tokens that a token attends to")
     for name, comment in (
-        ("Recurrence.layers", "Indices of the recurrent layers"),  # The comment is above the field.
-        ("Training.task", "Name of the task"),  # The comment is behind the field.
-        ("Model.vocab_size", "Size of the vocabulary; 0 takes it"),
+        ("Recurrence.layers", "The layers with these indices"),  # The comment is above the field.
+        ("Training.task", "The run has the task of this name"),  # The comment is above the field.
+        ("Model.vocab_size", "Size of the vocabulary; 0 takes it"),  # The comment is behind it.
     ):
         assert f"  # a.gin:3 | {comment}" in lines[name]
     unexplained = [
