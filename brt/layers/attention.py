@@ -100,13 +100,11 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
-        again = () if taps.projections is None else (1, len(kernels) - 1)
-        products = deferred.dots(h, kernels, taps.projections, again=again)
         names = ("lanes", self._along(h), "heads", None)
-        products = tuple(constrain(product, *names) for product in products)
-        queries, keys, *cross, values = products[: len(kernels)]
-        next_kv = products[len(kernels) :] or (keys, values)
-        return TokenProjections(queries, keys, values, cross[0] if cross else None, *next_kv)
+        queries, keys, *cross, values = (
+            constrain(product, *names) for product in deferred.dots(h, kernels, taps.projections)
+        )
+        return TokenProjections(queries, keys, values, cross[0] if cross else None)
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
         """Returns keys (as attention uses them) and values [B, S, H, K] of vectors that are not

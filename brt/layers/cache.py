@@ -19,17 +19,12 @@ class TokenProjections(NamedTuple):
     Attributes:
       queries, keys, values: [B, T, H, K].
       cross_queries: queries [B, T, H, K] for the recurrent states, or None.
-      next_keys, next_values: the same keys and values for the next block. If blocks are read one
-        after the other with deferred weight gradients, they are aliases whose gradients are added
-        to those of this block before the backward pass of the projection.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
-    next_keys: Float[Array, "B T H K"]
-    next_values: Float[Array, "B T H K"]
 
 
 class KVCache(NamedTuple):
@@ -73,9 +68,7 @@ def with_cache(
         state = zero_where_invalid(state)
     cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     cache_mask = constrain(cache_mask, "lanes", None)
-    keys, values = (
-        last_block(x, model.window) for x in (projections.next_keys, projections.next_values)
-    )
+    keys, values = (last_block(x, model.window) for x in (projections.keys, projections.values))
     after = WindowState(keys, values, jnp.ones_like(state.valid))
     return KVCache(state.keys, state.values, cache_mask), after
 

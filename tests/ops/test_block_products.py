@@ -68,7 +68,7 @@ def test_gathered_equals_float64_and_writes_all(
 ) -> None:
     xs = [some(LANES, ROWS, *axes, seed=10 + i) for i in range(count)]
     own = kernels(count, axes, narrow_first=transposed)
-    found, _ = pallas_tpu.summed_matmul(xs, own, transposed=transposed, interpret=watched())
+    found = pallas_tpu.summed_matmul(xs, own, transposed=transposed, interpret=watched())
     ends = tuple(range(2, 2 + len(axes)))
     side = tuple(range(1, 1 + len(axes)) if transposed else range(len(axes)))
     pairs = zip(xs, own, strict=True)
@@ -127,8 +127,8 @@ def test_a_layer_of_kernels_is_one_of_plain_products(monkeypatch: pytest.MonkeyP
 
     def loss(x: jax.Array, weights: tuple) -> jax.Array:
         into, back, up, down = weights
-        q, k, v, later = deferred.dots(x, into, tap(*into), again=(1,))
-        y = deferred.dot_of_parts([q * k, v + later], back, tap(back, inputs=3, parts=2), 3)
+        q, k, v = deferred.dots(x, into, tap(*into))
+        y = deferred.dot_of_parts([q * k, k + v], back, tap(back, inputs=3, parts=2), 3)
         y = y + deferred.relu_mlp(y, (up, down), (tap(up), tap(down)))
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 

@@ -122,23 +122,6 @@ def _tap(*kernels: jax.Array) -> deferred.Tap:
     return jax.tree.map(lambda leaf: leaf[0], taps)
 
 
-def test_gradients_of_what_two_read_meet_in_the_product() -> None:
-    rng = np.random.default_rng(0)
-    kernels = [jnp.asarray(rng.normal(size=(WIDTH, 2, 3)), jnp.float32) for _ in "abc"]
-    x = jnp.asarray(rng.normal(size=(LANES, 5, WIDTH)), jnp.float32)
-
-    def loss(x: jax.Array, kernels: list[jax.Array], again: bool) -> jax.Array:
-        found = deferred.dots(x, kernels, _tap(*kernels), again=(0, 2) if again else ())
-        a, b, c, *twice = found
-        first, last = twice or (a, c)
-        return jnp.sum(jnp.sin(a) * b**2 + jnp.cos(c)) + jnp.sum(first**2 + last**3)
-
-    expected, actual = (
-        jax.grad(loss, argnums=(0, 1))(x, kernels, again) for again in (False, True)
-    )
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4), actual, expected)
-
-
 def test_an_mlp_that_hands_out_its_gradients_is_an_mlp() -> None:
     rng = np.random.default_rng(0)
     shapes = (WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH)

@@ -31,7 +31,6 @@ from brt.ops import causal_clustered_attention as causal
 from brt.ops.block_products import (
     shared_input_matmul,
     summed_matmul,
-    summed_matmul_after_adding,
 )
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
@@ -348,7 +347,7 @@ def block(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
 
 
 def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
-    """Sums of products of a block's rows from heads, some of them sums themselves."""
+    """Returns a case of sums of products of a block's rows from heads."""
     wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
     into = normal(13, *[(128, *heads, 64)] * count)
 
@@ -357,9 +356,6 @@ def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
         return (
             summed_matmul(wide, back, implementation=name),
             summed_matmul(wide, into, transposed=True, implementation=name),
-            summed_matmul_after_adding(
-                wide, into, {count - 1: wide[0]}, transposed=True, implementation=name
-            ),
         )
 
     return run, []

@@ -19,7 +19,6 @@ from brt.ops import clustered_attention, cross_attention
 from brt.ops.block_products import (
     shared_input_matmul,
     summed_matmul,
-    summed_matmul_after_adding,
 )
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
@@ -228,7 +227,7 @@ def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
         wide = shared_input_matmul(y, [down], transposed=True, where=hidden[0], **name)
         y = summed_matmul(wide, [up], transposed=True, **name)
         found = *shared_input_matmul(y, back, transposed=True, **name), *own[2:]
-        return summed_matmul_after_adding(found, into, {1: own[0]}, transposed=True, **name)
+        return summed_matmul(found, into, transposed=True, **name)
 
     mlp = array(model, 4096), array(4096, model)
     return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]

@@ -6,4 +6,3 @@ products of several inputs, each with its own kernel.
 
 from brt.ops.block_products.api import shared_input_matmul as shared_input_matmul
 from brt.ops.block_products.api import summed_matmul as summed_matmul
-from brt.ops.block_products.api import summed_matmul_after_adding as summed_matmul_after_adding

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from brt.ops import dispatch
 from brt.ops.block_products import pallas_tpu, reference, xla
-from brt.ops.block_products.reference import Added, Kernels
+from brt.ops.block_products.reference import Kernels
 from brt.ops.dispatch import Implementation, Op
 
 SHARED_INPUT_MATMUL = Op(
@@ -107,32 +107,4 @@ def summed_matmul(
     """
     return dispatch.run(
         SUMMED_MATMUL, implementation, xs, kernels, transposed=transposed, as_bits=as_bits
-    )[0]
-
-
-def summed_matmul_after_adding(
-    xs: Sequence[Float[Array, "..."]],
-    kernels: Sequence[Float[Array, "..."]],
-    added: Added,
-    *,
-    transposed: bool = False,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Adds arrays to some of the inputs, and returns `summed_matmul` of the resulting inputs.
-
-    A backward rule uses this for gradients that arrive in two parts: one call adds the parts and
-    multiplies the sum.
-
-    Args:
-      xs: the inputs, each [*rows, *inputs].
-      kernels: the kernels, each [*inputs, C], or [C, *inputs] if `transposed`.
-      added: the arrays to add, by the index of the input that each is added to.
-      transposed: as for `summed_matmul`.
-      implementation: as for `summed_matmul`.
-
-    Returns:
-      The sum of the products [*rows, C], and the inputs after the addition, by index.
-    """
-    return dispatch.run(
-        SUMMED_MATMUL, implementation, xs, kernels, transposed=transposed, added=added
     )

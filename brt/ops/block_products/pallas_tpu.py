@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.block_products.reference import NOTHING, Added, Kernels
+from brt.ops.block_products.reference import Kernels
 from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
@@ -115,7 +115,7 @@ def _shared_input_kernel(
 
 
 def summed_refusal(
-    xs: Sequence[Array], kernels: Kernels, *, transposed: bool, added: Added = NOTHING, **_: Any
+    xs: Sequence[Array], kernels: Kernels, *, transposed: bool, **_: Any
 ) -> str | None:
     """Returns the reason why `summed_matmul` does not support these inputs, or None if it does."""
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
@@ -123,29 +123,21 @@ def summed_refusal(
     narrow = kernels[0].shape[0 if transposed else -1]
     if reason := refusal(rows, xs[0].dtype, narrow, wides):
         return reason
-    taken = _bytes(rows, wides, _TILES[-1], added)
-    if reason := vmem_refusal(taken, "a block's rows"):
-        return reason
-    steps = narrow // _columns(rows, wides, narrow, added)
-    if any(wides[i].heads % steps for i in added):
-        return f"adds to heads that are a multiple of its {steps} steps"
-    return None
+    return vmem_refusal(_bytes(rows, wides, _TILES[-1]), "a block's rows")
 
 
-def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int, added: Added) -> int:
+def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int) -> int:
     """Returns the bytes of VMEM for all rows of the wide side, a tile of its weights, and the
     output.
     """
-    sizes = [wide.padded_size for wide in wides]
-    several = [sizes[i] for i in added]
-    there = 2 * rows[1] * (_buffers(rows[0]) * (sum(sizes) + sum(several)) + sum(several) // 2)
-    return there + 2 * 2 * columns * sum(sizes) + _SUMS * 4 * rows[1] * columns
+    size = sum(wide.padded_size for wide in wides)
+    return 2 * size * (_buffers(rows[0]) * rows[1] + 2 * columns) + _SUMS * 4 * rows[1] * columns
 
 
-def _columns(rows: tuple[int, ...], wides: Sequence[Wide], narrow: int, added: Added) -> int:
+def _columns(rows: tuple[int, ...], wides: Sequence[Wide], narrow: int) -> int:
     """Returns the largest number of columns of a tile that fits into VMEM."""
     tiles = [math.gcd(narrow, columns) for columns in _TILES]
-    fit = (columns for columns in tiles if _bytes(rows, wides, columns, added) <= vmem_budget())
+    fit = (columns for columns in tiles if _bytes(rows, wides, columns) <= vmem_budget())
     return next(fit, tiles[-1])
 
 
@@ -160,24 +152,17 @@ def summed_matmul(
     *,
     transposed: bool = False,
     as_bits: bool = False,
-    added: Added = NOTHING,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B R C"], dict[int, Array]]:
-    """Returns the sum of the products of each input with its kernel, and the inputs after an
-    addition.
+) -> Float[Array, "B R C"]:
+    """Returns the sum of the products of each input with its kernel, [B, R, C].
 
-    The arguments are those of `block_products.summed_matmul` and
-    `block_products.summed_matmul_after_adding`. With `interpret`, the kernel runs on any device and
-    with any sizes.
-
-    Returns:
-      The sum of the products [B, R, C], and for each index in `added` the sum of that input and the
-        array added to it.
+    The arguments are those of `block_products.summed_matmul`. With `interpret`, the kernel runs on
+    any device and with any sizes.
     """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype
     narrow, size = kernels[0].shape[0 if transposed else -1], sum(wide.size for wide in wides)
-    columns = _columns(rows, wides, narrow, added)
+    columns = _columns(rows, wides, narrow)
     steps = narrow // columns
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
@@ -187,70 +172,46 @@ def summed_matmul(
             shape, lambda _, lane: (0, lane, 0, 0, 0), pipeline_mode=pl.Buffered(_buffers(rows[0]))
         )
 
-    def some_heads_spec(wide: Wide) -> pl.BlockSpec:
-        """Returns the block spec of a sum of which each step writes some heads of a lane."""
-        shape = wide.groups, None, wide.heads // steps, rows[1], wide.width
-        return pl.BlockSpec(shape, lambda i, lane: (0, lane, i, 0, 0))
-
     def by_head(x: Array, wide: Wide) -> Array:
         """Returns [B, R, *inputs] in the layout of the kernel, as bits if `as_bits`."""
         return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 
     weights = Weights.of(kernels, wides, dtype, narrow_first=transposed)
-    others = {i: by_head(x, wides[i]) for i, x in added.items()}
-    total, sums = pl.pallas_call(
+    total = pl.pallas_call(
         functools.partial(_summed_kernel, axes=NT if transposed else NN, dtype=dtype),
         grid=(steps, rows[0]),
         in_specs=[
-            [all_heads_spec(wide) for wide in wides], {i: all_heads_spec(wides[i]) for i in others},
-            weights.narrow_tile_specs(wides, columns),
+            [all_heads_spec(wide) for wide in wides], weights.narrow_tile_specs(wides, columns)
         ],
-        out_specs=[
-            pl.BlockSpec((None, rows[1], columns), lambda i, lane: (lane, 0, i)),
-            {i: some_heads_spec(wides[i]) for i in others},
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((*rows, narrow), dtype if transposed else
-            dispatch.bits_dtype(dtype)), {i: jax.ShapeDtypeStruct(x.shape, dtype) for i, x in
-            others.items()},
-        ],
+        out_specs=pl.BlockSpec((None, rows[1], columns), lambda i, lane: (lane, 0, i)),
+        out_shape=jax.ShapeDtypeStruct(
+            (*rows, narrow), dtype if transposed else dispatch.bits_dtype(dtype)
+        ),
         name=f"summed_matmul_{rows[1]}x{size}x{columns}_{dtype}_{steps * rows[0]}_steps",
         interpret=interpret,
-        **compiler_options(math.prod(rows) * narrow * size, *xs, *added.values(), *weights.arrays),
-    )([by_head(*pair) for pair in zip(xs, wides, strict=True)], others, weights.arrays)  # fmt: skip
-    axes = {i: kernels[i].shape[1:] if transposed else kernels[i].shape[:-1] for i in added}
-    sums = {i: wides[i].by_row(x, axes[i]) for i, x in sums.items()}
-    return total if transposed else dispatch.output_residual(total, dtype), sums
+        **compiler_options(math.prod(rows) * narrow * size, *xs, *weights.arrays),
+    )([by_head(*pair) for pair in zip(xs, wides, strict=True)], weights.arrays)  # fmt: skip
+    return total if transposed else dispatch.output_residual(total, dtype)
 
 
 def _summed_kernel(
-    xs: list[Any], added: dict[int, Any], kernels: list[Any], output: Any, sums: dict[int, Any], *,
-    axes: tuple, dtype: jnp.dtype,
-) -> None:  # fmt: skip
-    def head_of_input(i: int, group: int, head: Any) -> Array:
-        """Returns a head of the i-th input [R, K], after the addition, as numbers."""
-        x = xs[i][group, head]
-        if i in added:
-            both = x.astype(jnp.float32) + added[i][group, head].astype(jnp.float32)
-            return both.astype(dtype)
+    xs: list[Any], kernels: list[Any], output: Any, *, axes: tuple, dtype: jnp.dtype
+) -> None:
+    def as_numbers(x: Array) -> Array:
+        """Returns x, or the numbers whose bits x has."""
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 
     total = functools.reduce(
         jnp.add,
         (
-            dot_float32(head_of_input(i, group, head), kernel[group, head], axes)
-            for i, kernel in enumerate(kernels)
+            dot_float32(as_numbers(x[group, head]), kernel[group, head], axes)
+            for x, kernel in zip(xs, kernels, strict=True)
             for group in range(kernel.shape[0])
             for head in range(kernel.shape[1])
         ),
     )
     total = total.astype(dtype)
     output[...] = total if output.dtype == dtype else dispatch.to_bits(total)
-    for i, x in sums.items():
-        first = pl.program_id(0) * x.shape[1]
-        for group in range(x.shape[0]):
-            for head in range(x.shape[1]):
-                x[group, head] = head_of_input(i, group, first + head)
 
 
 interpreted_shared_input_matmul = functools.partial(shared_input_matmul, interpret=True)

@@ -1,16 +1,12 @@
 """Reference implementation of block products."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 # Kernels are given as a sequence of arrays, or stacked on axis 0 of one array.
 Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
-# The keys are indices of inputs; each array is added to the input of its index.
-Added = Mapping[int, Array]
-NOTHING: Added = MappingProxyType({})
 
 
 def shared_input_matmul(
@@ -40,23 +36,15 @@ def summed_matmul(
     *,
     transposed: bool = False,
     as_bits: bool = False,
-    added: Added = NOTHING,
-) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Returns the sum of the products of each input with its kernel, and the inputs after an
-    addition.
+) -> Float[Array, "*R C"]:
+    """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are those of `block_products.summed_matmul` and
-    `block_products.summed_matmul_after_adding`; `as_bits` is ignored.
-
-    Returns:
-      The sum of the products [*rows, C], and for each index in `added` the sum of that input and
-        the array added to it.
+    The arguments are those of `block_products.summed_matmul`; `as_bits` is ignored.
     """
-    sums = {i: (xs[i].astype(jnp.float32) + x).astype(x.dtype) for i, x in added.items()}
     total = jnp.zeros(())
-    for i, (x, kernel) in enumerate(zip(xs, kernels, strict=True)):
+    for x, kernel in zip(xs, kernels, strict=True):
         inputs = kernel.ndim - 1
-        theirs = tuple(range(1, kernel.ndim) if transposed else range(inputs))
-        own, wide = tuple(range(x.ndim - inputs, x.ndim)), sums.get(i, x).astype(jnp.float32)
-        total += jnp.tensordot(wide, kernel, axes=(own, theirs))
-    return total.astype(xs[0].dtype), sums
+        kernel_axes = tuple(range(1, kernel.ndim) if transposed else range(inputs))
+        x_axes = tuple(range(x.ndim - inputs, x.ndim))
+        total += jnp.tensordot(x.astype(jnp.float32), kernel, axes=(x_axes, kernel_axes))
+    return total.astype(xs[0].dtype)

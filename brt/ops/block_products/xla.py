@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.block_products.reference import NOTHING, Added, Kernels
+from brt.ops.block_products.reference import Kernels
 from brt.ops.dense import dense_forward, input_gradient
 from brt.ops.tpu import materialized
 
@@ -43,28 +43,20 @@ def summed_matmul(
     *,
     transposed: bool = False,
     as_bits: bool = False,
-    added: Added = NOTHING,
-) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
-    """Returns the sum of the products of each input with its kernel, and the inputs after an
-    addition.
+) -> Float[Array, "*R C"]:
+    """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are those of `block_products.summed_matmul` and
-    `block_products.summed_matmul_after_adding`. XLA's products read inputs that are stored as bits
-    (`as_bits`) like any others, without a conversion here.
-
-    Returns:
-      The sum of the products [*rows, C], and for each index in `added` the sum of that input and
-        the array added to it.
+    The arguments are those of `block_products.summed_matmul`. XLA's products read inputs that are
+    stored as bits (`as_bits`) like any others, without a conversion here.
     """
-    sums = {i: xs[i] + x for i, x in added.items()}
-    pairs = [(sums.get(i, x), k) for i, (x, k) in enumerate(zip(xs, kernels, strict=True))]
+    pairs = list(zip(xs, kernels, strict=True))
     if transposed:
         first, *others = (input_gradient(kernel, x) for x, kernel in pairs)
-        return sum(others, first), sums
+        return sum(others, first)
     if len(pairs) == 1:
-        return dense_forward(*pairs[0], kernels[0].ndim - 1)[0], sums
+        return dense_forward(*pairs[0], kernels[0].ndim - 1)[0]
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
     # The name marks the sum as a value that rematerialized layers save. Without the name, they
     # would save each product in float32.
-    return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL), sums
+    return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL)

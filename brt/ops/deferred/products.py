@@ -14,16 +14,15 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import constrain, partitioned
 from brt.ops import dispatch
-from brt.ops.block_products import shared_input_matmul, summed_matmul, summed_matmul_after_adding
+from brt.ops.block_products import shared_input_matmul, summed_matmul
 from brt.ops.deferred.taps import Kernels, Tap, multiplies_separately
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
 from brt.ops.layout import transpose_copy
 
 
 def dots(
-    x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1,
-    *, again: tuple[int, ...] = (),
-) -> tuple[Array, ...]:  # fmt: skip
+    x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1
+) -> tuple[Array, ...]:
     """Returns the products of x with several kernels; the weight gradients go into the tap of this
     step.
 
@@ -32,17 +31,13 @@ def dots(
       kernels: [*inputs, *outputs] each.
       tap: the tap of this step, or None for ordinary weight gradients.
       inputs: the number of axes that the products sum over.
-      again: indices of kernels whose product is returned once more, after all others. If two
-        readers use one product each, their gradients are added up before the product's backward
-        pass.
 
     Returns:
-      One array [*rows, *outputs] for each kernel, and then for each index in `again`.
+      One array [*rows, *outputs] for each kernel.
     """
     if tap is None:
-        products = tuple(dense(x, kernel, inputs) for kernel in kernels)
-        return *products, *(products[i] for i in again)
-    return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs, again)
+        return tuple(dense(x, kernel, inputs) for kernel in kernels)
+    return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs)
 
 
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
@@ -52,21 +47,18 @@ def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1)
     return dots(x, (kernel,), tap, inputs)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _dots(
-    x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
-) -> tuple[Array, ...]:
-    return _dots_forward(x, kernels, tap, inputs, again)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dots(x: Array, kernels: Kernels, tap: Tap, inputs: int) -> tuple[Array, ...]:
+    return _products(x, kernels, inputs)
 
 
 def _dots_forward(
-    x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
+    x: Array, kernels: Kernels, tap: Tap, inputs: int
 ) -> tuple[tuple[Array, ...], tuple[Array, Kernels]]:
     products = _products(x, kernels, inputs)
-    saved = kernels
     if _stores_transposes():
-        saved = tuple(_transpose_kernel(kernel, inputs) for kernel in kernels)
-    return (*products, *(products[i] for i in again)), (x, saved)
+        kernels = tuple(_transpose_kernel(kernel, inputs) for kernel in kernels)
+    return products, (x, kernels)
 
 
 def _products(x: Array, kernels: Kernels, inputs: int) -> tuple[Array, ...]:
@@ -80,16 +72,10 @@ def _products(x: Array, kernels: Kernels, inputs: int) -> tuple[Array, ...]:
 
 
 def _dots_backward(
-    inputs: int, again: tuple[int, ...], saved: tuple[Array, Kernels],
-    gradients: tuple[Array, ...],
-) -> tuple[Array, None, Tap]:  # fmt: skip
+    inputs: int, saved: tuple[Array, Kernels], gradients: tuple[Array, ...]
+) -> tuple[Array, None, Tap]:
     x, kernels = saved
-    dys, added = gradients[: len(kernels)], dict(zip(again, gradients[len(kernels) :], strict=True))
-    if inputs == 1 and not _stores_transposes():
-        dx, sums = summed_matmul_after_adding(dys, kernels, added, transposed=True)
-        return dx, None, Tap(x, tuple(sums.get(i, dy) for i, dy in enumerate(dys)))
-    dys = tuple(dy + added[i] if i in added else dy for i, dy in enumerate(dys))
-    return _input_gradient(kernels, dys, inputs), None, Tap(x, dys)
+    return _input_gradient(kernels, gradients, inputs), None, Tap(x, gradients)
 
 
 def _stores_transposes() -> bool:
@@ -112,6 +98,8 @@ def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int)
         pairs = zip(gradients, kernels, strict=True)
         first, *others = (dense_forward(dy, k, k.ndim - inputs)[0] for dy, k in pairs)
         return sum(others, first)
+    if inputs == 1:
+        return summed_matmul(gradients, kernels, transposed=True)
     if len(kernels) == 1 and kernels[0].ndim == inputs + 1:
         return shared_input_matmul(gradients[0], kernels, transposed=True)[0]
     pairs = zip(kernels, gradients, strict=True)

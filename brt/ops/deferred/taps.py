@@ -45,23 +45,23 @@ class LayerTaps(NamedTuple):
     layers: tuple[Tap, ...]
 
 
-class _Like(NamedTuple):
-    """The form of the products.
-
-    Attributes:
-      inputs: the number of axes that the products sum over.
-      layers: True if the first axis of the kernels is the layer.
-      parts: the number of inputs of `dot_of_parts`; 0 for a single input.
-      as_bits: True if rematerialized layers save x as bits.
+class _TapSpec(NamedTuple):
+    """The static description of a tap; the fields are the arguments of `tap`, with the shapes and
+    dtypes of the kernels.
     """
 
+    kernels: tuple[jax.ShapeDtypeStruct, ...]
+    rows: tuple[int, ...]
+    dtype: jnp.dtype
     inputs: int
-    layers: bool = False
-    parts: int = 0
-    as_bits: bool = False
+    parts: int
+    as_bits: bool
 
 
-def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
+def tap(
+    kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
+    parts: int = 0, as_bits: bool = False,
+) -> Tap:  # fmt: skip
     """Returns a tap for all steps of a scan in which `dots` uses kernels [*inputs, *outputs].
 
     The weight gradients that the tap collects become the gradients of `kernels`.
@@ -71,8 +71,12 @@ def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int =
       rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
+      parts: the number of inputs of a `dot_of_parts` that multiplies them one by one; 0 for a
+        single input.
+      as_bits: True if x is a `dispatch.output_residual` in the form of bits.
     """
-    return _taps(kernels, jnp.zeros((*rows, 0), dtype), _Like(inputs)).layers[0]
+    shapes = tuple(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) for kernel in kernels)
+    return _tap(kernels, _TapSpec(shapes, rows, dtype, inputs, parts, as_bits))
 
 
 def layer_taps(
@@ -99,8 +103,9 @@ def layer_taps(
     if 2 * device_rows * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
     parts = kernels[0].shape[1] if joins else 0
-    like = _Like(inputs, True, parts if multiplies_separately(parts) else 0, as_bits)
-    return _taps(kernels, jnp.zeros((*rows, 0), dtype), like)
+    options = {"parts": parts if multiplies_separately(parts) else 0, "as_bits": as_bits}
+    layers = zip(*map(jnp.unstack, kernels), strict=True)
+    return LayerTaps(tuple(tap(layer, rows, dtype, inputs, **options) for layer in layers))
 
 
 def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
@@ -119,56 +124,39 @@ def _is_layers(x: Any) -> bool:
     return isinstance(x, LayerTaps)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _taps(kernels: Kernels, none: Float[Array, "..."], like: _Like) -> LayerTaps:
-    """Returns arrays of zeros; `none` has the shape [*rows, 0] and the dtype of the pairs."""
-    rows = none.shape[:-1]
-    shapes = [kernel.shape[like.layers :] for kernel in kernels]
-    inputs = shapes[0][: like.inputs]
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _tap(kernels: Kernels, spec: _TapSpec) -> Tap:
+    inputs = spec.kernels[0].shape[: spec.inputs]
 
     def zeros(*shape: int) -> Array:
         """Returns zeros for all rows."""
-        return jnp.zeros((*rows, *shape), none.dtype)
+        return jnp.zeros((*spec.rows, *shape), spec.dtype)
 
-    one = Tap(
-        tuple(zeros(*inputs[1:]) for _ in range(like.parts)) if like.parts else zeros(*inputs),
-        tuple(zeros(*shape[like.inputs :]) for shape in shapes),
+    return Tap(
+        tuple(zeros(*inputs[1:]) for _ in range(spec.parts)) if spec.parts else zeros(*inputs),
+        tuple(zeros(*kernel.shape[spec.inputs :]) for kernel in spec.kernels),
     )
-    return LayerTaps((one,) * (len(kernels[0]) if like.layers else 1))
 
 
-def _taps_forward(
-    kernels: Kernels, none: Array, like: _Like
-) -> tuple[LayerTaps, tuple[Array, Kernels]]:
-    kinds = tuple(jnp.zeros((0,) * kernel.ndim, kernel.dtype) for kernel in kernels)
-    return _taps(kernels, none, like), (none, kinds)
+def _tap_forward(kernels: Kernels, spec: _TapSpec) -> tuple[Tap, None]:
+    return _tap(kernels, spec), None
 
 
-def _taps_backward(
-    like: _Like, saved: tuple[Array, Kernels], pairs: LayerTaps
-) -> tuple[Kernels, Array]:
-    none, kinds = saved
+def _tap_backward(spec: _TapSpec, _: None, pairs: Tap) -> tuple[Kernels]:
+    def kernel_gradient(kernel: jax.ShapeDtypeStruct, dy: Array) -> Array:
+        """Returns the gradient of a kernel with these output gradients."""
+        outputs = len(kernel.shape) - spec.inputs
+        product = partial(weight_gradient, dy=dy, outputs=outputs, as_bits=spec.as_bits)
+        if spec.parts:
+            gradient = jnp.stack([product(x, inputs=spec.inputs - 1) for x in pairs.inputs])
+        else:
+            gradient = product(pairs.inputs, inputs=spec.inputs)
+        return gradient.astype(kernel.dtype)
 
-    def layer_gradient(pair: Tap, i: int, outputs: int) -> Array:
-        """Returns the gradient of the i-th kernel of one layer."""
-        product = partial(
-            weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.as_bits
-        )
-        if not like.parts:
-            return product(pair.inputs, inputs=like.inputs)
-        gradients = (product(x, inputs=like.inputs - 1) for x in pair.inputs)
-        return jnp.stack(list(gradients))
-
-    def kernel_gradient(i: int, kind: Array) -> Array:
-        """Returns the gradient of the i-th kernel, whose dtype and number of axes `kind` has."""
-        outputs = kind.ndim - like.layers - like.inputs
-        gradients = [layer_gradient(pair, i, outputs).astype(kind.dtype) for pair in pairs.layers]
-        return jnp.stack(gradients) if like.layers else gradients[0]
-
-    return tuple(kernel_gradient(i, kind) for i, kind in enumerate(kinds)), none
+    return (tuple(map(kernel_gradient, spec.kernels, pairs.outputs)),)
 
 
-_taps.defvjp(_taps_forward, _taps_backward)
+_tap.defvjp(_tap_forward, _tap_backward)
 
 
 def multiplies_separately(parts: int) -> bool:
