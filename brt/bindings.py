@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import earlier_settings
 from brt.config import Config
 from brt.config.kinds import kind_sections
-from brt.config.names import current_names, default_of, field_types, fields_of, task_field
-from brt.config.removed import REMOVED, refusal
-from brt.config.shared import field_name, is_registered, public_name, tasks_with
+from brt.config.merged import MERGED
+from brt.config.names import field_types, task_field
+from brt.config.shared import is_registered
 from brt.config_io import (
     checked_value,
     configs_directory,
@@ -62,10 +63,13 @@ def resolve(
         name is bound twice, or settings contradict each other. The message begins with the file
         and the line.
     """
-    sources = {key: _without_removed(source) for key, source in sources.items()}
+    removed = [
+        note for source in sources.values() for note in earlier_settings.notes_on_removed(source)
+    ]
+    sources = {key: earlier_settings.without_removed(source) for key, source in sources.items()}
     task = _task(sources, base)
-    sources = {key: _of_one_task(source, task) for key, source in sources.items()}
-    sources, renamed = _with_current_names(sources)
+    sources = {key: earlier_settings.of_one_task(source, task) for key, source in sources.items()}
+    sources, renamed = earlier_settings.with_current_names(sources)
     _check_names(sources, beside)
     macros = _macros(sources)
     _check_macros(macros, sources)
@@ -77,8 +81,9 @@ def resolve(
         ]
         for key, source in sources.items()
     }
-    resolved = _build(_winners(fields, _below(sources)), base, task)
-    return resolved._replace(notes=(*renamed, *resolved.notes))
+    winners, merged = earlier_settings.with_merged(_winners(fields, _below(sources)), base, task)
+    resolved = _build(winners, base, task)
+    return resolved._replace(notes=(*removed, *renamed, *merged, *resolved.notes))
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
@@ -105,42 +110,6 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     return {full.partition(".")[2]: binding for full, binding in winners.items()}
 
 
-def _without_removed(source: Source) -> Source:
-    """Returns the source without bindings that set a removed setting to what brt always does now.
-
-    Raises:
-      ConfigError: a removed setting has another value.
-    """
-    for binding in source.bindings:
-        if binding.name in REMOVED and (reason := refusal(binding.name, binding.value)):
-            raise ConfigError(f"{binding.origin}: {reason}")
-    return source._replace(bindings=[b for b in source.bindings if b.name not in REMOVED])
-
-
-def _with_current_names(
-    sources: Mapping[str, Source],
-) -> tuple[dict[str, Source], list[str]]:
-    """Returns the sources with the present names of settings, and a sentence for each renaming."""
-    notes: dict[str, str] = {}
-
-    def current(binding: Binding) -> list[Binding]:
-        """Returns the bindings of the present settings that replace a binding."""
-        names = current_names(binding.name)
-        if names == (binding.name,):
-            return [binding]
-        notes.setdefault(
-            binding.name, f"{binding.origin}: {binding.name} is now {' and '.join(names)}"
-        )
-        origin = f"{binding.origin} (as {binding.name})"
-        return [binding._replace(name=name, origin=origin) for name in names]
-
-    changed = {
-        key: source._replace(bindings=[new for old in source.bindings for new in current(old)])
-        for key, source in sources.items()
-    }
-    return changed, list(notes.values())
-
-
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
     """Returns the name of the task that the sources bind. There may be no task of this name."""
     name = "Training.task"
@@ -151,49 +120,6 @@ def _task(sources: Mapping[str, Source], base: Config | None) -> str:
     macros = _macros(sources)
     check_defined(macros, [winner])
     return str(substituted(winner.value, macros))
-
-
-def _of_one_task(source: Source, task: str) -> Source:
-    """Returns the source without what an earlier version wrote about other tasks than the run's.
-
-    Earlier versions had a setting for each section that has a field of `brt.config.shared`, and
-    the config.gin of a run binds all of them. `Pairs.train` says nothing about a language model,
-    and a default of `Data.train` beside it says nothing about summaries.
-
-    Raises:
-      ConfigError: a setting of another task does not have its default.
-    """
-    shared = [b for b in source.bindings if current_names(b.name) == (public_name(b.name),)]
-    earlier = {
-        public_name(b.name): b
-        for b in shared
-        if public_name(b.name) != b.name == field_name(public_name(b.name), task)
-    }
-    dropped = []
-    for binding in shared:
-        name = public_name(binding.name)
-        if name != binding.name != field_name(name, task):
-            if not (_is_default(binding) or name == "Data.cache_dir"):
-                raise _without_effect(binding, task)
-            dropped.append(binding)
-        elif name == binding.name and name in earlier:
-            if _is_default(binding) or binding.value == earlier[name].value:
-                dropped.append(binding)
-    return source._replace(bindings=[b for b in source.bindings if b not in dropped])
-
-
-def _is_default(binding: Binding) -> bool:
-    """Returns True if a field is bound to the default of its section."""
-    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
-    return default_of(binding.name) in (value, (value,))
-
-
-def _without_effect(binding: Binding, task: str) -> ConfigError:
-    tasks = (other for own in fields_of(binding.name) for other in tasks_with(own))
-    return ConfigError(
-        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
-        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
-    )
 
 
 def _belongs(binding: Binding, section: str) -> bool:
@@ -216,7 +142,7 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
         name, _, origin = binding
         if beside and _belongs(binding, beside):
             continue
-        if "." in name and name not in field_types():
+        if "." in name and name not in field_types() and name not in MERGED:
             raise ConfigError(f"{origin}: {unknown_name(name)}")
         if "." not in name and not re.fullmatch("[A-Z][A-Z0-9_]*", name):
             homes = [field for field in field_types() if field.endswith(f".{name}")]
@@ -289,8 +215,8 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
         if own := task_field(name, task):
             section, _, field = own.partition(".")
             values.setdefault(section, {})[field] = _value_for(task, binding)
-        elif is_registered(task) and not _is_default(binding):
-            raise _without_effect(binding, task)
+        elif is_registered(task) and not earlier_settings.is_default(binding):
+            raise earlier_settings.without_effect(binding, task)
     warmup = _shorten_warmup(values, origins, base or Config())
     try:
         config = with_values(values, base)

@@ -220,10 +220,10 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Context whose errors name flags (`--text_field=body`) instead of settings or arguments.
+    """Context whose errors name flags (`--errors=replace`) instead of settings or arguments.
 
     Args:
-      flags: the flag for each name in errors ("Data.text_field", or "beams=" of an argument).
+      flags: the flag for each name in errors ("Data.errors", or "beams=" of an argument).
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")

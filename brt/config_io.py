@@ -2,22 +2,29 @@
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import os
 import re
-import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
-from brt.config.names import default_of, field_types, own_types, section_types, task_field
-from brt.config.removed import REMOVED, refusal, without_removed
+from brt.config.merged import MERGED
+from brt.config.names import (
+    default_of,
+    derived_fields,
+    field_types,
+    own_types,
+    section_types,
+    task_field,
+)
+from brt.config.removed import REMOVED, is_removed, refusal, without_removed
 from brt.config.renamed import RENAMED
 from brt.config.shared import public_name
+from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
@@ -146,6 +153,7 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
       ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.
     """
     values: dict[str, dict[str, Any]] = {}
+    earlier: list[tuple[str, Any]] = []
     for section, fields in without_removed(saved).items():
         if section not in section_types():
             raise ConfigError(
@@ -155,15 +163,23 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"the saved config has {section} = {fields!r}, not its fields")
         for field, value in fields.items():
+            if f"{section}.{field}" in MERGED:
+                earlier.append((f"{section}.{field}", value))
+                continue
             for name, checked in _saved_values(f"{section}.{field}", value):
                 place, _, own = name.partition(".")
                 values.setdefault(place, {})[own] = checked
+    for name, value in earlier:
+        place, _, own = MERGED[name].into.partition(".")
+        present = values.setdefault(place, {})
+        start = present.get(own, default_of(MERGED[name].into))
+        present[own] = MERGED[name].merge(start, checked_value(name, value))
     return with_values(values)
 
 
 def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, checked value) of each present field that replaces a saved field."""
-    if name in REMOVED:
+    if is_removed(name):
         raise ConfigError(f"the saved config has {refusal(name, value)}")
     for current in RENAMED.get(name, (name,)):
         if current not in own_types():
@@ -185,8 +201,13 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of every setting that differs, except in secrets."""
-    before, after = redacted(config_values(old)), redacted(config_values(new))
+    """Returns (name, old value, new value) of each setting or derived field that differs, except in
+    secrets.
+    """
+    before, after = (
+        redacted(config_values(config) | {name: _value(config, name) for name in derived_fields()})
+        for config in (old, new)
+    )
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
 
@@ -218,15 +239,17 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     """Returns `value` converted to the type of the setting `name` ("Section.field").
 
     Args:
-      name: the name of the setting in .gin files.
+      name: the name of the setting in .gin files, which may be that of an earlier version.
       value: the value to check.
       task: the name of the task whose runs must allow the value; None allows any task.
 
     Raises:
       ConfigError: the value has another type.
     """
+    if name in MERGED:
+        return converted(name, MERGED[name].type, value)
     own = task_field(name, task) if task else None
-    return _checked(name, own_types()[own] if own else field_types()[name], value)
+    return converted(name, own_types()[own] if own else field_types()[name], value)
 
 
 def checked_field(name: str, value: Any) -> Any:
@@ -239,7 +262,7 @@ def checked_field(name: str, value: Any) -> Any:
     Raises:
       ConfigError: the value has another type.
     """
-    return _checked(public_name(name), own_types()[name], value)
+    return converted(public_name(name), own_types()[name], value)
 
 
 def unknown_name(name: str) -> str:
@@ -247,6 +270,8 @@ def unknown_name(name: str) -> str:
     section, _, field = name.partition(".")
     if name in REMOVED:
         return f"no field {name!r} any more; {REMOVED[name].now}"
+    if name in MERGED:
+        return f"no field {name!r} any more; {public_name(MERGED[name].into)} contains it"
     if section == "Sweep":
         return f"{name} describes a sweep; run it with python -m brt.sweep"
     fields, sections = field_types(), section_types()
@@ -259,23 +284,6 @@ def unknown_name(name: str) -> str:
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
     return f"no field {name!r}; {section} has {', '.join(own)}"
-
-
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'right'?`, or "" if no known name is similar."""
-    near = nearest(wrong, known)
-    return f"; did you mean {near!r}?" if near else ""
-
-
-def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is.
-
-    Known names with which `wrong` ends, after an underscore, are preferred.
-    """
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
-    near.sort(key=lambda name: not wrong.lower().endswith(f"_{name}"))
-    return by_lower[near[0]] if near else None
 
 
 def configs_directory() -> Path:
@@ -332,65 +340,3 @@ def _field_comments() -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and said:
                 comments[f"{section}.{ast.unparse(node.target)}"] = " ".join(said)
     return comments
-
-
-def _checked(name: str, annotation: Any, value: Any) -> Any:
-    if typing.get_origin(annotation) is Literal:
-        choices = typing.get_args(annotation)
-        if value in choices:
-            return value
-        guess = suggestion(value, choices) if isinstance(value, str) else ""
-        listing = ", ".join(map(repr, choices))
-        raise ConfigError(f"{name} = {value!r} must be one of {listing}{guess}")
-    if typing.get_origin(annotation) is tuple:
-        return _checked_tuple(name, typing.get_args(annotation)[0], value)
-    return _SCALARS[annotation](name, value)
-
-
-def _checked_tuple(name: str, item: Any, value: Any) -> tuple[Any, ...]:
-    if item is str and isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list | tuple):
-        remedy = f"; write ({value!r},)" if type(value) is item else ""
-        raise ConfigError(f"{name} = {value!r} must be a tuple of {item.__name__}{remedy}")
-    return tuple(_checked(f"{name}[{i}]", item, element) for i, element in enumerate(value))
-
-
-def _integer(name: str, value: Any) -> int:
-    if type(value) is int:
-        if not -(2**63) <= value < 2**63:
-            raise ConfigError(f"{name} = {value} is more than 64 bits hold")
-        return value
-    whole = isinstance(value, float) and value.is_integer()
-    raise ConfigError(f"{name} = {value!r} must be an int{f'; write {value:.0f}' if whole else ''}")
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
-    # The comparison is also false for NaN and for integers above all floats.
-    if not abs(value) <= 1e308:
-        raise ConfigError(f"{name} = {value!r} must be finite")
-    return float(value)
-
-
-def _without_quotes(value: Any) -> str:
-    try:
-        return f"; write {float(value)!r} without quotes" if isinstance(value, str) else ""
-    except ValueError:
-        return ""
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise ConfigError(f"{name} = {value!r} must be a bool; write True or False")
-    return value
-
-
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} = {value!r} must be a str; write {str(value)!r} in quotes")
-    return value
-
-
-_SCALARS = {int: _integer, float: _number, bool: _boolean, str: _string}

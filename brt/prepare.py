@@ -22,7 +22,6 @@ import re
 import shlex
 
 from brt import command_line, config, untrusted
-from brt.config.shared import public_name
 from brt.data import preparation
 from brt.errors import ConfigError
 from brt.tasks.summarization.data.columns import Columns, read
@@ -40,10 +39,13 @@ RAW = {"pairs", "raw", "output", "errors"}
 # DOCUMENT_FLAGS and PAIR_FLAGS have, for each setting, the flag that errors name instead of it.
 DOCUMENT_FLAGS = {
     "Data.train": "--documents",
-    **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
+    **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents", "text_field"}},
+    "Data.columns = ('text=FIELD',)": "--text_field",
 }
 PAIR_FLAGS = {
-    public_name(f"Pairs.{flag}"): f"--{flag}" for flag in FILES - {"output", "pairs", "name"}
+    **{f"Data.{flag}": f"--{flag}" for flag in (COMMON | {"train"}) - {"output"}},
+    **{f"Data.columns says for '{role}'": f"--{role}_field says" for role in Columns._fields},
+    "Data.columns = ('source=COLUMN', 'target=COLUMN')": "--source_field and --target_field",
 }
 
 
@@ -140,6 +142,8 @@ def _documents(args: argparse.Namespace) -> None:
     }
     for split in ("validation", "test"):
         settings[split] = tuple(settings.get(split, ()))
+    if field := settings.pop("text_field", ""):
+        settings["columns"] = (f"text={field}",)
     dataset = preparation.prepare(config.Data(train=tuple(args.documents), **settings), args.output)
     print(preparation.summary(dataset))
     print(

@@ -20,10 +20,6 @@ from brt.errors import ConfigError
             "Attention.fit_queries = 50 must not be below Attention.clusters = 100",
         ),
         ({"buckets": 7}, "Attention.buckets = 7 must be even"),
-        (
-            {"mass_rule": "lse_jensen", "mass_stop_gradient": True},
-            "Attention.mass_stop_gradient = True needs Attention.mass_rule = 'paper'",
-        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:

@@ -16,10 +16,10 @@ from brt.ops import cross_attention
 PRESETS = Path(__file__).resolve().parent.parent / "configs/cross_attention"
 CHANGES = {
     "paper_t5": {
-        "index_mode": "batch", "segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0,
+        "index_mode": "batch", "count_padding_in": ("segments", "sums"), "norm_epsilon": 0.0,
     },
     "paper_bart": {
-        "index_mode": "batch", "segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0,
+        "index_mode": "batch", "count_padding_in": ("segments", "sums"), "norm_epsilon": 0.0,
         "clamp": 2.0, "leak_init": 0.5, "kernel_init": "normal",
     },
 }  # fmt: skip
@@ -58,10 +58,10 @@ def test_first_values_of_the_presets() -> None:
         ({"kind": "full"}, {}),
         ({"kind": "segmented"}, {}),
         ({"kind": "local_global"}, {}),
-        ({"kind": "xl_memory", "memory": "identity"}, {}),
-        ({"use_raf": False}, {}),
-        ({"use_raf": False, "mix": "sigma"}, {"raf": ["sigma"]}),
-        ({"use_raf": False, "mix": "gated"}, {"raf": ["gate"]}),
+        ({"kind": "transformer_xl"}, {}),
+        ({"without": ("raf",)}, {}),
+        ({"without": ("raf",), "mix": "sigma"}, {"raf": ["sigma"]}),
+        ({"without": ("raf",), "mix": "gated"}, {"raf": ["gate"]}),
         ({"raf_bias": True}, {"raf": ["kernel", "leak", "threshold", "bias"]}),
         (
             {"kind": "xl_memory"},
@@ -102,7 +102,8 @@ def test_bounded_parameters_begin_where_raw_ones_do() -> None:
         ({"clamp": -2.0}, "CrossAttention.clamp = -2.0 must not be negative"),
         ({"raf_parameters": "bounded", "leak_init": 1.0}, "leak_init = 1.0 must be above 0 and"),
         ({"raf_parameters": "bounded", "threshold_init": 1e-4}, "= 0.0001 must be above 0.001"),
-        ({"use_segment": False, "mix": "sigma"}, "leaves nothing to mix; set CrossAttention.mix"),
+        ({"without": ("segment",), "mix": "sigma"}, "nothing to mix; set CrossAttention.mix"),
+        ({"without": ("nom",)}, r"without = \('nom',\) must consist of items from 'segment', "),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict, sentence: str) -> None:

@@ -36,11 +36,10 @@ class Attention:
     # Number of keys with exact logits: per cluster for improved_clustered, per query for
     # oracle_top_k.
     top_k: int = free(32)
-    # How improved_clustered weights the exact keys against all others: as in the paper, or with a
-    # correction for the spread of the queries in a cluster.
-    mass_rule: Literal["paper", "lse_jensen"] = free("paper")
-    # True: this weight has no gradient, as in the authors' code. Needs mass_rule = 'paper'.
-    mass_stop_gradient: bool = free(False)
+    # How improved_clustered weights the exact keys against all others: as in the paper
+    # ('paper_constant' gives the weight no gradient, as in the authors' code), or with a correction
+    # for the spread of the queries in a cluster.
+    mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
     rounds: int = free(1)  # Rounds of hashing of reformer; more rounds are slower and more exact.
     buckets: int = free(64)  # A round of Reformer has this number of hash buckets.
     # A chunk of Reformer has this number of sorted queries. A query attends to its chunk and to the
@@ -63,11 +62,6 @@ class Attention:
         check(
             self.buckets % 2 == 0,
             f"Attention.buckets = {self.buckets} must be even: a hash has two signs",
-        )
-        check(
-            not self.mass_stop_gradient or self.mass_rule == "paper",
-            f"Attention.mass_stop_gradient = True needs Attention.mass_rule = 'paper', not "
-            f"{self.mass_rule!r}",
         )
 
     def check_length(self, length: int, phrase: str) -> None:

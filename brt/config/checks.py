@@ -54,6 +54,20 @@ def check_not_negative(section: object, *names: str) -> None:
         _check_counts(section, name)
 
 
+def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
+    """Refuses tuples with other items than `known` ones, and makes their order and number mean
+    nothing.
+    """
+    value = getattr(section, name)
+    unknown = [item for item in value if item not in known]
+    check(
+        not unknown,
+        f"{name_of(section, name)} = {value} must consist of items from "
+        f"{', '.join(map(repr, known))}",
+    )
+    object.__setattr__(section, name, tuple(item for item in known if item in value))
+
+
 def check_layers(section: object, *names: str) -> None:
     """Refuses a section in which a named number of layers is not above 0 or exceeds `DEEPEST`."""
     check_positive(section, *names)

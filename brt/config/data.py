@@ -5,6 +5,7 @@ import re
 from typing import Literal
 
 from brt.config.checks import check, check_finite, check_not_negative
+from brt.config.columns import check_columns, column
 from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
 
 
@@ -32,8 +33,8 @@ class Data:
     # 'bytes', a sentencepiece .model file, a byte-level tokenizer.json, or 'train:VOCAB_SIZE' to
     # train a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
-    # Name of the field that holds the text in JSON, tables and TFDS.
-    text_field: str = free("text", cached=True)
+    # 'text=FIELD' names the field that holds the text in JSON, tables and TFDS; () takes 'text'.
+    columns: tuple[str, ...] = free((), cached=("text_field",))
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
     # At most this number of unreadable documents is left out; quarantine.jsonl lists them.
@@ -52,6 +53,7 @@ class Data:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        check_columns(self, "text")
         fill_held_out(self, ())
         for split in ("validation", "test"):
             if not getattr(self, split):
@@ -66,6 +68,11 @@ class Data:
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")
+
+    @property
+    def text_field(self) -> str:
+        """Name of the field that holds the text."""
+        return column(self, "text", "text")
 
     def _check_curriculum(self) -> None:
         steps, memory_only = self.curriculum, all(name.startswith(MEMORY) for name in self.train)

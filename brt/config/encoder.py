@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import fixed, free, inherited
+from brt.config.fields import derived, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class Encoder:
     # A layer has this number of attention heads, which must divide model_dim.
     heads: int = inherited(8)
     mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
-    features: int = inherited(0)  # Width of the input vectors; 0 means that the inputs are tokens.
+    # Width of the input vectors, that of the data; 0 means that the inputs are tokens.
+    features: int = derived(0)
     # Size of the vocabulary of the inputs or outputs; 0 takes it from the data.
     vocab_size: int = inherited(0)
-    # Number of token type embeddings; RoBERTa has 1, and 0 means none.
-    token_types: int = inherited(0)
-    # Number of outputs of the classifier. Text classification takes it from its data.
-    classes: int = fixed(2)
+    # Number of token type embeddings, that of converted weights; RoBERTa has 1, and 0 means none.
+    token_types: int = derived(0)
+    classes: int = derived(2, inherited=False)  # Number of outputs of the classifier.
     # How positions are encoded. 'convolution' mixes each token with its neighbours.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     # The encoder has this number of learned positions, which limits the length of a sequence.
@@ -73,8 +73,8 @@ class Encoder:
         )
         check(
             not (self.features and self.token_types),
-            f"Encoder.token_types = {self.token_types} needs tokens, but Encoder.features = "
-            f"{self.features} reads vectors",
+            f"an encoder with {self.token_types} token types needs tokens, but this one reads "
+            f"vectors of width {self.features}",
         )
 
     @property

@@ -10,8 +10,11 @@ fixed        must not change it  the value of the run's own config
 inherited    must not change it  the value of the weights; another value is an error
 adaptable    must not change it  the value of the weights, unless the config sets another value
 
+A `derived` field is no setting: the data or converted weights determine it. Saved configs contain
+it, and .gin files cannot bind it.
+
 `cached` marks settings that determine prepared data, which are cached under a hash of these
-settings. It is True for the value of the field itself, or the name of a property to use instead.
+settings. It is True for the value of the field itself, or the names of properties to use instead.
 
 The argument `path` marks settings that name files or directories, because the config of a
 stranger's run may name any path. It is "read" if brt reads the files, and "written" if brt writes
@@ -40,15 +43,17 @@ class Setting(NamedTuple):
       warm_start: where a run that starts from weights takes the value from; see the module.
       cached: whether prepared data depend on the field; see the module.
       path: whether the field names a path; see the module.
+      derived: whether the field is derived instead of set; see the module.
     """
 
     resume: bool
     warm_start: Literal["own", "inherited", "adaptable"]
-    cached: bool | str
+    cached: bool | str | tuple[str, ...]
     path: Path = ""
+    derived: bool = False
 
 
-def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
+def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path = "") -> T:
     """Declares a field that a resumed run may change."""
     return _field(default, Setting(True, "own", cached, path))
 
@@ -99,6 +104,16 @@ def adaptable(default: T) -> T:
     return _field(default, Setting(False, "adaptable", False))
 
 
+def derived(default: T, *, inherited: bool = True) -> T:
+    """Declares a field that no .gin file binds, because data or converted weights determine it.
+
+    Args:
+      default: the value as long as it is not determined.
+      inherited: True if the field belongs to the weights.
+    """
+    return _field(default, Setting(False, "inherited" if inherited else "own", False, derived=True))
+
+
 def nested(default: T) -> T:
     """Declares a field that holds other sections and is no setting itself."""
     return dataclasses.field(default=default, metadata={_NESTED: True})
@@ -119,11 +134,11 @@ def settings(section: type) -> dict[str, Setting]:
 
 def cached_settings(section: Any) -> dict[str, Any]:
     """Returns the settings that determine prepared data, besides their sources."""
-    names = {
-        name if setting.cached is True else setting.cached
-        for name, setting in settings(type(section)).items()
-        if setting.cached and setting.cached != _SOURCES
-    }
+    names: set[str] = set()
+    for name, setting in settings(type(section)).items():
+        if setting.cached and setting.cached != _SOURCES:
+            other = setting.cached if isinstance(setting.cached, tuple) else (setting.cached,)
+            names |= {name if one is True else str(one) for one in other}
     return {name: getattr(section, name) for name in sorted(names)}
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from brt.config import SECTIONS, Config
 from brt.config.fields import Setting, settings
 from brt.config.kinds import kind_sections
+from brt.config.merged import MERGED
 from brt.config.renamed import RENAMED
 from brt.config.shared import field_name, field_names, public_name
 
@@ -36,6 +37,18 @@ def own_types() -> dict[str, Any]:
     return _field_types(tuple(section_types().items()))
 
 
+def derived_fields() -> list[str]:
+    """Returns the fields that are no settings, because they are derived: ["Encoder.features",
+    ...].
+    """
+    return [
+        f"{section}.{name}"
+        for section, cls in section_types().items()
+        for name, setting in settings(cls).items()
+        if setting.derived
+    ]
+
+
 @functools.cache
 def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
     return {
@@ -49,7 +62,10 @@ def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
 @functools.cache
 def _setting_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
     kinds: dict[str, dict[str, list[Any]]] = {section: {} for section, _ in sections}
+    derived = derived_fields()
     for own, kind in _field_types(sections).items():
+        if own in derived:
+            continue
         name = public_name(own)
         kinds[name.partition(".")[0]].setdefault(name, []).append(kind)
     return {name: _union(own) for names in kinds.values() for name, own in names.items()}
@@ -94,6 +110,9 @@ def default_of(name: str) -> Any:
 
 def current_names(name: str) -> tuple[str, ...]:
     """Returns the present names of a setting in .gin files: several if an earlier setting was
-    split, and the name itself if it was never renamed.
+    split, and the name itself if it was never renamed. A setting that became a part of another
+    one has the name of that one.
     """
+    if name in MERGED:
+        return (public_name(MERGED[name].into),)
     return RENAMED.get(name, (public_name(name) if name in own_types() else name,))

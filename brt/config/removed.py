@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from brt.config.kernels import AUTO, OPERATIONS
+from brt.config.names import own_types
 
 
 class Removed(NamedTuple):
@@ -12,10 +12,12 @@ class Removed(NamedTuple):
     Attributes:
       value: the value that a saved config may have, because brt still behaves so; None: any.
       now: what holds instead, the end of a sentence.
+      ignored: whether other values have no effect instead of being refused.
     """
 
     value: Any
     now: str
+    ignored: bool = False
 
 
 _SHUFFLED = Removed(True, "training data are shuffled in every epoch")
@@ -23,10 +25,10 @@ REMOVED = {
     **{f"{section}.shuffle": _SHUFFLED for section in (
         "Data", "Pairs", "Speech", "Sentences", "Questions",
     )},
-    **{f"Kernels.{operation}": Removed(
-        AUTO, f"set Kernels.use = ('{operation}=IMPLEMENTATION',)"
-    ) for operation in OPERATIONS},
     "Optimizer.momentum": Removed(0.9, "the momentum of Adafactor is 0.9"),
+    "Optimizer.min_dim_size_to_factor": Removed(
+        128, "Adafactor factors the second moments of matrices of 128 rows and columns or more"
+    ),
     "Optimizer.second_moment_decay": Removed(
         0.8, "Adafactor's second moments decay by 1 - step ** -0.8"
     ),
@@ -36,9 +38,22 @@ REMOVED = {
     "Seq2Seq.remat_keep": Removed("nothing", "Model.remat = True stores the inputs of layers"),
     "Encoder.remat_keep": Removed("nothing", "Model.remat = True stores the inputs of layers"),
     "Encoder.convolution_width": Removed(15, "convolutional positions see 15 inputs"),
+    "Encoder.features": Removed(
+        0, "the width of the input vectors is that of the data", ignored=True
+    ),
+    "Encoder.classes": Removed(
+        2, "the classifier has an output for each label of the data", ignored=True
+    ),
+    "Encoder.token_types": Removed(0, "only converted weights have embeddings of token types"),
+    "Seq2Seq.global_block": Removed(
+        16, "a global token sums up 16 tokens, or as many as converted weights say"
+    ),
     "Model.layer_kinds": Removed((), "every kind of layers has a section, which places its layers"),
     "Model.layer_unroll": Removed(0, "Model.unroll bounds the layers of an iteration"),
     "Model.block_unroll": Removed(0, "Model.unroll bounds the blocks of an iteration"),
+    "CrossAttention.training_form": Removed(
+        "auto", "brt chooses the order in which training computes cross-attention", ignored=True
+    ),
     "Decoding.batch_size": Removed(None, "Evaluation.batch_size also counts summaries"),
 }  # fmt: skip
 
@@ -53,32 +68,37 @@ def refusal(name: str, value: Any) -> str:
     """
     removed = REMOVED[name]
     value = tuple(value) if isinstance(value, list) else value
-    if removed.value is None or value == removed.value:
+    if removed.ignored or removed.value is None or value == removed.value:
         return ""
     return f"{name} = {value!r}, but this setting is gone: {removed.now}"
+
+
+def note(name: str, value: Any) -> str:
+    """Returns a sentence about a value of a removed setting that has no effect, or ""."""
+    removed = REMOVED[name]
+    if not removed.ignored or value == removed.value:
+        return ""
+    return f"{name} = {value!r} has no effect any more: {removed.now}"
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a saved config without the removed settings whose values still hold.
 
-    Implementations of single operations are moved to `Kernels.use`.
-
     Args:
       saved: the values of a saved config by section and field: {"Model": {"layers": 2}}.
     """
-    present = {
+    return {
         section: {
             field: value
             for field, value in fields.items()
-            if f"{section}.{field}" not in REMOVED or refusal(f"{section}.{field}", value)
+            if not is_removed(f"{section}.{field}") or refusal(f"{section}.{field}", value)
         }
         if isinstance(fields, Mapping)
         else fields
         for section, fields in saved.items()
     }
-    kernels = present.get("Kernels")
-    if isinstance(kernels, dict):
-        chosen = [f"{name}={kernels.pop(name)}" for name in OPERATIONS if name in kernels]
-        if chosen:
-            kernels["use"] = chosen
-    return present
+
+
+def is_removed(field: str) -> bool:
+    """Returns True for fields that saved configs do not have any more; they have derived ones."""
+    return field in REMOVED and field not in own_types()

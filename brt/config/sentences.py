@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_buckets, check_finite, check_positive, fill_held_out_rows
+from brt.config.columns import check_columns, column
 from brt.config.fields import fixed, free, held_out, sources
 
 
@@ -27,13 +28,12 @@ class Sentences:
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # Sources of the test rows, with the same rules as validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
-    first_field: str = free("", cached=True)  # Column of the sentence; '' tries the usual names.
-    # Column of the second sentence of a pair. With '', rows are single sentences if first_field is
-    # set; otherwise the usual names are tried.
-    second_field: str = free("", cached=True)
-    label_field: str = free("", cached=True)  # Column of the label; '' tries the usual names.
-    # Column of the id that names a row in predictions; '' numbers the rows.
-    id_field: str = free("", cached=True)
+    # Columns of the sentence, of the sentence that it is paired with, of the label and of the id
+    # that names a row in predictions: 'first=COLUMN', 'second=COLUMN', 'label=COLUMN', 'id=COLUMN'.
+    # Without them the usual names are tried; 'first' without 'second' reads single sentences.
+    columns: tuple[str, ...] = free(
+        (), cached=("first_field", "second_field", "label_field", "id_field")
+    )
     # Names of the columns, for .tsv files that have no header line.
     header: tuple[str, ...] = free((), cached=True)
     # These are all labels, in the order of the classifier's outputs; () sorts the labels of train.
@@ -54,6 +54,7 @@ class Sentences:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        check_columns(self, "first", "second", "label", "id")
         fill_held_out_rows(self)
         check(bool(self.train), "Data.train names no source")
         check(
@@ -63,10 +64,31 @@ class Sentences:
         check_positive(self, "max_length")
         check(
             bool(self.first_field) or not self.second_field,
-            f"Sentences.second_field = {self.second_field!r} needs Sentences.first_field",
+            f"Data.columns = {self.columns} names a second sentence; name the first one, too: "
+            "'first=COLUMN'",
         )
         check(
             len(set(self.labels)) == len(self.labels),
             f"Sentences.labels = {self.labels} contains a label twice",
         )
         check_buckets(self)
+
+    @property
+    def first_field(self) -> str:
+        """Column of the sentence; "" tries the usual names."""
+        return column(self, "first")
+
+    @property
+    def second_field(self) -> str:
+        """Column of the second sentence of a pair."""
+        return column(self, "second")
+
+    @property
+    def label_field(self) -> str:
+        """Column of the label; "" tries the usual names."""
+        return column(self, "label")
+
+    @property
+    def id_field(self) -> str:
+        """Column of the ids; "" tries the usual names, or numbers the rows."""
+        return column(self, "id")

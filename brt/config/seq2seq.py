@@ -6,13 +6,15 @@ from typing import Literal
 from brt.config.checks import (
     check,
     check_finite,
+    check_items,
     check_layers,
     check_not_negative,
     check_positive,
     fill_held_out_rows,
     name_of,
 )
-from brt.config.fields import fixed, free, held_out, inherited, sources
+from brt.config.columns import check_columns, column
+from brt.config.fields import derived, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
 SMALLEST_THRESHOLD = 1e-3  # With raf_parameters = 'bounded', thresholds are above this value.
@@ -35,18 +37,18 @@ class Seq2Seq:
     vocab_size: int = inherited(0)
     # Activation of the MLPs. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
-    # True computes logits with the embedding; False gives logits a matrix of their own.
-    tied_logits: bool = inherited(True)
-    # True multiplies the decoder's output by model_dim ** -0.5 before the logits, as T5 v1.0 does
-    # with tied logits.
-    scale_logits: bool = inherited(True)
+    # Matrix of the logits: that of the embedding ('tied') or an own one. 'scaled' multiplies the
+    # decoder's output by model_dim ** -0.5 first. T5 v1.0 has 'tied_scaled', T5 v1.1 'own', and
+    # BART 'tied'.
+    logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
     # Attention of the encoder. 'full' leaves the choice to Attention.kind; 'sliding' and 'local'
     # see a window; 'transient_global' is that of LongT5.
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
     # Number of tokens to each side that a token sees, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
-    # Number of tokens that a global token of 'transient_global' summarises.
-    global_block: int = inherited(16)
+    # Number of tokens that a global token of 'transient_global' summarises; converted weights may
+    # have another.
+    global_block: int = derived(16)
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
     # Keys at this distance in tokens, or farther away, share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
@@ -91,13 +93,25 @@ class Seq2Seq:
             "no bias for global tokens",
         )
 
+    @property
+    def tied_logits(self) -> bool:
+        """True if the embedding computes the logits; otherwise they have a matrix of their own."""
+        return self.logits.startswith("tied")
+
+    @property
+    def scale_logits(self) -> bool:
+        """True if the decoder's output is multiplied by model_dim ** -0.5 before the logits."""
+        return self.logits.endswith("scaled")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention:
     """Settings of the decoder's attention to the source (section 3 of the paper of SRformer)."""
 
     # What a target position attends to; docs/summarization.md compares the kinds.
-    kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
+    kind: Literal[
+        "full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"
+    ] = fixed("full")
     # Length of a segment in source tokens. A target position attends to one segment.
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
@@ -107,20 +121,16 @@ class CrossAttention:
     # and 'stride' moves on by one segment every `stride` positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
     stride: int = fixed(8)  # Number of target tokens per segment if index_mode is 'stride'.
-    # 'per_example' counts the segments of each source, 'static' those of the padded batch.
-    segment_count: Literal["per_example", "static"] = fixed("per_example")
+    # Where padding counts, as in the authors' code: in the number of segments of a source
+    # ('segments'), or in the sums of the recurrence ('sums').
+    count_padding_in: tuple[str, ...] = fixed(())
     # True accepts sources with more segments than the decoder reads.
     allow_skipped_segments: bool = fixed(False)
-    # False attends to the recurrence alone (ablation I of the paper).
-    use_segment: bool = fixed(True)
-    # False removes the recurrent accumulate-and-fire neurons (ablation III of the paper).
-    use_raf: bool = fixed(True)
-    # What the recurrence sums: the remaining segments, or the position's own segment (ablation IV
-    # of the paper).
-    kv_source: Literal["remaining", "segment"] = fixed("remaining")
-    # 'feature' divides the output by the norm of each key feature; 'none' does not normalise
-    # (ablation II of the paper).
-    norm: Literal["feature", "none"] = fixed("feature")
+    # Parts of srformer that are left out (ablations I to IV of the paper): attention to the segment
+    # ('segment'), the division by the norm of each key feature ('norm'), the recurrent
+    # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
+    # the position's own ('remaining').
+    without: tuple[str, ...] = fixed(())
     norm_epsilon: float = fixed(1e-6)  # The square of this constant is added to the squared norm.
     # Largest absolute value of the sums of the recurrence; 0 sets no limit, and the authors' BART
     # has 2.
@@ -136,13 +146,6 @@ class CrossAttention:
     # 0.02 as in the authors' BART.
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
     raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
-    mask_kv: bool = fixed(True)  # False includes padding in the sums, as the authors' code does.
-    # The memory of xl_memory: a learned recurrence, or the previous segment itself as in
-    # Transformer-XL.
-    memory: Literal["rnn", "identity"] = fixed("rnn")
-    # How training computes all target positions: 'dense' computes every segment for every position,
-    # 'slots' goes segment by segment.
-    training_form: Literal["auto", "dense", "slots"] = fixed("auto")
     # Where a decode step takes the recurrent states from: a table with the states of all segments,
     # or the state carried from the previous step, which needs less memory.
     cache: Literal["auto", "table", "carry"] = fixed("auto")
@@ -151,9 +154,11 @@ class CrossAttention:
         check_finite(self)
         check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
         check_not_negative(self, "norm_epsilon", "clamp")
+        check_items(self, "without", ("segment", "norm", "raf", "remaining"))
+        check_items(self, "count_padding_in", ("segments", "sums"))
         check(
-            self.use_segment or self.mix == "sum",
-            "CrossAttention.use_segment = False leaves nothing to mix; "
+            "segment" not in self.without or self.mix == "sum",
+            f"CrossAttention.without = {self.without} leaves nothing to mix; "
             "set CrossAttention.mix = 'sum'",
         )
         check(
@@ -218,10 +223,9 @@ class Pairs:
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # Sources of the test pairs, with the same rules as validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))
-    source_field: str = free("", cached=True)  # Column of the documents; '' tries the usual names.
-    target_field: str = free("", cached=True)  # Column of the summaries; '' tries the usual names.
-    # Column of the ids; '' takes the column `id` if there is one, and otherwise numbers the rows.
-    id_field: str = free("", cached=True)
+    # Columns of the documents, the summaries and the ids: 'source=COLUMN', 'target=COLUMN',
+    # 'id=COLUMN'. Without them the usual names are tried; without ids the rows are numbered.
+    columns: tuple[str, ...] = free((), cached=("source_field", "target_field", "id_field"))
     # A sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a tokenizer
     # on the training pairs.
     tokenizer: str = free("train:4000", cached=True, path="read")
@@ -244,6 +248,7 @@ class Pairs:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        check_columns(self, "source", "target", "id")
         fill_held_out_rows(self)
         check(bool(self.train), "Data.train names no source")
         for name in ("max_source_length", "max_target_length"):
@@ -260,6 +265,21 @@ class Pairs:
             f"Data.buckets = {self.buckets} must end with Pairs.max_source_length = "
             f"{self.max_source_length}",
         )
+
+    @property
+    def source_field(self) -> str:
+        """Column of the documents; "" tries the usual names."""
+        return column(self, "source")
+
+    @property
+    def target_field(self) -> str:
+        """Column of the summaries; "" tries the usual names."""
+        return column(self, "target")
+
+    @property
+    def id_field(self) -> str:
+        """Column of the ids; "" takes the column `id`, or numbers the rows."""
+        return column(self, "id")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

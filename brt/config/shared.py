@@ -2,8 +2,9 @@
 
 A run has one model and one section of data, and its task decides which (`Seq2Seq` and `Pairs` for
 summarisation). Fields that these sections have in common are one setting: `Model.dropout` is the
-dropout of the model that the run has, and `Data.train` names the training data of its task. The
-sections declare these fields alike, but their defaults may differ.
+dropout of the model that the run has, and `Data.train` names the training data of its task.
+`Decoding.beams` is the number of beams of every task that searches with beams. The sections declare
+these fields alike, but their defaults may differ.
 """
 
 from collections.abc import Iterator
@@ -16,16 +17,17 @@ SHARED: dict[str, frozenset[str]] = {
         "norm_epsilon", "dropout", "attention_dropout", "dtype", "remat",
     )),
     "Data": frozenset((
-        "train", "validation", "test", "tokenizer", "max_length", "buckets", "errors", "id_field",
+        "train", "validation", "test", "tokenizer", "max_length", "buckets", "errors", "columns",
         "cache_dir",
     )),
+    "Decoding": frozenset(("beams",)),
 }  # fmt: skip
-# The sections that have such fields, besides `Model` and `Data` themselves.
+# The sections that have such fields, besides `Model`, `Data` and `Decoding` themselves.
 _OTHERS = {
+    "Decoding": ("Speech",),
     "Model": ("Seq2Seq", "Encoder"),
     "Data": ("Pairs", "Speech", "Sentences", "Questions"),
 }
-_SHARED_BY = {section: shared for shared, others in _OTHERS.items() for section in others}
 _TASKS: dict[str, dict[str, str]] = {}
 
 
@@ -36,7 +38,11 @@ def register_sections(task: str, model: str, data: str) -> None:
       task: the name of the task.
       model, data: the names of the sections, such as "Seq2Seq" and "Pairs".
     """
-    _TASKS[task] = {"Model": model, "Data": data}
+    own = {model, data}
+    _TASKS[task] = {
+        shared: next((section for section in others if section in own), shared)
+        for shared, others in _OTHERS.items()
+    }
 
 
 def is_registered(task: str) -> bool:
@@ -53,8 +59,10 @@ def is_registered(task: str) -> bool:
 def public_name(name: str) -> str:
     """Returns the name that .gin files have for a field: "Data.train" for "Pairs.train"."""
     section, _, field = name.partition(".")
-    shared = _SHARED_BY.get(section, section)
-    return f"{shared}.{field}" if field in SHARED.get(shared, ()) else name
+    for shared, others in _OTHERS.items():
+        if section in others and field in SHARED[shared]:
+            return f"{shared}.{field}"
+    return name
 
 
 def field_name(name: str, task: str) -> str:

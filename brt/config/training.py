@@ -117,8 +117,6 @@ class Optimizer:
     warmup_steps: int = free(1000)  # The learning rate rises to its peak in this number of steps.
     # Learning rate at the last step of the schedules 'cosine' and 'linear'.
     final_learning_rate: float = free(0.0)
-    # Adafactor stores full second moments of matrices with a dimension below this.
-    min_dim_size_to_factor: int = fixed(128)
     # Decay of the first moments of AdamW, and of the parameters that Muon leaves to Adam.
     b1: float = fixed(0.9)
     # The second moments of AdamW, and of the parameters that Muon leaves to Adam, decay by this
@@ -139,7 +137,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_finite(self)
-        check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")
+        check_positive(self, "learning_rate", "orthogonal_steps")
         check_not_negative(self, "warmup_steps", "final_learning_rate", "weight_decay", "clip_norm")
         for name in ("b1", "b2"):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 READ_RECORDS = 64  # This number of records is fetched from an ArrayRecord file at a time.
+_REMEDY = "Data.columns = ('text=FIELD',)"
 _SHOWN = 20  # An error message lists at most this number of fields.
 
 
@@ -155,13 +156,13 @@ def _field(name: str, example: Any, field: str) -> Any:
         raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
     if field not in example:
         raise BadRecord(
-            f"{name} has no field '{field}'; set Data.text_field to one of "
-            f"{sorted(example)[:_SHOWN]}, or name the other files by a pattern"
+            f"{name} has no field '{field}'; name one of {sorted(example)[:_SHOWN]} with "
+            f"{_REMEDY}, or name the other files by a pattern"
         )
     value = example[field]
     if not isinstance(value, str | bytes | list):
         raise BadRecord(
             f"{name}: the field '{field}' is {tables.type_name(value)}, not text; leave it out, or "
-            "name another with Data.text_field"
+            f"name another with {_REMEDY}"
         )
     return value

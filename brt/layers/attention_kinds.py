@@ -2,8 +2,6 @@
 parameters.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -111,8 +109,15 @@ def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
     """Returns those settings of the section `Attention` that clustered attention reads, as the
     configuration of the op.
     """
-    names = [field.name for field in dataclasses.fields(clustered_attention.ClusteredConfig)]
-    return clustered_attention.ClusteredConfig(**{name: getattr(config, name) for name in names})
+    return clustered_attention.ClusteredConfig(
+        kind=config.kind,
+        clusters=config.clusters,
+        iterations=config.iterations,
+        fit_queries=config.fit_queries,
+        top_k=config.top_k,
+        mass_rule="lse_jensen" if config.mass_rule == "lse_jensen" else "paper",
+        mass_stop_gradient=config.mass_rule == "paper_constant",
+    )
 
 
 def kind_of_length(config: Attention, length: int) -> str:

@@ -24,6 +24,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from brt.config.merged import MERGED
 from brt.config.names import current_names, field_types
 from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
@@ -164,7 +165,7 @@ def _known(where: str, name: Any) -> str:
     current = current_names(name) if isinstance(name, str) else ()
     if len(current) > 1:
         raise ConfigError(f"{where} has {name}, which is now {' and '.join(current)}; name those")
-    if not set(current) <= set(field_types()) or not current:
+    if not set(current) <= set(field_types()) or not current or name in MERGED:
         raise ConfigError(f"{where} has {unknown_name(str(name))}")
     return current[0]
 

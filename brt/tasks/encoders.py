@@ -140,8 +140,8 @@ class EncoderTask(Task):
         model = config.encoder
         if model.features:
             raise ConfigError(
-                f"Encoder.features = {model.features} must be 0 where Training.task = "
-                f"{self.name!r}: it reads tokens"
+                f"the encoder reads vectors of width {model.features}, but Training.task = "
+                f"{self.name!r} reads tokens"
             )
         for name, length in lengths:
             if model.positions == "learned" and length > model.max_positions:

@@ -14,6 +14,8 @@ from brt.training import muon
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
+# Adafactor stores full second moments of matrices with a dimension below this.
+SMALLEST_FACTORED = 128
 
 
 def learning_rate(
@@ -155,7 +157,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
     elif optimizer.name == "adafactor":
         adafactor = optax.adafactor(
             schedule,
-            min_dim_size_to_factor=optimizer.min_dim_size_to_factor,
+            min_dim_size_to_factor=SMALLEST_FACTORED,
             momentum=0.9,
         )
         transform = layerwise(adafactor, axes)

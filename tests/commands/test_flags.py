@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from brt import command_line
+from brt import command_line, prepare
 from brt.bindings import Resolved
 from brt.config import Config, Optimizer, Training
 from brt.errors import ConfigError, DataError
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> str:
         ("--learning_rate=0.1", "'Optimizer.learning_rate = 0.1'"),
         ("--layers", "'Model.layers = ...'"),
         ("--schedule=linear", "\"Optimizer.schedule = 'linear'\""),
-        ("--text_field=body", "\"Data.text_field = 'body'\""),
+        ("--columns=text=body", "\"Data.columns = 'text=body'\""),
     ],
 )
 def test_a_setting_that_is_taken_for_a_flag_is_taught(flag: str, binding: str) -> None:
@@ -98,6 +98,26 @@ def test_errors_are_said_in_the_flags_of_a_command() -> None:
         ("--beams=4 or Decoding.beams = 4", "--beams=4 or Decoding.beams = 4"),
         ("Data.text_fields", "Data.text_fields"),
     ):
+        with pytest.raises(DataError) as caught, command_line.errors_naming(flags):
+            raise DataError(message)
+        assert str(caught.value) == shown
+
+
+def test_errors_of_prepare_name_the_flags_of_columns() -> None:
+    for flags, message, shown in (
+        (
+            prepare.DOCUMENT_FLAGS, "name one of ['a'] with Data.columns = ('text=FIELD',), or",
+            "name one of ['a'] with --text_field, or",
+        ),
+        (
+            prepare.PAIR_FLAGS, "has no column 'c' as Data.columns says for 'target'; its",
+            "has no column 'c' as --target_field says; its",
+        ),
+        (
+            prepare.PAIR_FLAGS, "with Data.columns = ('source=COLUMN', 'target=COLUMN')",
+            "with --source_field and --target_field",
+        ),
+    ):  # fmt: skip
         with pytest.raises(DataError) as caught, command_line.errors_naming(flags):
             raise DataError(message)
         assert str(caught.value) == shown

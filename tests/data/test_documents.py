@@ -110,7 +110,7 @@ def test_a_file_without_text_is_refused(tmp_path, content):
         ("{'text': 1}", r"a\.jsonl:2 is not JSON: .* at column 2"),
         (
             '{"txt": "b"}',
-            r"a\.jsonl:2 has no field 'text'; set Data.text_field to one of \['txt'\]",
+            r"a\.jsonl:2 has no field 'text'; name one of \['txt'\] with Data.columns = ",
         ),
         ('{"text": 5}', r"a\.jsonl:2: the field 'text' is int, not text"),
         ('["text"]', r"a\.jsonl:2 is not an object with a field 'text'"),

@@ -102,7 +102,7 @@ def test_a_changed_file_never_meets_a_stale_store(data, books):
     [
         {"tokenizer": "train:300"},
         {"errors": "replace"},
-        {"text_field": "x"},
+        {"columns": ("text=x",)},
         {"test_fraction": 0.4},
     ],
 )

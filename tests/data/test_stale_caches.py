@@ -53,7 +53,7 @@ def of_data(place: Path) -> Example:
     )
     return Example(preparation.prepare, section, {
         "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
-        "tokenizer": "train:290", "text_field": "other", "errors": "strict",
+        "tokenizer": "train:290", "columns": ("text=other",), "errors": "strict",
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
         "validation_fraction": 0.4, "test_fraction": 0.4,
         "curriculum": (),  # of memory tasks alone
@@ -68,13 +68,14 @@ def of_pairs(place: Path) -> Example:
     some = write_rows(place / "a.jsonl", *map(row, range(8)), {"id": "empty"})
     others = [write_rows(place / f"{i}.jsonl", row(i)) for i in (20, 21)]
     section = Pairs(
-        train=some, validation=others[0], test=(), source_field="document", id_field="id",
-        target_field="summary", tokenizer="train:290", max_source_length=24, max_target_length=8,
+        train=some, validation=others[0], test=(),
+        columns=("source=document", "target=summary", "id=id"),
+        tokenizer="train:290", max_source_length=24, max_target_length=8,
         errors="skip",
     )  # fmt: skip
     return Example(pairs.prepare, section, {
-        "train": others[1], "validation": (), "test": others[1], "source_field": "longer",
-        "target_field": "headline", "id_field": "number", "tokenizer": "train:300",
+        "train": others[1], "validation": (), "test": others[1],
+        "columns": ("source=longer", "target=headline", "id=number"), "tokenizer": "train:300",
         "prefix": "dogs: ", "max_source_length": 20, "max_target_length": 6,
         "truncation": "head_tail", "buckets": (12, 24), "errors": "refuse",
     })  # fmt: skip
@@ -122,12 +123,12 @@ def of_sentences(place: Path) -> Example:
 
     section = Sentences(
         train=table("a.tsv", *range(10)), validation=table("b.tsv", 21, 22), test=(),
-        first_field="sentence", label_field="label", max_length=24, errors="skip",
+        columns=("first=sentence", "label=label"), max_length=24, errors="skip",
     )  # fmt: skip
     return Example(sentences.prepare, section, {
         "train": table("c.tsv", *range(30, 34)), "validation": (), "test": table("d.tsv", 40, 41),
-        "first_field": "other", "second_field": "other", "label_field": "kind",
-        "id_field": "number", "header": ("other", "sentence", "label", "kind", "number"),
+        "columns": ("first=other", "second=other", "label=kind", "id=number"),
+        "header": ("other", "sentence", "label", "kind", "number"),
         "labels": ("1", "0"), "tokenizer": "train:300", "max_length": 20, "buckets": (12, 24),
         "errors": "refuse",
     })  # fmt: skip

@@ -83,7 +83,7 @@ def test_evaluation_with_another_attention_and_beams(
 ) -> None:
     done = commands.run(
         "evaluate", f"--workdir={recogniser}", "--split=test", f"--json={tmp_path}/report",
-        "--gin_bindings=Attention.kind = 'oracle_top_k'", "--gin_bindings=Speech.beams = 3",
+        "--gin_bindings=Attention.kind = 'oracle_top_k'", "--gin_bindings=Decoding.beams = 3",
     )  # fmt: skip
     report = json.loads((tmp_path / "report").read_text())
     assert "3 beams, trained with improved_clustered attention" in done.out

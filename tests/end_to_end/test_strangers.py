@@ -180,9 +180,9 @@ def test_every_setting_of_a_path_says_so() -> None:
     """A new setting of text is a path, or is written down here as what it is."""
     no_paths = """
         Training.task Logging.wandb_project Logging.mlflow_experiment
-        Data.text_field Pairs.source_field Pairs.target_field Pairs.id_field Pairs.prefix
-        Sentences.first_field Sentences.second_field Sentences.label_field Sentences.id_field
+        Data.columns Pairs.columns Pairs.prefix Sentences.columns
         Sentences.header Sentences.labels Kernels.use
+        CrossAttention.without CrossAttention.count_padding_in
     """.split()
     silent = {name for name in filter(is_text, own_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"

@@ -252,8 +252,8 @@ def test_each_head_has_the_logits_of_its_definition(
     ("model", "shape", "sentence"),
     [
         (TOKENS, (2, 17), "17 inputs are more than Model.max_positions = 16; raise that"),
-        (TOKENS, (2, 5, 3), "vectors of width 3; set Encoder.features"),
-        (FEATURES, (2, 5, 4), r"\(2, 5, 4\), but Encoder.features = 3 reads vectors"),
+        (TOKENS, (2, 5, 3), "vectors of width 3, but the encoder reads tokens"),
+        (FEATURES, (2, 5, 4), r"\(2, 5, 4\), but the encoder reads vectors of width 3"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(
@@ -274,7 +274,7 @@ def test_inputs_that_do_not_fit_are_refused(
         ({"model_dim": 7, "heads": 7, "positions": "sinusoidal"}, "7 must be even where"),
         ({"dropout": 1.0}, r"Model.dropout = 1.0 must be in \[0, 1\)"),
         ({"attention_dropout": -2.0}, "or -1 for the value of Model.dropout"),
-        ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 needs tokens"),
+        ({"features": 4, "token_types": 1}, "1 token types needs tokens"),
         ({"layers": 0}, "Model.layers = 0 must be above 0"),
     ],
 )

@@ -25,7 +25,7 @@ T5 = Seq2Seq(
     vocab_size=24, relative_buckets=8, relative_max_distance=16, dropout=0.0, dtype="float32",
 )  # fmt: skip
 BART = dataclasses.replace(
-    T5, family="bart", head_dim=8, activation="gelu", scale_logits=False, max_positions=16,
+    T5, family="bart", head_dim=8, activation="gelu", logits="tied", max_positions=16,
     norm_epsilon=1e-5,
 )  # fmt: skip
 KINDS = {
@@ -34,14 +34,12 @@ KINDS = {
     "srformer": {"kind": "srformer"},
     "srformer, carried": {"kind": "srformer", "cache": "carry", "mix": "sigma"},
     "xl_memory": {"kind": "xl_memory"},
-    "xl_memory, identity": {"kind": "xl_memory", "memory": "identity"},
+    "transformer_xl": {"kind": "transformer_xl"},
     "local_global": {"kind": "local_global"},
 }
 MODELS = {
     "t5": T5,
-    "untied, gated": dataclasses.replace(
-        T5, activation="gated_gelu", tied_logits=False, scale_logits=False
-    ),
+    "untied, gated": dataclasses.replace(T5, activation="gated_gelu", logits="own"),
     "sliding": dataclasses.replace(T5, encoder_attention="sliding", encoder_radius=2),
     "transient global": dataclasses.replace(
         T5, encoder_attention="transient_global", encoder_radius=2, global_block=3
@@ -113,7 +111,7 @@ def logits(net: seq2seq.Seq2Seq, hidden: jax.Array) -> jax.Array:
     "t5-segmented",
     "t5-full",
     "t5-local_global",
-    "t5-xl_memory, identity",
+    "t5-transformer_xl",
     "transient global-segmented",
     "bart-srformer",
     "t5-xl_memory",

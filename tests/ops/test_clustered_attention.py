@@ -338,7 +338,7 @@ def test_a_constant_mass_changes_only_gradients() -> None:
     x, labels, weights = arrays(), random_labels(), arrays(seed=1)[2]
     exact = CONFIGS["paper"]
     constant = clustered_config(
-        Attention(kind="improved_clustered", mass_stop_gradient=True, **COMMON)
+        Attention(kind="improved_clustered", mass_rule="paper_constant", **COMMON)
     )
     (a, y), (b, z) = (
         with_gradients(*x, weights, VALID, labels, config=c) for c in (exact, constant)

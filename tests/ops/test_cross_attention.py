@@ -36,7 +36,7 @@ VARIANTS = {
     "bounded, bias": {"raf_parameters": "bounded", "raf_bias": True},
     "padding counts": {"segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0},
     "rnn memory": {"kind": "xl_memory"},
-    "previous segment": {"kind": "xl_memory", "memory": "identity"},
+    "previous segment": {"kind": "transformer_xl"},
     "means": {"kind": "local_global"},
 }  # fmt: skip
 each_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -150,9 +150,9 @@ def seen(
     if config.kind == "local_global":
         parts = [valid(part) for part in segments if used[part].any()]
         return tuple(np.array([*x[own], *(x[part].mean(0) for part in parts)]) for x in (k, v))
-    if config.kind == "xl_memory":
+    if config.kind in ("xl_memory", "transformer_xl"):
         before = valid(segments[max(i - 1, 0)])
-        if config.memory == "identity":
+        if config.kind == "transformer_xl":
             before = before[: 0 if i == 0 else None]
             return tuple(np.concatenate([x[before], x[own]]) for x in (k, v))
         pairs = zip((k, v), memories, strict=True)

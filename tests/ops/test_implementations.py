@@ -381,7 +381,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("cross_attention", "full"): lambda: cross(kind="full"),
     ("cross_attention", "srformer"): lambda: cross(kind="srformer"),
     ("cross_attention", "rnn memory"): lambda: cross(kind="xl_memory"),
-    ("cross_attention", "memory"): lambda: cross(kind="xl_memory", memory="identity"),
+    ("cross_attention", "memory"): lambda: cross(kind="transformer_xl"),
     ("cross_attention", "means"): lambda: cross(kind="local_global"),
     ("segmented_recurrent_attention", ""): segmented,
     ("clustered_attention", "clustered"): lambda: clustered("clustered"),

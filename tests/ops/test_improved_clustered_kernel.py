@@ -31,7 +31,7 @@ def improved(clusters: int, top_k: int, **changes: Any) -> ClusteredConfig:
         (140, 300, 20, 6, {}),
         pytest.param(300, 40, 128, 32, {}, marks=pytest.mark.slow),
         pytest.param(40, 20, 5, 32, {}, marks=pytest.mark.slow),  # all keys are best
-        pytest.param(40, 60, 5, 7, {"mass_stop_gradient": True}, marks=pytest.mark.slow),
+        pytest.param(40, 60, 5, 7, {"mass_rule": "paper_constant"}, marks=pytest.mark.slow),
     ],
 )
 def test_attention_and_gradients_are_those_of_the_reference(

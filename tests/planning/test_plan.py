@@ -11,7 +11,7 @@ import pytest
 from model_settings import with_settings
 
 from brt import jax_versions
-from brt.config import Config, Mesh, Model, Optimizer, Training
+from brt.config import Config, Mesh, Model, Training
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.plan import main, parser
@@ -25,7 +25,6 @@ CONFIG = Config(
     model=Model(layers=2, model_dim=16, heads=4, head_dim=4, mlp_dim=32, window=8,
     vocab_size=64, kinds=(Recurrence(layers=(1,), states=8),)),
     training=Training(batch_size=8, segment_length=32, loss_chunk=8),
-    optimizer=Optimizer(min_dim_size_to_factor=8),
 )  # fmt: skip
 
 

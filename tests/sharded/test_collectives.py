@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from sharded_cases import CASES, with_optimizer
+from sharded_cases import CASES, factored, with_optimizer
 
 from brt.config import Mesh
 from brt.planning.costs import costs
@@ -30,7 +30,10 @@ EACH = [
 def lowered(name: str, mesh: Mesh, place: Path, state: str = "auto") -> jax.stages.Lowered:
     config = with_optimizer(CASES[name](place), "adafactor", 8)
     optimizer = dataclasses.replace(config.optimizer, state=state)
-    run = runs.build(dataclasses.replace(config, mesh=mesh, optimizer=optimizer), progress=False)
+    with factored():
+        run = runs.build(
+            dataclasses.replace(config, mesh=mesh, optimizer=optimizer), progress=False
+        )
     shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
     return runs.lowered_step(run.config, shapes, run.reader.largest())
 

@@ -123,9 +123,9 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
     )[1] == ("Evaluation.batch_size=2,Training.batch_size=2,learning_rate=1e-05")
     assert names("Sweep.points = ({'name': 'a/b: \"c\"'},)") == ["a-b-c"]
     long = [f"{'x' * 200}{i}" for i in range(2)]
-    found = names(f"Sweep.grid = {{'Data.text_field': {tuple(long)}}}")
+    found = names(f"Sweep.grid = {{'Logging.wandb_project': {tuple(long)}}}")
     assert len(set(found)) == 2 and all(len(name) <= 96 for name in found)
-    assert found == names(f"Sweep.grid = {{'Data.text_field': {tuple(long)}}}"), "stable"
+    assert found == names(f"Sweep.grid = {{'Logging.wandb_project': {tuple(long)}}}"), "stable"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_names_that_cannot_be_printed_are_refused(name: str, sweeps: Sweeps) -> 
 
 
 def test_values_that_cannot_be_printed_have_names_that_can(names: Names) -> None:
-    grid = {"Data.text_field": ("\x1b[2J", "a\nb")}
+    grid = {"Logging.wandb_project": ("\x1b[2J", "a\nb")}
     assert all(name.isprintable() for name in names(f"Sweep.grid = {grid!r}"))
 
 

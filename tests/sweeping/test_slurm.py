@@ -27,13 +27,13 @@ def test_the_script_is_printed_and_nothing_is_written(
     sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweeps.write(GRID)
-    sweeps("--slurm=--time=2:00:00 --gres=gpu:1", "--gin.Data.text_field='a b'")
+    sweeps("--slurm=--time=2:00:00 --gres=gpu:1", "--gin.Data.columns='text=a b'")
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=out\n#SBATCH --array=0-2\n")
     assert "\n#SBATCH --time=2:00:00\n#SBATCH --gres=gpu:1\n" in script
     assert f"\ncd {sweeps.directory} || exit 2\n" in script
     assert (
-        """set -- --gin_file=sweep.gin '--gin_bindings=Data.text_field='"'"'a b'"'"'' """
+        """set -- --gin_file=sweep.gin '--gin_bindings=Data.columns='"'"'text=a b'"'"'' """
         "--workdir=out\n"
     ) in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

@@ -61,7 +61,7 @@ def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
     ordered = changed(found, "sentences", labels=("stone", "plant", "animal"))
     with pytest.raises(ConfigError, match="this workdir holds another run: Sentences.labels was"):
         check_resumable(found, ordered)
-    with pytest.raises(ConfigError, match="Encoder.classes = 4, but Data.train has 3 labels"):
+    with pytest.raises(ConfigError, match="the model has 4 classes, but Data.train has 3 labels"):
         prepare(changed(sentences, "encoder", classes=4), progress=False)
 
 
@@ -88,14 +88,14 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
     ("objective", "changes", "message"),
     [
         ("text_classification", {"encoder": {"features": 3}},
-         "Encoder.features = 3 must be 0 where"),
+         "reads vectors of width 3, but Training.task ="),
         ("text_classification", {"encoder": {"max_positions": 64}},
          "Data.max_length = 512 is above Model.max_positions = 64"),
         ("text_classification", {"sentences": {"buckets": (64, 128)}},
          r"the last of Data.buckets = \(64, 128\) must be Data.max_length = 512"),
         ("text_classification", {"sentences": {"labels": ("a", "a")}}, "contains a label twice"),
-        ("text_classification", {"sentences": {"second_field": "b"}},
-         "'b' needs Sentences.first_field"),
+        ("text_classification", {"sentences": {"columns": ("second=b",)}},
+         "names a second sentence; name the first one"),
         ("text_classification", {"sentences": {"train": ()}}, "Data.train names no source"),
         ("text_regression", {"sentences": {"labels": ("a", "b")}},
          r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),

@@ -93,6 +93,8 @@ def from_theirs(
     kind = check_type(config)
     config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
     fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
+    scaled = kind != "bart" and _scales_logits(config)
+    logits: Any = ("tied" if tied else "own") + "_scaled" * scaled
     saved = config.get(CROSS_KEY, {})
     cross = config_from_json({"CrossAttention": saved}).cross_attention
     both = {**config, **{k: v for k, v in generation.items() if v is not None}}
@@ -102,7 +104,7 @@ def from_theirs(
     except ValueError as error:
         raise CheckpointError(f"config.json cannot be used: {error}") from error
     return Described(
-        Seq2Seq(**fields, tied_logits=tied),
+        Seq2Seq(**fields, logits=logits),
         cross,
         _special(both),
         {name: both[name] for name in GENERATION if both.get(name) is not None},
@@ -155,16 +157,17 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         config["num_decoder_layers"] = config.get("num_layers")
     fields = convert_fields("Seq2Seq", _T5, config)
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
-    scaled = config.get("scale_decoder_outputs")
-    # Before transformers 5, tie_word_embeddings distinguished T5 1.0, which scales its logits, from
-    # T5 1.1.
-    fields["scale_logits"] = (
-        config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
-    )
     if config["model_type"] == "longt5":
         fields["encoder_attention"] = _chosen(config, "encoder_attention_type", _ENCODERS)
         fields |= convert_fields("Seq2Seq", _LONG, config)
     return fields
+
+
+def _scales_logits(config: Mapping[str, Any]) -> bool:
+    scaled = config.get("scale_decoder_outputs")
+    # Before transformers 5, tie_word_embeddings distinguished T5 1.0, which scales its logits, from
+    # T5 1.1.
+    return config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
 
 
 def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     activations = {name: name for name in ("gelu", "relu")}
     fields["activation"] = _chosen(config, "activation_function", activations)
     fields["head_dim"] = fields["model_dim"] // max(fields["heads"], 1)
-    return {"family": "bart", "norm_epsilon": 1e-5, "scale_logits": False, **fields}
+    return {"family": "bart", "norm_epsilon": 1e-5, **fields}
 
 
 def _chosen(config: Mapping[str, Any], name: str, known: Mapping[Any, Any]) -> Any:

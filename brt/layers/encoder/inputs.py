@@ -114,12 +114,12 @@ def check_inputs(model: Encoder, inputs: Array) -> None:
     """
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(
-            f"inputs are {inputs.dtype} {inputs.shape}, but Encoder.features = {model.features} "
-            "reads vectors of that width"
+            f"inputs are {inputs.dtype} {inputs.shape}, but the encoder reads vectors of width "
+            f"{model.features}"
         )
     if not model.features and inputs.ndim != 2:
         raise ConfigError(
-            f"inputs are vectors of width {inputs.shape[-1]}; set Encoder.features to that"
+            f"inputs are vectors of width {inputs.shape[-1]}, but the encoder reads tokens"
         )
     if model.positions == "learned" and inputs.shape[1] > model.max_positions:
         raise ConfigError(

@@ -21,10 +21,18 @@ def cross_config(config: CrossAttention) -> CrossConfig:
     """Returns those settings of the section `CrossAttention` that the op `cross_attention` reads,
     as the configuration of the op.
     """
-    names = {field.name for field in dataclasses.fields(CrossConfig)} - {"smallest_threshold"}
-    return CrossConfig(
-        smallest_threshold=SMALLEST_THRESHOLD, **{name: getattr(config, name) for name in names}
-    )
+    translated: dict[str, Any] = {
+        "use_segment": "segment" not in config.without,
+        "use_raf": "raf" not in config.without,
+        "norm": "none" if "norm" in config.without else "feature",
+        "kv_source": "segment" if "remaining" in config.without else "remaining",
+        "segment_count": "static" if "segments" in config.count_padding_in else "per_example",
+        "mask_kv": "sums" not in config.count_padding_in,
+        "smallest_threshold": SMALLEST_THRESHOLD,
+        "training_form": "auto",
+    }
+    names = {field.name for field in dataclasses.fields(CrossConfig)} - translated.keys()
+    return CrossConfig(**translated, **{name: getattr(config, name) for name in names})
 
 
 class Learned(nn.Module):

@@ -4,7 +4,8 @@ names.
   full: softmax over the complete source, as a single window of all keys.
   segmented: softmax over one segment of the source.
   srformer: as segmented, plus a recurrence over the other segments.
-  xl_memory: softmax over one segment and a memory of the previous segment.
+  xl_memory: softmax over one segment and the outputs of an RNN for the previous segment.
+  transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
 
 In shapes, T is the number of target positions, X the number of source positions, and N the number

@@ -1,7 +1,7 @@
 """Baselines of the paper: segments that also read a memory, or the means of all segments.
 
-`xl_memory` reads the previous segment, as Transformer-XL does. The segment is either passed through
-an RNN that runs over the source (the original code), or unchanged and without a gradient.
+`xl_memory` reads the previous segment after an RNN that runs over the source (the original code).
+`transformer_xl` reads it unchanged and without a gradient, as Transformer-XL does.
 `local_global` reads the mean of every segment's keys and values (the original code's LongT5).
 
 In shapes, M is the number of segments, S the number of positions of a segment, and A = H * K.

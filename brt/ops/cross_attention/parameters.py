@@ -18,7 +18,7 @@ class CrossParameters(NamedTuple):
 
     Attributes:
       raf: the parameters of the recurrent accumulate-and-fire neurons of `srformer`.
-      memory_keys, memory_values: the RNNs of `xl_memory` with `memory = "rnn"`.
+      memory_keys, memory_values: the RNNs of `xl_memory`.
     """
 
     raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
@@ -51,7 +51,7 @@ def specifications(
     if config.kind == "srformer":
         results = _raf(config, head_dim)
         return {"raf": results} if results else {}
-    if config.kind == "xl_memory" and config.memory == "rnn":
+    if config.kind == "xl_memory":
         return {"memory_keys": _rnn(heads * head_dim), "memory_values": _rnn(heads * head_dim)}
     return {}
 

@@ -63,9 +63,9 @@ def _windows(
         return SegmentWindows(
             k, v, mask, counts, SharedKeys(mean_k, mean_v, jnp.any(counted, axis=2).T)
         )
-    if config.kind != "xl_memory":
+    if config.kind not in ("xl_memory", "transformer_xl"):
         return SegmentWindows(k, v, mask, counts)
-    recurs = config.memory == "rnn"
+    recurs = config.kind == "xl_memory"
     before = [jax.lax.stop_gradient(x) for x in (k, v)]
     if recurs:
         pairs = (keys, parameters.memory_keys), (values, parameters.memory_values)

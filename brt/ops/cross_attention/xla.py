@@ -66,7 +66,7 @@ def build_windows(
     if config.kind == "local_global":
         counted = windows.mask if config.mask_kv else jnp.ones_like(windows.mask)
         return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
-    if config.kind == "xl_memory":
+    if config.kind in ("xl_memory", "transformer_xl"):
         return _with_memory(windows, keys, values, parameters, config)
     return windows
 
@@ -78,7 +78,7 @@ def _with_memory(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
-    recurs = config.memory == "rnn"
+    recurs = config.kind == "xl_memory"
     memories: Iterable[Array | None] = (None, None)
     if recurs:
         weights = (parameters.memory_keys, parameters.memory_values)

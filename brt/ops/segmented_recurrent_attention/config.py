@@ -11,8 +11,9 @@ class CrossConfig:
     Attributes:
       kind: the kind of cross-attention. "full" attends to the complete source, and all other kinds
         attend to one segment. In addition to the segment, "srformer" has a recurrence over the
-        other segments, "xl_memory" reads the previous segment, and "local_global" reads the means
-        of all segments.
+        other segments, "xl_memory" reads the outputs of an RNN for the previous segment,
+        "transformer_xl" reads the previous segment itself, and "local_global" reads the means of
+        all segments.
       segment_size: the number of source tokens in a segment.
       q_ref: the target length over which the segments are spread.
       index_mode: how a target position selects its segment. "fixed" distributes the segments evenly
@@ -38,16 +39,14 @@ class CrossConfig:
       kernel_init: the initializer of the neurons' kernel.
       raf_bias: True gives the neurons a bias.
       mask_kv: True means that padding adds nothing to the sums.
-      memory: the memory of "xl_memory": "rnn" passes the previous segment through an RNN,
-        "identity" takes it unchanged.
-      training_form: how training computes the attention: "dense", "slots" or the cheaper one
-        ("auto"). The results are equal.
       cache: the form in which decoding stores the recurrence: "table" has the states of all
         segments, and "carry" has the neurons at the current segment. "auto" selects the table
         unless it is larger than the keys and values.
+      training_form: how training computes the attention: "dense", "slots" or the cheaper one
+        ("auto"). The results are equal.
     """
 
-    kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
+    kind: Literal["full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"]
     segment_size: int
     q_ref: int
     index_mode: Literal["fixed", "batch", "stride"]
@@ -67,6 +66,5 @@ class CrossConfig:
     kernel_init: Literal["uniform", "normal"]
     raf_bias: bool
     mask_kv: bool
-    memory: Literal["rnn", "identity"]
-    training_form: Literal["auto", "dense", "slots"]
     cache: Literal["auto", "table", "carry"]
+    training_form: Literal["auto", "dense", "slots"] = "auto"

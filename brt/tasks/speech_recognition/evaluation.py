@@ -40,7 +40,7 @@ class Transcript(NamedTuple):
 
 
 class TranscriptEvaluator(HeadEvaluator):
-    """Evaluates transcripts; they are decoded greedily, or by beam search if Speech.beams > 1."""
+    """Evaluates transcripts; they are decoded greedily, or by beam search if Decoding.beams > 1."""
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 

@@ -79,13 +79,10 @@ class SpeechRecognition(EncoderTask):
         encoder, width = config.encoder, dataset.width
         if encoder.features not in (0, width):
             where = config.training.init_from
-            remedy = (
-                f"the weights of Training.init_from = {where!r} read no others"
-                if where else "set it to 0 to take theirs"
-            )  # fmt: skip
+            weights = f"the weights of Training.init_from = {where!r} read" if where else "it reads"
             raise ConfigError(
-                f"Encoder.features = {encoder.features}, but the frames of Data.train have "
-                f"{width} features; {remedy}"
+                f"the frames of Data.train have {width} features, but the model reads "
+                f"{encoder.features}; {weights} no others"
             )
         longest = dataset.longest
         if encoder.positions == "learned" and longest > encoder.max_positions:
@@ -148,7 +145,7 @@ class SpeechRecognition(EncoderTask):
         evaluate = encoder_next_steps(workdir)
         return [
             *evaluate,
-            f"{evaluate[0]} --gin_bindings='Speech.beams = 8'",
+            f"{evaluate[0]} --gin_bindings='Decoding.beams = 8'",
             "with your own speech, a table of wav files with the columns file and transcript each:",
             "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
             f"--workdir=runs/mine {own_data_binding('Speech', 'tsv')}",

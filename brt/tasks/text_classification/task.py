@@ -68,8 +68,8 @@ class TextClassification(EncoderTask):
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
             raise ConfigError(
-                f"Encoder.classes = {classes}, but Data.train has {len(labels)} labels, "
-                f"{', '.join(labels)}; remove it"
+                f"the model has {classes} classes, but Data.train has {len(labels)} labels, "
+                f"{', '.join(labels)}; restore the earlier data, or choose another --workdir"
             )
         return dataclasses.replace(
             config,
@@ -149,6 +149,6 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with Encoder.classes = 1, because the number is the only logit."""
+        """Returns the config with one class, because the number is the only logit."""
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

@@ -12,7 +12,7 @@ from brt import tree_utils
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config
-from brt.config.names import current_names, declaration, field_types
+from brt.config.names import current_names, declaration, derived_fields, field_types
 from brt.config_io import config_from_json, difference, unknown_name
 from brt.errors import ConfigError
 from brt.training.state import TrainState
@@ -43,7 +43,7 @@ def may_change(name: str) -> bool:
 def check_names(names: Collection[str]) -> None:
     """Raises ConfigError if one of the names in --allow_config_change is not a setting."""
     for name in names:
-        if not set(current_names(name)) <= set(field_types()):
+        if not set(current_names(name)) <= {*field_types(), *derived_fields()}:
             raise ConfigError(f"--allow_config_change={name}: there is {unknown_name(name)}")
 
 

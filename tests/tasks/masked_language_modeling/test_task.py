@@ -153,7 +153,7 @@ def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"encoder": Encoder(features=3)}, "Encoder.features = 3 must be 0 where"),
+        ({"encoder": Encoder(features=3)}, "reads vectors of width 3, but Training.task ="),
         (
             {"encoder": Encoder(max_positions=19)},
             "Training.segment_length = 20 is above Model.max_positions = 19",

@@ -42,7 +42,7 @@ def test_width_vocabulary_and_steps_come_from_the_data(config):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"features": 20}, "Encoder.features = 20, but the frames of Data.train have 60 feat"),
+        ({"features": 20}, "have 60 features, but the model reads 20; it reads no others"),
         ({"vocab_size": 4}, "Model.vocab_size = 4 is too small for the .*characters of the tran"),
         ({"positions": "learned", "max_positions": 40}, "Model.max_positions = 40 is below"),
     ],

@@ -94,16 +94,18 @@ def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Co
       DataError: the table has no such columns; the message lists the existing columns.
     """
     exist = f"its columns are {', '.join(header)}"
-    for field, name in zip(("source_field", "target_field", "id_field"), configured, strict=True):
+    for role, name in configured._asdict().items():
         if name and name not in header:
-            raise DataError(f"{table} has no column '{name}' as {field} says; {exist}")
+            raise DataError(
+                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
+            )
     for common_source, common_target in COMMON:
         source, target = configured.source or common_source, configured.target or common_target
         if source in header and target in header and source != target:
             return Columns(source, target, configured.id or ("id" if "id" in header else ""))
     raise DataError(
         f"{table} has no document and summary under a usual name; {exist}: name two of them with "
-        "source_field and target_field"
+        "Data.columns = ('source=COLUMN', 'target=COLUMN')"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from brt import config
-from brt.config.checks import name_of
+from brt.config.columns import column
 from brt.data.rows import tables
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
@@ -92,19 +92,20 @@ def choose(table: str, header: Collection[str], section: config.Sentences) -> Co
       DataError: the table has no such columns; the message lists the existing columns.
     """
     exist = f"its columns are {', '.join(header)}"
-    for field in ("first_field", "second_field", "label_field", "id_field"):
-        if (name := getattr(section, field)) and name not in header:
+    for role in ("first", "second", "label", "id"):
+        if (name := column(section, role)) and name not in header:
             raise DataError(
-                f"{table} has no column '{name}' as {name_of(section, field)} says; {exist}"
+                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
             )
     configured = tuple(filter(None, (section.first_field, section.second_field)))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())
     label = section.label_field or next((name for name in LABELS if name in header), "")
     if not texts or not label:
-        what, field = ("label", "label_field") if texts else ("sentence", "first_field")
+        what, role = ("label", "label") if texts else ("sentence", "first")
         raise DataError(
-            f"{table} has no {what} under a usual name; {exist}: name one with Sentences.{field}"
+            f"{table} has no {what} under a usual name; {exist}: name one with Data.columns = "
+            f"('{role}=COLUMN',)"
         )
     id = section.id_field or next((name for name in IDS if name in header), "")
     return Columns(texts, label, id)
@@ -114,14 +115,14 @@ def _example(
     row: Row, columns: Columns, count: int, read_label: Callable[[Any], str | float]
 ) -> Example | BadRow:
     texts = []
-    for column in columns.texts:
+    for name in columns.texts:
         try:
-            text = tables.text(row.values.get(column), column)
+            text = tables.text(row.values.get(name), name)
         except ValueError as error:
             return BadRow(row.name, str(error))
         if not text.strip():
             what = "no text" if text else "nothing"
-            return BadRow(row.name, f"has {what} in '{column}'")
+            return BadRow(row.name, f"has {what} in '{name}'")
         texts.append(text)
     try:
         label = read_label(row.values.get(columns.label))

@@ -36,11 +36,11 @@ def test_names_that_are_asked_for_come_first():
     ("there", "asked", "message"),
     [
         (["a", "b"], Columns(), "^t has no document and summary under a usual name; its columns "
-         "are a, b: name two of them with source_field and target_field$"),
-        (["a", "b"], Columns(source="c"), "has no column 'c' as source_field says; its columns "
-         "are a, b$"),
-        (["a", "b"], Columns(target="c"), "no column 'c' as target_field"),
-        (["document", "summary"], Columns(id="c"), "no column 'c' as id_field"),
+         "are a, b: name two of them with Data.columns = .'source=COLUMN', 'target=COLUMN'.$"),
+        (["a", "b"], Columns(source="c"), "has no column 'c' as Data.columns says for 'source'; "
+         "its columns are a, b$"),
+        (["a", "b"], Columns(target="c"), "no column 'c' as Data.columns says for 'target'"),
+        (["document", "summary"], Columns(id="c"), "no column 'c' as Data.columns says for 'id'"),
         (["a", "b"], Columns(source="a"), "under a usual name"),
         (["summary", "x"], Columns(source="summary"), "under a usual name"),
     ],

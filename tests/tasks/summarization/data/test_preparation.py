@@ -79,8 +79,8 @@ def test_the_same_content_is_prepared_once(make, files, monkeypatch):
         {"truncation": "head_tail"},
         {"errors": "skip"},
         {"tokenizer": "train:410"},
-        {"target_field": "id"},
-        {"id_field": "summary"},
+        {"columns": ("target=id",)},
+        {"columns": ("id=summary",)},
     ],
 )
 def test_other_settings_are_another_corpus(make, change):

@@ -66,7 +66,7 @@ def test_json_lines_are_prepared_with_their_labels(make):
          ["|fine|", "|bad|"]),
         ("premise\thypothesis\tlabel1\tgold_label\np\th\tn\tn\nq\ti\ty\ty\n", {},
          ["|p||h|", "|q||i|"]),
-        ("a\tb\tc\tlabel\nu\tv\tw\t1\nx\ty\tz\t0\n", {"first_field": "c", "second_field": "a"},
+        ("a\tb\tc\tlabel\nu\tv\tw\t1\nx\ty\tz\t0\n", {"columns": ("first=c", "second=a")},
          ["|w||u|", "|z||x|"]),
     ],
     ids=["sst2", "qnli", "cola", "mnli", "asked"],
@@ -125,10 +125,10 @@ def test_columns_that_are_missing_are_named(make, tmp_path):
         DataError, match="has no sentence under a usual name; its columns are words"
     ):
         prepare(make(train=path))
-    with pytest.raises(DataError, match="has no label .* name one with Sentences.label_field"):
-        prepare(make(train=path, first_field="words"))
-    with pytest.raises(DataError, match="has no column 'word' as Sentences.first_field says"):
-        prepare(make(train=path, first_field="word"))
+    with pytest.raises(DataError, match="has no label .* name one with Data.columns = "):
+        prepare(make(train=path, columns=("first=words",)))
+    with pytest.raises(DataError, match="has no column 'word' as Data.columns says for 'first'"):
+        prepare(make(train=path, columns=("first=word",)))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match="a.txt ends in none of .jsonl, .*.csv, .parquet, .tsv"):
         prepare(make(train=str(tmp_path / "a.txt")))

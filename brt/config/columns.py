@@ -1,0 +1,29 @@
+"""The columns of documents and rows, which `Data.columns` names."""
+
+from typing import Any
+
+from brt.config.checks import check
+
+
+def column(section: Any, role: str, usual: str = "") -> str:
+    """Returns the column that a section names for a role, or `usual` if it names none.
+
+    Args:
+      section: a section with a field `columns` of pairs ROLE=COLUMN.
+      role: what the column contains.
+      usual: the result without such a pair.
+    """
+    return dict(pair.split("=", 1) for pair in section.columns).get(role, usual)
+
+
+def check_columns(section: Any, *roles: str) -> None:
+    """Refuses pairs that are not ROLE=COLUMN, and roles that are unknown or there twice."""
+    form = " or ".join(f"'{role}=COLUMN'" for role in roles)
+    for pair in section.columns:
+        role, _, name = pair.partition("=")
+        check(
+            role in roles and bool(name),
+            f"Data.columns = {section.columns}: {pair!r} must be {form}",
+        )
+    named = [pair.partition("=")[0] for pair in section.columns]
+    check(len({*named}) == len(named), f"Data.columns = {section.columns} names a column twice")

@@ -1,0 +1,97 @@
+"""Checks the types of values, and finds names that are similar to a wrong one."""
+
+import difflib
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from brt.errors import ConfigError
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'right'?`, or "" if no known name is similar."""
+    near = nearest(wrong, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is.
+
+    Known names with which `wrong` ends, after an underscore, are preferred.
+    """
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
+    near.sort(key=lambda name: not wrong.lower().endswith(f"_{name}"))
+    return by_lower[near[0]] if near else None
+
+
+def converted(name: str, annotation: Any, value: Any) -> Any:
+    """Returns a value converted to the type of a setting.
+
+    Args:
+      name: the name of the setting, for error messages.
+      annotation: the type.
+      value: the value.
+
+    Raises:
+      ConfigError: the value has another type.
+    """
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        if value in choices:
+            return value
+        guess = suggestion(value, choices) if isinstance(value, str) else ""
+        listing = ", ".join(map(repr, choices))
+        raise ConfigError(f"{name} = {value!r} must be one of {listing}{guess}")
+    if typing.get_origin(annotation) is tuple:
+        return _checked_tuple(name, typing.get_args(annotation)[0], value)
+    return _SCALARS[annotation](name, value)
+
+
+def _checked_tuple(name: str, item: Any, value: Any) -> tuple[Any, ...]:
+    if item is str and isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        remedy = f"; write ({value!r},)" if type(value) is item else ""
+        raise ConfigError(f"{name} = {value!r} must be a tuple of {item.__name__}{remedy}")
+    return tuple(converted(f"{name}[{i}]", item, element) for i, element in enumerate(value))
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        if not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{name} = {value} is more than 64 bits hold")
+        return value
+    whole = isinstance(value, float) and value.is_integer()
+    raise ConfigError(f"{name} = {value!r} must be an int{f'; write {value:.0f}' if whole else ''}")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
+    # The comparison is also false for NaN and for integers above all floats.
+    if not abs(value) <= 1e308:
+        raise ConfigError(f"{name} = {value!r} must be finite")
+    return float(value)
+
+
+def _without_quotes(value: Any) -> str:
+    try:
+        return f"; write {float(value)!r} without quotes" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{name} = {value!r} must be a bool; write True or False")
+    return value
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} = {value!r} must be a str; write {str(value)!r} in quotes")
+    return value
+
+
+_SCALARS = {int: _integer, float: _number, bool: _boolean, str: _string}

@@ -1,0 +1,145 @@
+"""Translates bindings of settings that earlier versions had to those of the present ones.
+
+`brt.config` lists these settings: `removed` those that are gone, `renamed` those with another name,
+`merged` those that became a part of another one, and `shared` those of several tasks.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from brt.config import Config
+from brt.config.merged import MERGED
+from brt.config.names import current_names, default_of, fields_of, task_field
+from brt.config.removed import REMOVED, note, refusal
+from brt.config.shared import field_name, public_name, tasks_with
+from brt.config_io import config_values
+from brt.errors import ConfigError
+from brt.macros import Binding, Source
+
+
+def without_removed(source: Source) -> Source:
+    """Returns the source without bindings that set a removed setting to what brt always does now.
+
+    Raises:
+      ConfigError: a removed setting has another value.
+    """
+    for binding in source.bindings:
+        if binding.name in REMOVED and (reason := refusal(binding.name, binding.value)):
+            raise ConfigError(f"{binding.origin}: {reason}")
+    return source._replace(bindings=[b for b in source.bindings if b.name not in REMOVED])
+
+
+def notes_on_removed(source: Source) -> Iterator[str]:
+    """Yields a sentence for each binding of a removed setting that has no effect."""
+    for binding in source.bindings:
+        if binding.name in REMOVED and (reason := note(binding.name, binding.value)):
+            yield f"{binding.origin}: {reason}"
+
+
+def with_current_names(
+    sources: Mapping[str, Source],
+) -> tuple[dict[str, Source], list[str]]:
+    """Returns the sources with the present names of settings, and a sentence for each renaming."""
+    notes: dict[str, str] = {}
+
+    def current(binding: Binding) -> list[Binding]:
+        """Returns the bindings of the present settings that replace a binding."""
+        names = current_names(binding.name)
+        # The values of merged settings change, too, which `with_merged` does.
+        if binding.name in MERGED or names == (binding.name,):
+            return [binding]
+        notes.setdefault(
+            binding.name, f"{binding.origin}: {binding.name} is now {' and '.join(names)}"
+        )
+        origin = f"{binding.origin} (as {binding.name})"
+        return [binding._replace(name=name, origin=origin) for name in names]
+
+    changed = {
+        key: source._replace(bindings=[new for old in source.bindings for new in current(old)])
+        for key, source in sources.items()
+    }
+    return changed, list(notes.values())
+
+
+def of_one_task(source: Source, task: str) -> Source:
+    """Returns the source without what an earlier version wrote about other tasks than the run's.
+
+    Earlier versions had a setting for each section that has a field of `brt.config.shared`, and
+    the config.gin of a run binds all of them. `Pairs.train` says nothing about a language model,
+    and a default of `Data.train` beside it says nothing about summaries.
+
+    Raises:
+      ConfigError: a setting of another task does not have its default.
+    """
+    shared = [b for b in source.bindings if current_names(b.name) == (public_name(b.name),)]
+    earlier = {
+        public_name(b.name): b
+        for b in shared
+        if public_name(b.name) != b.name == field_name(public_name(b.name), task)
+    }
+    dropped = []
+    for binding in shared:
+        name = public_name(binding.name)
+        if name != binding.name != field_name(name, task):
+            if not (is_default(binding) or name == "Data.cache_dir"):
+                raise without_effect(binding, task)
+            dropped.append(binding)
+        elif name == binding.name and name in earlier:
+            if is_default(binding) or binding.value == earlier[name].value:
+                dropped.append(binding)
+    return source._replace(bindings=[b for b in source.bindings if b not in dropped])
+
+
+def is_default(binding: Binding) -> bool:
+    """Returns True if a field is bound to the default of its section."""
+    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
+    return default_of(binding.name) in (value, (value,))
+
+
+def without_effect(binding: Binding, task: str) -> ConfigError:
+    """Returns an error about a setting that runs of this task do not have."""
+    name = MERGED[binding.name].into if binding.name in MERGED else binding.name
+    tasks = (other for own in fields_of(name) for other in tasks_with(own))
+    return ConfigError(
+        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
+        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
+    )
+
+
+def with_merged(
+    winners: Mapping[str, Binding], base: Config | None, task: str
+) -> tuple[dict[str, Binding], list[str]]:
+    """Replaces settings that became a part of another one by that one, with a sentence each.
+
+    Raises:
+      ConfigError: the setting and the one that contains it are both bound, or the setting has no
+        effect on runs of this task.
+    """
+    result = {name: binding for name, binding in winners.items() if name not in MERGED}
+    replaced: dict[str, list[Binding]] = {}
+    for earlier, binding in winners.items():
+        if earlier not in MERGED:
+            continue
+        into, _, merge = MERGED[earlier]
+        name, field = public_name(into), task_field(public_name(into), task)
+        if name in result:
+            start = result[name].value
+        else:
+            start = default_of(into) if base is None else config_values(base)[name]
+        value = merge(start, binding.value)
+        if value == start:
+            continue
+        if into not in (name, field):
+            raise without_effect(binding, task)
+        if name in winners and isinstance(value, tuple):
+            raise ConfigError(
+                f"{binding.origin}: {earlier} is a part of {name}, which {winners[name].origin} "
+                "binds; keep one"
+            )
+        result[name] = Binding(name, value, f"{binding.origin} (as {earlier})")
+        replaced.setdefault(name, []).append(binding)
+    notes = [
+        f"{old[0].origin}: {' and '.join(b.name for b in old)} {'is' if len(old) == 1 else 'are'} "
+        f"now {name} = {result[name].value!r}"
+        for name, old in replaced.items()
+    ]
+    return result, notes
