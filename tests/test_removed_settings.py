@@ -48,6 +48,16 @@ def test_a_value_that_still_holds_is_read(name: str, value: Any) -> None:
     assert command_line.read((), [f"{name} = {value!r}"]).config == Config()
 
 
+@pytest.mark.parametrize("name", ["Model.layer_unroll", "Model.block_unroll"])
+def test_settings_of_speed_alone_are_ignored_with_a_sentence(name: str) -> None:
+    """A run that had another value is still read, because its results do not depend on it."""
+    assert config_from_json(saved(name, 4)) == Config()
+    resolved = command_line.read((), [f"{name} = 4"])
+    assert resolved.config == Config()
+    (note,) = resolved.notes
+    assert f"{name} = 4 has no effect any more: {REMOVED[name].now}" in note
+
+
 @pytest.mark.parametrize("name", ["Data.shuffle", "Optimizer.momentum", "Attention.tile"])
 def test_another_value_is_refused_with_what_holds(name: str) -> None:
     sentence = f"{name} = 7, but this setting is gone: {REMOVED[name].now}"

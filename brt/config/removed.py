@@ -49,8 +49,12 @@ REMOVED = {
         16, "a global token sums up 16 tokens, or as many as converted weights say"
     ),
     "Model.layer_kinds": Removed((), "every kind of layers has a section, which places its layers"),
-    "Model.layer_unroll": Removed(0, "Model.unroll bounds the layers of an iteration"),
-    "Model.block_unroll": Removed(0, "Model.unroll bounds the blocks of an iteration"),
+    "Model.layer_unroll": Removed(
+        0, "Model.unroll bounds the layers of an iteration", ignored=True
+    ),
+    "Model.block_unroll": Removed(
+        0, "Model.unroll bounds the blocks of an iteration", ignored=True
+    ),
     "CrossAttention.training_form": Removed(
         "auto", "brt chooses the order in which training computes cross-attention", ignored=True
     ),
