@@ -14,12 +14,11 @@ from brt import earlier_settings
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
-from brt.config.names import field_types, task_field
+from brt.config.names import field_types, has_section, task_field
 from brt.config.shared import is_registered
 from brt.config_io import (
     checked_value,
     configs_directory,
-    has_section,
     suggestion,
     unknown_name,
     with_values,

@@ -11,13 +11,15 @@ from typing import Any
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
-from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
+from brt.config.model import PARTS
 from brt.config.names import (
     default_of,
     derived_fields,
     field_types,
+    has_section,
     own_types,
+    section_of,
     section_types,
     task_field,
 )
@@ -27,21 +29,6 @@ from brt.config.shared import public_name
 from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
 from brt.redaction import redacted
-
-
-def section_of(config: Config, name: str) -> Any:
-    """Returns the section of a config by its name.
-
-    If the model has no layers of the section's kind, a section with all defaults is returned.
-    """
-    if name in SECTIONS:
-        return getattr(config, SECTIONS[name])
-    return config.model.of(kind_sections()[name])
-
-
-def has_section(config: Config, name: str) -> bool:
-    """Returns True unless the section is for a kind of layers that the config's model lacks."""
-    return name in SECTIONS or any(type(own).__name__ == name for own in config.model.kinds)
 
 
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
@@ -64,9 +51,11 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
     }
     base = base or Config()
     kinds = {type(own).__name__: own for own in base.model.kinds}
-    kinds |= {name: section for name, section in new.items() if name not in SECTIONS}
+    others = {*SECTIONS, *PARTS}
+    kinds |= {name: section for name, section in new.items() if name not in others}
+    parts = {PARTS[name]: section for name, section in new.items() if name in PARTS}
     placed = tuple(own for own in kinds.values() if any(own.places().values()))
-    model = dataclasses.replace(base.model, **values.get("Model", {}), kinds=placed)
+    model = dataclasses.replace(base.model, **values.get("Model", {}), **parts, kinds=placed)
     core = {SECTIONS[name]: section for name, section in new.items() if name in SECTIONS}
     return dataclasses.replace(base, model=model, **core)
 

@@ -1,8 +1,11 @@
-"""Converts checkpoints of T5, LongT5, BART and RoBERTa from and to Hugging Face's format.
+"""Converts checkpoints of Llama, Mistral, Qwen, Gemma, T5, LongT5, BART and RoBERTa from and to
+Hugging Face's format.
 
-Language models can only be exported; the result includes a PyTorch file that runs them
-(docs/export.md).
+A decoder becomes a run at step 0, which brt.evaluate, brt.generate and Training.init_from read
+(docs/pretrained.md). Language models that Hugging Face has no class for are exported together with
+a PyTorch file that runs them (docs/export.md).
 
+python -m brt.convert --from=hf SmolLM2-135M --to=brt models/smol --window=1024 --sinks=4 --verify
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
 python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
 python -m brt.convert --from=brt runs/novels --to=hf exported --verify
@@ -35,10 +38,17 @@ def main(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     from brt.interop.huggingface import convert
-    from brt.training import exports
+    from brt.interop.huggingface.causal.config import Window
+    from brt.training import exports, imports
 
     source, target = Path(args.source), Path(args.target)
-    if args.source_form == "hf":
+    reading = Window(args.window, args.sinks)
+    decoder = args.source_form == "hf" and imports.is_decoder(source)
+    if not decoder and reading != Window():
+        raise ConfigError("--window and --sinks are for decoders with --from=hf")
+    if decoder:
+        lines = imports.from_hf(source, target, verified=args.verify, reading=reading)
+    elif args.source_form == "hf":
         lines = convert.from_hf(
             source, target, verified=args.verify, positions=args.extend_positions,
             method=args.extend_method,
@@ -75,6 +85,16 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--extend_method", choices=["copy", "interpolate"], default="copy",
         help="repeat the table of positions, or interpolate it",
+    )  # fmt: skip
+    flags.add_argument(
+        "--window", type=int, default=0, metavar="N",
+        help="let decoders attend to N tokens; without it, to the window that they were trained "
+        "with, or to 2048",
+    )  # fmt: skip
+    flags.add_argument(
+        "--sinks", type=int, metavar="N",
+        help="let decoders always attend to the first N tokens; without it, to 4 where the window "
+        "is smaller than that of training",
     )  # fmt: skip
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of exported weights")
     return flags

@@ -33,6 +33,16 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
     return figure, axes
 
 
+def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
+    """Returns a plot of a metric against the window in tokens, on a logarithmic axis."""
+    figure, (axes,) = new_figure(1)
+    axes.plot(list(values), list(values.values()), "o-", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(values), [f"{window:,}" for window in values])
+    axes.set(title="What context is worth", xlabel="window, tokens", ylabel=ylabel)
+    return figure
+
+
 def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figure:
     """Returns a plot of a percentage against a distance in windows, with a line for each name.
 

@@ -1,6 +1,7 @@
 """Evaluates a trained model on whole documents.
 
 python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
+python -m brt.evaluate --workdir=models/smol --windows=256,512,1024   # what context is worth
 python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   # while it trains
 """
 
@@ -33,11 +34,23 @@ def main(args: argparse.Namespace) -> None:
         config = command_line.resolve(args, base=config).config
         model = saved_model.load(workdir, checkpoint, config)
         evaluated = job.evaluate(
-            model, args.split, args.ablate, lambda result: print(printable(result.text), flush=True)
-        )
+            model, args.split, args.ablate,
+            lambda result: print(printable(result.text), flush=True),
+            windows=_windows(args.windows),
+        )  # fmt: skip
         processes.wait_for_all("end")
     if args.json and processes.is_first():
         command_line.write_json(args.json, evaluated.report, args.workdir)
+
+
+def _windows(text: str) -> tuple[int, ...]:
+    """Returns the numbers in a list such as "256,512"."""
+    if not text:
+        return ()
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--windows={text} must be numbers of tokens, such as 256,512,1024")
+    return tuple(map(int, parts))
 
 
 def _follow(args: argparse.Namespace) -> None:
@@ -45,6 +58,8 @@ def _follow(args: argparse.Namespace) -> None:
     from brt.evaluation import follow
     from brt.training.workdir import Workdir
 
+    if args.windows:
+        raise ConfigError("--windows evaluates one checkpoint; leave out --follow")
     if args.step is not None:
         raise ConfigError("--follow evaluates every checkpoint; leave out --step")
 
@@ -74,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--ablate", choices=["state", "cache", "memory", "both"],
         help="evaluate again without this part of the memory, to measure what it is worth",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--windows", default="", metavar="N,N,...",
+        help="evaluate a language model with each of these windows, to measure what context is "
+        "worth",
     )  # fmt: skip
     arguments.add_argument(
         "--follow", action="store_true",

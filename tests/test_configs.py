@@ -15,8 +15,7 @@ from model_settings import with_settings
 
 from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
-from brt.config.names import own_types
-from brt.config_io import has_section, section_of
+from brt.config.names import has_section, own_types, section_of
 from brt.training.state import initial_params, parameter_counts
 
 ROOT = Path(__file__).resolve().parent.parent

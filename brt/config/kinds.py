@@ -28,10 +28,13 @@ class KindSection:
       kind: the name of the kind, which is part of the names of its parameters.
       any_window: True if a layer of this kind may see more or fewer tokens than a block has, or
         has no window at all.
+      grouped_keys: True if a layer of this kind can have fewer heads of keys than of queries, and
+        sinks.
     """
 
     kind: ClassVar[str]
     any_window: ClassVar[bool] = False
+    grouped_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_finite(self)

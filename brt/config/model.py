@@ -1,11 +1,14 @@
 """The decoder of a language model."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
 from brt.config.fields import RematPolicy, adaptable, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, placed_kinds
+from brt.config.norm import Norm
+from brt.config.rotary import Rotary
 
 T = TypeVar("T", bound=KindSection)
 
@@ -24,8 +27,15 @@ class Model:
     layers: int = inherited(12)  # Number of layers.
     model_dim: int = inherited(1024)  # Width of the residual stream.
     heads: int = inherited(8)  # Number of attention heads.
+    # Number of heads of keys and values; each serves heads / kv_heads heads of queries (grouped
+    # queries). 0 takes Model.heads.
+    kv_heads: int = inherited(0)
     head_dim: int = inherited(128)  # Width of a head. heads * head_dim may differ from model_dim.
     mlp_dim: int = inherited(4096)  # Hidden width of the MLPs.
+    # Activation of the MLPs; 'gelu' is the exact one, 'gelu_tanh' its approximation by a tanh.
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = inherited("relu")
+    # True multiplies the activations by a second projection of the input (Shazeer 2020).
+    gated_mlp: bool = inherited(False)
     # Number of tokens that a token attends to, including itself.
     window: int = adaptable(512)
     # Number of tokens of a block. Documents start at the start of a block, and recurrent states
@@ -34,6 +44,9 @@ class Model:
     # Windows of the layers, lowest first; the pattern repeats up to the highest layer. 0 stands for
     # Model.window, and an empty pattern gives all layers Model.window.
     layer_windows: tuple[int, ...] = adaptable(())
+    # Number of first tokens of a document that the layers with the window Model.window can always
+    # attend to (Xiao et al. 2023). Pretrained models without a window break without them.
+    sinks: int = adaptable(0)
     # True lets all layers attend to the states of the last recurrent layer.
     feedback: bool = adaptable(False)
     # False lets a block attend only to itself, as in a vanilla transformer.
@@ -47,13 +60,20 @@ class Model:
     # True L2-normalises queries and keys and multiplies logits by a learned scale per head.
     normalize_qk: bool = inherited(True)
     mlp_bias: bool = inherited(False)  # True adds biases to the MLPs.
+    # Biases of attention: none, those of queries, keys and values, or also that of the output.
+    attention_bias: Literal["none", "qkv", "all"] = inherited("none")
+    # Factor of the queries where Model.normalize_qk = False. 0 takes 1 / sqrt(head_dim).
+    query_scale: float = inherited(0.0)
+    # True multiplies token embeddings by the square root of model_dim, as Gemma does.
+    scale_embedding: bool = inherited(False)
+    tied_output: bool = inherited(True)  # True uses the embedding as weights of the logits, too.
     # Initial value of the learned scale of normalize_qk. Larger values make attention sharper.
     scale_init: float = adaptable(1.0)
     # Dropout rate after the norm before attention, of attention weights, after the MLP, and before
     # the logits.
     dropout: float = free(0.0)
-    # Logits are divided by the square root of model_dim or of the size of the vocabulary.
-    logit_scale: Literal["model_dim", "vocab"] = inherited("model_dim")
+    # Logits are divided by the square root of model_dim or of the size of the vocabulary, or by 1.
+    logit_scale: Literal["model_dim", "vocab", "one"] = inherited("model_dim")
     # False lets a token attend to exactly `window` tokens before itself, as the original code does.
     attend_to_self: bool = inherited(True)
     # False lets zero keys take part in attention at the start of a document, as in the original
@@ -73,6 +93,8 @@ class Model:
     # without remat, up to six layers on CPUs, otherwise one; eight blocks on TPUs and, with large
     # states, on CPUs, otherwise one.
     unroll: int = free(0)
+    rotary: Rotary = nested(Rotary())
+    norm: Norm = nested(Norm())
     kinds: tuple[KindSection, ...] = nested(())
 
     def __post_init__(self) -> None:
@@ -82,7 +104,9 @@ class Model:
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "relative_max_distance",
             "scale_init",
         )  # fmt: skip
-        check_not_negative(self, "vocab_size", "block", "unroll")
+        check_not_negative(
+            self, "vocab_size", "block", "unroll", "kv_heads", "sinks", "query_scale"
+        )
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         half = self.relative_buckets // 2
         check(
@@ -94,7 +118,22 @@ class Model:
             self.positions != "rotary" or self.head_dim % 2 == 0,
             f"Model.head_dim = {self.head_dim} must be even where Model.positions = 'rotary'",
         )
+        self._check_heads()
         self._check_kinds()
+
+    def _check_heads(self) -> None:
+        check(
+            self.heads % self.key_heads == 0,
+            f"Model.kv_heads = {self.kv_heads} must divide Model.heads = {self.heads}",
+        )
+        check(
+            not (self.norm.queries_keys and self.normalize_qk),
+            "Norm.queries_keys = True needs Model.normalize_qk = False",
+        )
+        check(
+            not (self.query_scale and self.normalize_qk),
+            f"Model.query_scale = {self.query_scale} needs Model.normalize_qk = False",
+        )
 
     def _check_kinds(self) -> None:
         """Every layer has one kind; the sections are sorted, so that their order means nothing."""
@@ -125,6 +164,30 @@ class Model:
                 "Model.layer_windows to 0",
             )
         check(
+            not self.sinks or (self.cache and self.mask_empty_cache),
+            f"Model.sinks = {self.sinks} needs Model.cache = True and Model.mask_empty_cache = "
+            "True",
+        )
+        check(
+            self.sinks <= self.window,
+            f"Model.sinks = {self.sinks} must not exceed Model.window = {self.window}",
+        )
+        plain = [section for section in self.kinds if not section.grouped_keys]
+        names = [
+            f"{type(section).__name__}.layers"
+            for section in plain
+            if any(section.places().values())
+        ]
+        check(
+            not names or self.key_heads == self.heads,
+            f"Model.kv_heads = {self.kv_heads} must be Model.heads = {self.heads} for layers of "
+            f"{', '.join(names)}",
+        )
+        check(
+            not names or not self.sinks,
+            f"Model.sinks = {self.sinks} must be 0 for layers of {', '.join(names)}",
+        )
+        check(
             set(self.windows) == {self.block_length} or self.mask_empty_cache,
             f"a window of {max(self.windows)} tokens in blocks of {self.block_length} needs "
             "Model.mask_empty_cache = True",
@@ -146,12 +209,32 @@ class Model:
         """True if `window` is the length of a block."""
         return self.window == self.block_length
 
-    def with_window(self, window: int) -> "Model":
-        """Returns the settings as layers with this window see them; blocks stay as they are."""
-        if window == self.window and not self.layer_windows:
+    @property
+    def key_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    def has_own_window(self, layer: int) -> bool:
+        """Returns True if Model.layer_windows gives this layer a window of its own."""
+        pattern = self.layer_windows or (0,)
+        return bool(pattern[layer % len(pattern)])
+
+    def for_layer(self, layer: int) -> "Model":
+        """Returns the settings as this layer sees them; blocks stay as they are.
+
+        `window` is the window of the layer. A layer with a window of its own has no sinks, and the
+        angles of `Rotary.local_base`.
+        """
+        if not self.layer_windows:
             return self
+        own = self.has_own_window(layer)
         return dataclasses.replace(
-            self, window=window, block=self.block_length, layer_windows=self.windows
+            self,
+            window=self.windows[layer],
+            block=self.block_length,
+            layer_windows=self.windows,
+            sinks=0 if own else self.sinks,
+            rotary=self.rotary.local() if own else self.rotary,
         )
 
     @property
@@ -183,3 +266,7 @@ class Model:
             logit_scale="model_dim",
             scale_init=1.0,
         )
+
+
+# The sections that belong to every decoder, and the fields of Model that hold them.
+PARTS: Mapping[str, str] = {"Rotary": "rotary", "Norm": "norm"}

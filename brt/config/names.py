@@ -12,15 +12,40 @@ from brt.config import SECTIONS, Config
 from brt.config.fields import Setting, settings
 from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
+from brt.config.model import PARTS, Model
 from brt.config.renamed import RENAMED
 from brt.config.shared import field_name, field_names, public_name
 
+_PARTS = {name: typing.get_type_hints(Model)[field] for name, field in PARTS.items()}
 _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
 
 
 def section_types() -> dict[str, type]:
-    """Returns the class of every section by its name, with the kinds of layers after `Model`."""
-    return {"Model": _CORE["Model"], **kind_sections(), **_CORE}
+    """Returns the class of every section by its name; those of the model's parts and of kinds of
+    layers follow `Model`.
+    """
+    return {"Model": _CORE["Model"], **_PARTS, **kind_sections(), **_CORE}
+
+
+def section_of(config: Config, name: str) -> Any:
+    """Returns the section of a config by its name.
+
+    If the model has no layers of the section's kind, a section with all defaults is returned.
+    """
+    if name in SECTIONS:
+        return getattr(config, SECTIONS[name])
+    if name in PARTS:
+        return getattr(config.model, PARTS[name])
+    return config.model.of(kind_sections()[name])
+
+
+def has_section(config: Config, name: str) -> bool:
+    """Returns True unless the section is for a kind of layers, or of positions, that the config's
+    model lacks.
+    """
+    if name in SECTIONS or name in PARTS:
+        return name != "Rotary" or config.model.positions == "rotary"
+    return any(type(own).__name__ == name for own in config.model.kinds)
 
 
 def field_types() -> dict[str, Any]:

@@ -19,11 +19,14 @@ from brt.errors import DataError
 # A tokenizer.json with one of these settings is refused, because the settings change the text.
 CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 # The first of these pieces that a tokenizer has is used as BOS, the beginning of a document.
-START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")
+START = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[CLS]", "<bos>")
 MASK = "<mask>"
 # A tokenizer is refused if it does not decode the ids of this text to the same text.
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
+# Bytes that occur in hardly any text: control characters, and the first bytes of characters of
+# unassigned planes. A tokenizer may lack pieces for them; it then refuses texts that have them.
+RARE = {bytes([byte]) for byte in (*range(9), 11, 12, *range(14, 32), 0x7F, 0xF1, 0xF2, 0xF3, 0xF4)}
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # These bytes never occur in UTF-8.
 
 
@@ -59,7 +62,9 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self._bytes = [
             _bytes_of(path, self._tokenizer.id_to_token(i), added.get(i)) for i in range(size)
         ]
-        missing = {bytes([byte]) for byte in range(256) if byte not in NEVER} - {*self._bytes}
+        pieces = {*self._bytes}
+        self._missing = bytes(b for b in range(256) if b not in NEVER and bytes([b]) not in pieces)
+        missing = {bytes([byte]) for byte in self._missing} - RARE
         if missing:
             raise _loses(
                 path, f": no piece is {min(missing)!r}, nor {len(missing) - 1} other bytes"
@@ -69,6 +74,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise _loses(path, f": {PROBE[:9]!r}... is decoded to another text")
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
+        if self._missing:
+            self._check_bytes(batch)
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
@@ -78,26 +85,56 @@ class ByteLevelTokenizer(ChunkTokenizer):
         for encoding in encoded:
             yield np.asarray(encoding.ids, np.int32)
 
+    def _check_bytes(self, batch: list[str]) -> None:
+        """Refuses texts with bytes that no piece stands for: they would be dropped silently."""
+        for text in batch:
+            data = text.encode()
+            if len(data.translate(None, self._missing)) < len(data):
+                byte = next(byte for byte in data if byte in self._missing)
+                raise DataError(
+                    f"the tokenizer {self.path} has no piece for the byte 0x{byte:02x}, which a "
+                    "text has; remove this character from the text"
+                )
+
 
 def _opened(path: Path, content: bytes) -> Any:
     settings = _settings(path, content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
+    steps = before.get("pretokenizers", [before])
     model = settings["model"]
     # The tokenizers library may panic if one of the settings in CHANGING is used.
     if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):
         raise _loses(path, ": it is " + " with ".join(["BPE", *filter(model.get, CHANGING)]))
     tokenizer = tokenizer_files.json_model(path, content)
     kind = type(tokenizer.model).__name__
-    if settings.get("normalizer") or {before.get("type"), after.get("type")} != {"ByteLevel"}:
+    # NFC replaces some characters. The bytes that change are counted as lost where text is read.
+    normalizer = (settings.get("normalizer") or {"type": "NFC"}).get("type")
+    if normalizer != "NFC" or not _keeps_bytes(steps) or after.get("type") != "ByteLevel":
         raise _loses(path)
     if kind != "BPE":
         raise _loses(path, f": it is {kind}")
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
             raise _loses(path, f": {token.content!r} removes the spaces next to it")
-    # The library would add a prefix space to every chunk of a text.
-    tokenizer.pre_tokenizer.add_prefix_space = False
+    if len(steps) == 1:  # The library would add a prefix space to every chunk of a text.
+        tokenizer.pre_tokenizer.add_prefix_space = False
+    elif steps[-1].get("add_prefix_space"):
+        raise _loses(path, ": it adds a space before a text")
     return tokenizer
+
+
+def _keeps_bytes(steps: list[Any]) -> bool:
+    """Returns True if the steps of a pre-tokenizer cut the text, drop nothing of it, and end with
+    the byte level.
+    """
+    if not all(isinstance(step, dict) for step in steps):
+        return False
+    *splits, last = steps
+    return last.get("type") == "ByteLevel" and all(
+        step.get("type") == "Digits"
+        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
+        for step in splits
+    )
 
 
 def _settings(path: Path, content: bytes) -> dict[str, Any]:

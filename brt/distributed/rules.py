@@ -31,6 +31,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # Only parameters have an axis "embed"; activations do not shard their features.
     "embed": ("fsdp",),
     "heads": ("tensor",),
+    # Heads of keys and values that the devices cannot share are replicated.
+    "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     # The optimizer Muon stacks the matrices that it orthogonalises along the axis "matrices". Each

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from brt import tasks
 from brt.config import Config
+from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
@@ -39,6 +40,7 @@ class SplitEvaluator:
       split: the name of the split.
       ablate: part of the memory that a second evaluation resets; None for no second evaluation.
       on_result: called with each result before it is written.
+      windows: windows with which a language model is evaluated, instead of Model.window.
 
     Raises:
       ConfigError: `ablate` names a part that the model does not have.
@@ -49,10 +51,15 @@ class SplitEvaluator:
     """
 
     def __init__(
-        self, config: Config, split: str, ablate: str | None, on_result: OnResult = _ignore
-    ):
+        self, config: Config, split: str, ablate: str | None, on_result: OnResult = _ignore,
+        *, windows: tuple[int, ...] = (),
+    ):  # fmt: skip
         self._task, self._config, self._split = tasks.from_config(config), config, split
-        self._ablate, self._on_result = ablate, on_result
+        self._ablate, self._on_result, self._windows = ablate, on_result, windows
+        check(
+            not windows or self._task.compares_windows,
+            f"--windows is for language models, and {config.training.task!r} is none",
+        )
         self.evaluator: Evaluator | None = None
 
     def __call__(self, model: SavedModel) -> Evaluated:
@@ -68,7 +75,7 @@ class SplitEvaluator:
             dataset = saved_model.open_split(model, self._split)
             request = EvaluationRequest(
                 self._config, dataset, self._split, config_from_json(model.meta["config"]),
-                self._ablate,
+                self._ablate, windows=self._windows,
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
@@ -90,15 +97,16 @@ class SplitEvaluator:
 
 
 def evaluate(
-    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore
-) -> Evaluated:
+    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore,
+    *, windows: tuple[int, ...] = (),
+) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint, and writes and returns the report.
 
     Args:
       model: the model of the checkpoint.
       split, ablate, on_result: arguments of `SplitEvaluator`, which also describes the errors.
     """
-    return SplitEvaluator(model.config, split, ablate, on_result)(model)
+    return SplitEvaluator(model.config, split, ablate, on_result, windows=windows)(model)
 
 
 def inspect(

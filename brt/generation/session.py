@@ -25,7 +25,7 @@ from brt.generation.hypotheses import Hypotheses
 from brt.generation.sampling import choose
 from brt.generation.search import search
 from brt.layers.runs import StackBlock, StackState
-from brt.models.decoder import Decoder, logits, new_state
+from brt.models.decoder import Decoder, logits, new_state, output_weights
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
@@ -81,10 +81,11 @@ def _read_segment(
     params, model_state = {"params": variables.params}, variables.model_state
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
     hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
+    weights = output_weights(decoder.model, variables.params)
     return memory._replace(
         state=state,
         block=decoder.apply(params, state, model_state, method="begin_block"),
-        logits=logits(decoder.model, variables.params["embedding"], hidden[:, -1:])[:, 0],
+        logits=logits(decoder.model, weights, hidden[:, -1:])[:, 0],
         count=memory.count + tokens.shape[1],
     )
 

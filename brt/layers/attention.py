@@ -14,26 +14,45 @@ from brt.distributed.rules import constrain, shard_count
 from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
+    INTO_KEY_HEADS,
     ONES,
     SHARED,
+    ZEROS,
     dropout,
     kernel_init,
+    norm_parameter,
+    normed,
     parameter,
 )
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.mlp import MLP
-from brt.layers.state import LocalState, OpenBlock, WindowState, cache_is_readable, has_null_keys
+from brt.layers.reading import (
+    document_places,
+    rotate_step,
+    sink_part,
+    updated_sinks,
+    window_part,
+)
+from brt.layers.state import (
+    LocalState,
+    OpenBlock,
+    Sinks,
+    WindowState,
+    cache_is_readable,
+    has_null_keys,
+)
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
-from brt.ops.local_attention import local_attention, local_attention_step
-from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
-from brt.ops.partial_attention import AttentionPart
-from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
+from brt.ops.local_attention import local_attention_step
+from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.positions import alibi_bias, relative_bias
 from brt.ops.recurrent_attention import StateKV
+from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import segment_part, window_part_step
+from brt.ops.window_attention import window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
 Mix = Callable[[Array, AttentionPart], Array]
@@ -62,10 +81,23 @@ class TransformerBlock(nn.Module):
     def setup(self) -> None:
         m = self.model
         by_head = (m.model_dim, m.heads, m.head_dim)
-        self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
+        by_key_head = (m.model_dim, m.key_heads, m.head_dim)
+        self.norm = norm_parameter(self, m, "norm")
         self.queries = parameter(self, "queries", by_head, INTO_HEADS)
-        self.keys = parameter(self, "keys", by_head, INTO_HEADS)
-        self.values = parameter(self, "values", by_head, INTO_HEADS)
+        self.keys = parameter(self, "keys", by_key_head, INTO_KEY_HEADS)
+        self.values = parameter(self, "values", by_key_head, INTO_KEY_HEADS)
+        if m.attention_bias != "none":
+            self.queries_bias = parameter(self, "queries_bias", by_head[1:], INTO_HEADS[1:], ZEROS)
+            for name in ("keys_bias", "values_bias"):
+                bias = parameter(self, name, by_key_head[1:], INTO_KEY_HEADS[1:], ZEROS)
+                setattr(self, name, bias)
+        if m.attention_bias == "all":
+            self.output_bias = parameter(self, "output_bias", (m.model_dim,), ("embed",), ZEROS)
+        if m.norm.queries_keys:
+            self.queries_norm = norm_parameter(self, m, "queries_norm", m.head_dim, "head_dim")
+            self.keys_norm = norm_parameter(self, m, "keys_norm", m.head_dim, "head_dim")
+        if m.norm.outputs:
+            self.output_norm = norm_parameter(self, m, "output_norm")
         scale = nn.initializers.constant(m.scale_init)
         if m.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
@@ -90,7 +122,7 @@ class TransformerBlock(nn.Module):
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the normalised input from which queries, keys and values are made."""
-        return dropout(self, rms_norm(x, self.norm), self.model.dropout)
+        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
         """Returns queries, keys and values of the tokens, each by a matrix product of its own;
@@ -100,11 +132,21 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
-        names = ("lanes", self._along(h), "heads", None)
-        queries, keys, *cross, values = (
-            constrain(product, *names) for product in deferred.dots(h, kernels, taps.projections)
+        tokens = self._along(h)
+        products = tuple(
+            constrain(product, "lanes", tokens, self._heads_name(product), None)
+            for product in deferred.dots(h, kernels, taps.projections)
         )
+        queries, keys, *cross, values = products
+        if self.model.attention_bias != "none":
+            queries = add_shared(queries, self.queries_bias)
+            keys = add_shared(keys, self.keys_bias)
+            values = add_shared(values, self.values_bias)
         return TokenProjections(queries, keys, values, cross[0] if cross else None)
+
+    def _heads_name(self, x: Float[Array, "B T H K"]) -> str:
+        """Returns the name of the axis of heads, which are those of queries or of keys."""
+        return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
         """Returns keys (as attention uses them) and values [B, S, H, K] of vectors that are not
@@ -116,29 +158,56 @@ class TransformerBlock(nn.Module):
         """
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
-        h = dropout(self, rms_norm(z, norm), self.model.dropout)
+        h = dropout(self, normed(self.model, z, norm), self.model.dropout)
         return StateKV(self.unit_keys(dense(h, of_keys)), dense(h, of_values))
 
-    def unit_keys(self, keys: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
-        """Returns the keys as attention uses them: normalised if `Model.normalize_qk` is set."""
-        return l2_normalize(keys) if self.model.normalize_qk else keys
+    def unit_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
+        """Returns the keys as attention uses them, except for rotary positions: normalised if
+        `Model.normalize_qk` or `Norm.queries_keys` is set.
+        """
+        m = self.model
+        if m.norm.queries_keys:
+            return normed(m, keys, self.keys_norm)
+        return l2_normalize(keys) if m.normalize_qk else keys
+
+    def by_query_head(
+        self,
+        keys: Float[Array, "B T G K"],
+        values: Float[Array, "B T G K"],
+        *,
+        normalize: bool = False,
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+        """Returns the keys and values that each head of queries reads, for operations that have as
+        many heads of keys as of queries.
+
+        `normalize` is False if the operation normalises keys by `Model.normalize_qk` itself.
+        """
+        if normalize or not self.model.normalize_qk:
+            keys = self.unit_keys(keys)
+        members = self.model.heads // keys.shape[2]
+        if members == 1:
+            return keys, values
+        return jnp.repeat(keys, members, axis=2), jnp.repeat(values, members, axis=2)
 
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
         """Returns the queries as attention uses them: normalised and scaled (see `query_scale`)."""
-        return (scaled_unit if self.model.normalize_qk else _scaled)(
-            queries, self.query_scale(name)
-        )
+        m = self.model
+        if m.normalize_qk:
+            return scaled_unit(queries, self.query_scale(name))
+        if m.norm.queries_keys:
+            queries = normed(m, queries, self.queries_norm)
+        return _scaled(queries, self.query_scale(name))
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """Returns the scale per head that is folded into the queries: learned, or 1/sqrt(K) for
-        unnormalised queries.
+        """Returns the scale per head by which queries are multiplied: learned for normalised
+        queries, otherwise `Model.query_scale` or 1/sqrt(K).
         """
         m = self.model
         if m.normalize_qk:
             return jnp.abs(getattr(self, name))
-        return jnp.full((m.heads,), m.head_dim**-0.5)
+        return jnp.full((m.heads,), m.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
         """Returns the position bias of the `reach` nearest keys, the nearest first.
@@ -184,35 +253,42 @@ class TransformerBlock(nn.Module):
           memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
         """
         m = self.model
-        queries, keys, cached = projections.queries, projections.keys, past.keys
-        if not m.normalize_qk:
-            queries = self.scaled_queries(queries)
-        if m.positions == "rotary":
-            table = rotations(-m.window, m.window + x.shape[1], m.head_dim)
-            own = Rotation(*(part[m.window :] for part in table))
-            cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
-            queries, keys = rotate(queries, own), rotate(keys, own)
-        drawn = Dropout(self.make_rng(SHARED), m.dropout) if m.dropout and self.training else None
-        tokens = queries, (cached, past.values), keys, projections.values, self.bias()
-        scale = self.query_scale() if m.normalize_qk else None
-        if past.first is not None:
-            part = local_attention(
-                *tokens, past.first, drawn, attend_to_self=m.attend_to_self, scale=scale
+        drops = m.dropout and self.training
+        own = projections
+        if not m.normalize_qk:  # The operations normalise to unit length themselves.
+            own = own._replace(
+                queries=self.scaled_queries(own.queries), keys=self.unit_keys(own.keys)
             )
-        else:
-            # Shared by lanes and blocks as in the original: one tile to draw and to read.
-            mask = drawn and drawn.shared_mask(m.heads, m.window, m.window)
-            part = segment_part(
-                *tokens, past.cache_mask, mask, attend_to_self=m.attend_to_self,
-                null_keys=has_null_keys(m), scale=scale,
-                implementation=self.kernels.window_attention,
-            )  # fmt: skip
+            past = past._replace(keys=self.unit_keys(past.keys))
+        part = window_part(
+            m, own, past, self.bias(),
+            scale=self.query_scale() if m.normalize_qk else None,
+            dropout=Dropout(self.make_rng(SHARED), m.dropout) if drops else None,
+            implementation=self.kernels.window_attention,
+        )  # fmt: skip
+        if past.sinks is not None:
+            places = document_places(past, x.shape[1])
+            part = self._with_sinks(part, projections.queries, past.sinks, places)
         attended = [
             part.output if mix is None else mix(self.scaled_queries(projections.queries), part)
         ]
         if memory is not None:
             attended.append(self._attend_to_states(projections.cross_queries, memory))
         return self.finish(x, attended, taps)
+
+    def _with_sinks(
+        self, part: AttentionPart, queries: Float[Array, "B T H K"], sinks: Sinks,
+        places: Int[Array, "B T"],
+    ) -> AttentionPart:  # fmt: skip
+        """Returns attention to the window and to the sinks [B, N, S, G, K] that have left it.
+
+        `places` has the place of each token in its document.
+        """
+        bias = None if self.model.positions in ("rotary", "none") else self.far_bias()
+        unit = sinks._replace(keys=self.unit_keys(sinks.keys))
+        scaled = self.scaled_queries(queries)
+        merged = merge_parts([part, sink_part(self.model, scaled, unit, places, bias)])
+        return merged._replace(output=merged.output.astype(part.output.dtype))
 
     def _attend_to_states(
         self, queries: Float[Array, "B T H K"] | None, memory: StateKV
@@ -245,18 +321,22 @@ class TransformerBlock(nn.Module):
 
         slot = position % m.window
 
-        def with_token(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
+        def with_token(ring: Float[Array, "B W G K"], z: Float[Array, "B 1 G K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(ring, z, slot, axis=1)
 
         after = block._replace(
             keys=with_token(block.keys, projections.keys),
             values=with_token(block.values, projections.values),
         )
+        places = None
+        if isinstance(window, LocalState) and block.sinks is not None:
+            places = window.length + position
+            after = after._replace(sinks=updated_sinks(block.sinks, projections, places))
         ring = after if m.attend_to_self else block
         scaled = self.scaled_queries(projections.queries)
-        queries, keys = scaled, ring.keys
+        queries, keys = scaled, ring.keys if m.normalize_qk else self.unit_keys(ring.keys)
         if m.positions == "rotary":
-            queries, keys = self._rotate_step(queries, keys, position)
+            queries, keys = rotate_step(m, queries, keys, position)
         tokens = queries[:, 0], keys, ring.values, self.bias()
         options = {"attend_to_self": m.attend_to_self, "normalize_keys": m.normalize_qk}
         if isinstance(window, LocalState):
@@ -268,30 +348,13 @@ class TransformerBlock(nn.Module):
                 **options,
             )  # fmt: skip
         part = AttentionPart(part.output[:, None], part.lse[:, None])
+        if places is not None and after.sinks is not None:
+            sinks = Sinks(*(z[:, None] for z in after.sinks))
+            part = self._with_sinks(part, projections.queries, sinks, places[:, None])
         attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
             attended.append(self._attend_to_states(projections.cross_queries, memory))
         return self.finish(x, attended), after
-
-    def _rotate_step(
-        self,
-        queries: Float[Array, "B 1 H K"],
-        keys: Float[Array, "B W H K"],
-        position: Int[Array, ""],
-    ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W H K"]]:
-        """Applies rotary positions to a token, at position 0, and to the keys of its ring, at their
-        distances before it.
-        """
-        m = self.model
-        nearest = 0 if m.attend_to_self else 1
-        steps = (position - nearest - jnp.arange(m.window)) % m.window + nearest
-        table = rotations(-m.window, m.window + 1, m.head_dim)
-
-        def angles_at(places: Int[Array, " P"]) -> Rotation:
-            return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in table))
-
-        zero = jnp.asarray([m.window])
-        return rotate(queries, angles_at(zero)), rotate(keys, angles_at(zero - steps))
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
         """Returns the name of the axis of tokens, which is sharded by whole blocks
@@ -308,6 +371,10 @@ class TransformerBlock(nn.Module):
         """Returns x plus the projected outputs of the attentions, plus the output of the MLP."""
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
-        x = x + deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)
-        x = constrain(x, "lanes", tokens, None)
+        y = deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)
+        if self.model.attention_bias == "all":
+            y = add_shared(y, self.output_bias)
+        if self.model.norm.outputs:
+            y = normed(self.model, y, self.output_norm)
+        x = constrain(x + y, "lanes", tokens, None)
         return constrain(self.mlp(x, tokens, taps), "lanes", tokens, None)

@@ -15,6 +15,7 @@ from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
+from brt.ops.normalization import rms_norm
 
 Initializer = Callable[..., Array]
 
@@ -23,6 +24,7 @@ ZEROS = nn.initializers.zeros
 # These are the names of the axes of kernels that project vectors to heads, and of kernels that
 # project one or several stacked outputs of heads to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
+INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 # These are the axes of features by head that are not sharded over devices.
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
@@ -156,6 +158,29 @@ def parameter(
     # The initialiser returns a box with the array and the names of its axes. Flax stores the box,
     # but returns the array alone.
     return module.param(name, boxed, shape, jnp.float32)
+
+
+def norm_parameter(
+    module: nn.Module, model: Model, name: str, size: int = 0, axis: str = "embed"
+) -> Float[Array, " D"]:
+    """Creates the weights of an RMS norm of the decoder, and returns them.
+
+    Args:
+      module: the module that owns the parameter.
+      model: the settings of the decoder.
+      name: the name of the parameter.
+      size: the number of weights; 0 takes Model.model_dim.
+      axis: the name of their axis.
+    """
+    init = ZEROS if model.norm.offset else ONES
+    return parameter(module, name, (size or model.model_dim,), (axis,), init)
+
+
+def normed(
+    model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
+) -> Float[Array, "*B D"]:
+    """Returns x, normalised by its RMS over the last axis as `Norm` says."""
+    return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:

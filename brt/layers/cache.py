@@ -8,7 +8,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.distributed.rules import constrain
-from brt.layers.state import LONGEST, LocalState, OpenBlock, WindowState, zero_where_invalid
+from brt.layers.state import (
+    LONGEST,
+    LocalState,
+    OpenBlock,
+    Sinks,
+    WindowState,
+    zero_where_invalid,
+)
 from brt.ops.window_attention import last_block
 
 
@@ -17,13 +24,14 @@ class TokenProjections(NamedTuple):
     rotates queries and keys.
 
     Attributes:
-      queries, keys, values: [B, T, H, K].
+      queries: [B, T, H, K].
+      keys, values: [B, T, G, K], for G heads of keys.
       cross_queries: queries [B, T, H, K] for the recurrent states, or None.
     """
 
     queries: Float[Array, "B T H K"]
-    keys: Float[Array, "B T H K"]
-    values: Float[Array, "B T H K"]
+    keys: Float[Array, "B T G K"]
+    values: Float[Array, "B T G K"]
     cross_queries: Float[Array, "B T H K"] | None
 
 
@@ -31,22 +39,24 @@ class KVCache(NamedTuple):
     """The cached keys and values that the tokens of a segment attend to.
 
     Attributes:
-      keys, values: [B, W, H, K], of the W tokens before the segment.
+      keys, values: [B, W, G, K], of the W tokens before the segment.
       cache_mask: [B, N], True where block n may attend to the block before it.
       first: [B, N], the place of the first token of the document of block n, where the segment
-        begins at place 0; None if the window is a block.
+        begins at place 0; None if the window is a block and there are no sinks.
+      sinks: [B, N, S, G, K], the first tokens of the document of block n, or None.
     """
 
-    keys: Float[Array, "B W H K"]
-    values: Float[Array, "B W H K"]
+    keys: Float[Array, "B W G K"]
+    values: Float[Array, "B W G K"]
     cache_mask: Bool[Array, "B N"]
     first: Int[Array, "B N"] | None = None
+    sinks: Sinks | None = None
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns the unnormalised keys and the values [B, W+T, H, K] of the cache and the segment,
+        """Returns the unnormalised keys and the values [B, W+T, G, K] of the cache and the segment,
         gathered on all devices that share the tokens.
         """
-        names = ("lanes", None, "heads", None)
+        names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
         keys, values = (jnp.concatenate([old, constrain(x, *names)], axis=1) for old, x in pairs)
         return keys, values
@@ -89,7 +99,31 @@ def _with_local_cache(
         first, length = jnp.broadcast_to(begins, first.shape), jnp.zeros_like(length)
     cache = KVCache(state.keys, state.values, first < begins, first)
     keys, values = (x[:, -model.window :] for x in cache.joined(projections))
-    return cache, LocalState(keys, values, length)
+    if state.sinks is None:
+        return cache, LocalState(keys, values, length)
+    sinks = _block_sinks(state.sinks, projections, first)
+    last = Sinks(*(part[:, -1] for part in sinks))
+    return cache._replace(sinks=sinks), LocalState(keys, values, length, last)
+
+
+def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"]) -> Sinks:
+    """Returns the first S tokens of the document of each block, [B, N, S, G, K].
+
+    Tokens behind the segment are replaced by others.
+    """
+    count = sinks.keys.shape[1]
+    # The sinks of the state come before the segment, whose tokens have the places 0, 1, ...
+    order = jnp.arange(count, dtype=jnp.int32)[None, None]
+    places = first[:, :, None] + order
+    indices = jnp.where(places < 0, order, places + count)
+    names = ("lanes", None, "kv_heads", None)
+
+    def gathered(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
+        joined = jnp.concatenate([old, constrain(new, *names)], axis=1)
+        rows = jnp.minimum(indices, joined.shape[1] - 1).reshape(len(joined), -1, 1, 1)
+        return jnp.take_along_axis(joined, rows, axis=1).reshape(*places.shape, *joined.shape[2:])
+
+    return Sinks(gathered(sinks.keys, tokens.keys), gathered(sinks.values, tokens.values))
 
 
 def closed_window(
@@ -101,4 +135,4 @@ def closed_window(
     # The slot of the oldest token comes first.
     keys, values = (jnp.roll(x, -model.block_length, axis=1) for x in (block.keys, block.values))
     length = jnp.minimum(state.length + model.block_length, LONGEST) * model.cache
-    return LocalState(keys, values, length)
+    return LocalState(keys, values, length, block.sinks)

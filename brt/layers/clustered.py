@@ -20,6 +20,7 @@ from brt.layers.state import (
     WindowState,
     cache_is_readable,
     new_window_state,
+    open_block,
 )
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,
@@ -185,7 +186,7 @@ class ClusteredLayer(nn.Module):
 
     def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
         """Returns, as the state of the output, an open block without tokens."""
-        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
+        return LayerOutput(x, open_block(state.window))
 
     def decode_step(
         self,

@@ -5,28 +5,38 @@ from jaxtyping import Array, Float
 
 from brt.config import Model
 from brt.distributed.rules import constrain
-from brt.layers.basic import ONES, ZEROS, dropout, parameter
+from brt.layers.basic import ZEROS, dropout, norm_parameter, normed, parameter
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
-from brt.ops.activations import relu
-from brt.ops.normalization import rms_norm
+from brt.ops.activations import activation
+from brt.ops.dense import dense
 from brt.ops.reductions import add_shared
 
 
 class MLP(nn.Module):
-    """A norm, a projection to `Model.mlp_dim`, a ReLU, and a projection back."""
+    """A norm, a projection to `Model.mlp_dim`, an activation, and a projection back.
+
+    In gated MLPs, a second projection `mlp_gate` of the input is activated, and the first is
+    multiplied by the result.
+    """
 
     model: Model
     training: bool = False
 
     def setup(self) -> None:
         m = self.model
-        self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
+        self.mlp_norm = norm_parameter(self, m, "mlp_norm")
         self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
+        if m.gated_mlp:
+            self.mlp_gate = parameter(self, "mlp_gate", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
+        if m.norm.outputs:
+            self.mlp_output_norm = norm_parameter(self, m, "mlp_output_norm")
         self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
         if m.mlp_bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
             self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
+            if m.gated_mlp:
+                self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
 
     def __call__(
         self, x: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps = NO_TAPS
@@ -38,19 +48,28 @@ class MLP(nn.Module):
           tokens: the name of the axis of tokens, if it is sharded.
           taps: accumulators of deferred weight gradients.
         """
-        y = self._products(rms_norm(x, self.mlp_norm), tokens, taps)
-        return x + dropout(self, y, self.model.dropout)
+        m = self.model
+        y = self._products(normed(m, x, self.mlp_norm), tokens, taps)
+        if m.norm.outputs:
+            y = normed(m, y, self.mlp_output_norm)
+        return x + dropout(self, y, m.dropout)
 
     def _products(
         self, h: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps
     ) -> Float[Array, "B T D"]:
-        biased, first, last = self.model.mlp_bias, taps.mlp_in, taps.mlp_out
-        if first and last and not biased:
+        m, first, last = self.model, taps.mlp_in, taps.mlp_out
+        plain = m.activation == "relu" and not m.gated_mlp
+        if first and last and plain and not m.mlp_bias:
             return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
         hidden = deferred.dot(h, self.mlp_in, first)
-        if biased:
+        if m.mlp_bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
-        hidden = relu(hidden, keeps=last is not None)
+        if m.gated_mlp:
+            gate = dense(h, self.mlp_gate)
+            gate = add_shared(gate, self.mlp_gate_bias) if m.mlp_bias else gate
+            hidden *= activation(gate, m.activation)
+        else:
+            hidden = activation(hidden, m.activation, keeps=last is not None)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
         out = deferred.dot(hidden, self.mlp_out, last)
-        return add_shared(out, self.mlp_out_bias) if biased else out
+        return add_shared(out, self.mlp_out_bias) if m.mlp_bias else out

@@ -34,6 +34,7 @@ from brt.layers.state import (
     cache_is_readable,
     has_null_keys,
     new_window_state,
+    open_block,
     window_axes,
     zero_where_invalid,
 )
@@ -304,11 +305,13 @@ class RecurrentLayer(nn.Module):
         past, window = with_cache(m, state.window, projections, document_start)
         # The axis of tokens has no name here, so every device holds the tokens of all blocks.
         replicated = ("lanes", None, "heads", None)
-        keys, values = (constrain(z, *replicated) for z in (projections.keys, projections.values))
+        own = self.tokens.by_query_head(projections.keys, projections.values)
+        keys, values = (constrain(z, *replicated) for z in own)
         on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
-            self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
-            past.cache_mask, document_start, taps=taps.cell,
+            self.cell.weights, self.cell.initial, self._vectors(state),
+            self.tokens.by_query_head(past.keys, past.values), keys, values, past.cache_mask,
+            document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
             unroll=unrolled(m.unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             **self._options(),
@@ -334,7 +337,7 @@ class RecurrentLayer(nn.Module):
             self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
             dtype=state.window.keys.dtype,
         )  # fmt: skip
-        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, memory))
+        return LayerOutput(x, open_block(state.window, memory))
 
     def decode_step(
         self,
@@ -361,7 +364,7 @@ class RecurrentLayer(nn.Module):
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)
         before, own = (
-            tokens_by_head(self.tokens.unit_keys(part.keys), part.values)
+            tokens_by_head(*self.tokens.by_query_head(part.keys, part.values, normalize=True))
             for part in (window, block)
         )
         cache_mask = cache_is_readable(self.model, window)

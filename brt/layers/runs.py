@@ -29,14 +29,15 @@ ModelState = Mapping[str, PyTree[Array]]
 
 
 class Run(NamedTuple):
-    """Neighbouring layers of one kind with one window, whose parameters are stacked on axis 0.
+    """Neighbouring layers of one kind with the same settings, whose parameters are stacked on axis
+    0.
 
     Attributes:
       name: the name of the run among the parameters, such as `window_0`. The name consists of the
         kind and the index of the run's first layer.
       kind: the name of the kind.
       layers: the number of layers.
-      model: the settings of the model, with `model.window` set to the window of this run's layers.
+      model: the settings of the model as these layers see them (`Model.for_layer`).
     """
 
     name: str
@@ -62,11 +63,15 @@ def runs(model: Model) -> list[Run]:
         not model.feedback or any(recurs),
         f"Model.feedback = True needs a layer that recurs; none of {model.layer_types} does",
     )
-    result, first = [], 0
-    for (kind, window), group in groupby(zip(model.layer_types, model.windows, strict=True)):
-        count = len(list(group))
-        result.append(Run(f"{kind}_{first}", kind, count, model.with_window(window)))
-        first += count
+    result: list[Run] = []
+
+    def looks(layer: int) -> tuple[str, Model]:
+        """Returns the kind of a layer and the settings as it sees them."""
+        return model.layer_types[layer], model.for_layer(layer)
+
+    for (kind, seen), group in groupby(range(model.layers), looks):
+        indices = list(group)
+        result.append(Run(f"{kind}_{indices[0]}", kind, len(indices), seen))
     return result
 
 

@@ -16,6 +16,7 @@ class Recurrence(KindSection):
     """
 
     kind: ClassVar[str] = "recurrent"
+    grouped_keys: ClassVar[bool] = True
 
     # The layers with these indices are recurrent. Index 0 is the lowest layer, and -3 is the third
     # layer from the top.

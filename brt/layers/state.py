@@ -20,20 +20,20 @@ class WindowState(NamedTuple):
     """Keys and values of the last block (the Transformer-XL cache).
 
     Attributes:
-      keys: [B, W, H, K], in the compute dtype, as they were projected: attention normalises and
-        rotates them.
-      values: [B, W, H, K].
+      keys: [B, W, G, K], for G heads of keys, in the compute dtype, as they were projected:
+        attention normalises and rotates them.
+      values: [B, W, G, K].
       valid: bool [B], False before the first block of a document.
     """
 
-    keys: Float[Array, "B W H K"]
-    values: Float[Array, "B W H K"]
+    keys: Float[Array, "B W G K"]
+    values: Float[Array, "B W G K"]
     valid: Bool[Array, " B"]
 
 
 # The names of the axes of its arrays (`brt.distributed.rules`).
 WINDOW_AXES: Any = WindowState(
-    ("lanes", None, "heads", None), ("lanes", None, "heads", None), ("lanes",)
+    ("lanes", None, "kv_heads", None), ("lanes", None, "kv_heads", None), ("lanes",)
 )
 
 
@@ -59,23 +59,48 @@ class LayerAux(NamedTuple):
 LONGEST = 1 << 30  # Lengths of documents are counted up to this number of tokens.
 
 
-class LocalState(NamedTuple):
-    """Keys and values of the last W tokens, for windows that are longer or shorter than a block.
+class Sinks(NamedTuple):
+    """Keys and values of the first S tokens of a document (see `brt.ops.sink_attention`).
 
     Attributes:
-      keys: [B, W, H, K], oldest first, in the compute dtype, as they were projected.
-      values: [B, W, H, K].
-      length: int32 [B], number of tokens of the present document that were read; 0 at its start.
+      keys: [B, S, G, K], in the compute dtype, as they were projected. Tokens that were not read
+        yet have any values.
+      values: [B, S, G, K].
     """
 
-    keys: Float[Array, "B W H K"]
-    values: Float[Array, "B W H K"]
+    keys: Float[Array, "*B S G K"]
+    values: Float[Array, "*B S G K"]
+
+
+class LocalState(NamedTuple):
+    """Keys and values of the last W tokens, for windows that are longer or shorter than a block,
+    and for models with sinks.
+
+    Attributes:
+      keys: [B, W, G, K], oldest first, in the compute dtype, as they were projected.
+      values: [B, W, G, K].
+      length: int32 [B], number of tokens of the present document that were read; 0 at its start.
+      sinks: the first tokens of the present document, or None in models without sinks.
+    """
+
+    keys: Float[Array, "B W G K"]
+    values: Float[Array, "B W G K"]
     length: Int[Array, " B"]
+    sinks: Sinks | None = None
+
+
+def _counts_tokens(model: Model) -> bool:
+    """Returns True if a window needs to know how many tokens of the document were read."""
+    return bool(model.sinks) or not model.window_is_block
 
 
 def window_axes(model: Model) -> Any:
     """Returns the names of the axes of the arrays of a window's state."""
-    return WINDOW_AXES if model.window_is_block else LocalState(*WINDOW_AXES)
+    if not _counts_tokens(model):
+        return WINDOW_AXES
+    keys, values, lanes = WINDOW_AXES
+    sinks: Any = Sinks(keys, values) if model.sinks else None
+    return LocalState(keys, values, lanes, sinks)
 
 
 class LayerOutput(NamedTuple):
@@ -99,22 +124,32 @@ class OpenBlock(NamedTuple):
     """A block that is being filled token by token.
 
     Attributes:
-      keys: [B, W, H, K], a ring buffer: the tokens of the open block up to the current one,
+      keys: [B, W, G, K], a ring buffer: the tokens of the open block up to the current one,
         followed by the tokens of the previous block that are still in the window.
-      values: [B, W, H, K].
+      values: [B, W, G, K].
       memory: keys and values of the recurrent states [B, S, H, K], or None.
+      sinks: the first tokens of the document, or None in models without sinks.
     """
 
-    keys: Float[Array, "B W H K"]
-    values: Float[Array, "B W H K"]
+    keys: Float[Array, "B W G K"]
+    values: Float[Array, "B W G K"]
     memory: StateKV | None
+    sinks: Sinks | None = None
+
+
+def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:
+    """Returns an empty open block behind the state of a window."""
+    sinks = state.sinks if isinstance(state, LocalState) else None
+    return OpenBlock(state.keys, state.values, memory, sinks)
 
 
 def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState | LocalState:
     """Returns the state of a sliding-window layer that has read nothing."""
-    keys = jnp.zeros((batch, model.window, model.heads, model.head_dim), dtype)
-    if not model.window_is_block:
-        return LocalState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+    keys = jnp.zeros((batch, model.window, model.key_heads, model.head_dim), dtype)
+    if _counts_tokens(model):
+        first = jnp.zeros((batch, model.sinks, model.key_heads, model.head_dim), dtype)
+        sinks = Sinks(first, jnp.zeros_like(first)) if model.sinks else None
+        return LocalState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32), sinks)
     return WindowState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), bool))
 
 
@@ -128,9 +163,10 @@ def zero_where_invalid(window: WindowState) -> WindowState:
     )
 
 
-def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
+def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
     """Returns which lanes may attend to the block before their open block."""
-    return state.valid & model.cache
+    valid = state.length > 0 if isinstance(state, LocalState) else state.valid
+    return valid & model.cache
 
 
 def has_null_keys(model: Model) -> bool:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.layers.attention import TransformerBlock
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState
+from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState, open_block
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops.recurrent_attention import StateKV
 
@@ -46,7 +46,7 @@ class WindowLayer(nn.Module):
 
     def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
         """Returns an empty open block behind `state`."""
-        return LayerOutput(x, OpenBlock(state.keys, state.values, None))
+        return LayerOutput(x, open_block(state))
 
     def decode_step(
         self,

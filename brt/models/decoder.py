@@ -3,7 +3,7 @@ in `layer_types`.
 """
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.basic import ONES, compute_dtype, dropout, parameter
+from brt.layers.basic import compute_dtype, dropout, norm_parameter, normed, parameter
 from brt.layers.runs import ModelState, StackBlock, StackState, new_stack_state, replace_parts
 from brt.layers.stack import Stack
 from brt.ops.lookup import lookup
-from brt.ops.normalization import rms_norm
 from brt.types import Tokens
 
 
@@ -62,13 +61,21 @@ class Decoder(nn.Module):
             nn.initializers.normal(1.0),
         )  # fmt: skip
         self.stack = Stack(m, self.training, self.kernels)
-        self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
+        self.norm = norm_parameter(self, m, "norm")
+        if not m.tied_output:
+            self.output = parameter(
+                self, "output", (m.vocab_size, m.model_dim), ("vocab", "embed"),
+                nn.initializers.normal(1.0),
+            )  # fmt: skip
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
+        x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
+        if self.model.scale_embedding:
+            x *= jnp.asarray(self.model.model_dim**0.5, x.dtype)
+        return x
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        hidden = dropout(self, rms_norm(x, self.norm), self.model.dropout)
+        hidden = dropout(self, normed(self.model, x, self.norm), self.model.dropout)
         return constrain(hidden, "lanes", "tokens", None)
 
     def __call__(
@@ -97,7 +104,8 @@ class Decoder(nn.Module):
         """Reads one token at `position` of the open blocks, and returns its float32 logits."""
         x = self._embed(tokens[:, None])
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
-        return logits(self.model, self.embedding, self._hidden(x))[:, 0], block
+        weights = self.embedding if self.model.tied_output else self.output
+        return logits(self.model, weights, self._hidden(x))[:, 0], block
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
@@ -119,16 +127,29 @@ def forget(model: Model, state: StackState, parts: Collection[str]) -> StackStat
     return replace_parts(model, state, new_state(model, lanes), parts)
 
 
+def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D"]:
+    """Returns the weights of the logits, which are the embedding unless Model.tied_output is
+    False.
+
+    Args:
+      model: the settings of the model.
+      params: the parameters of the decoder.
+    """
+    return params["embedding" if model.tied_output else "output"]
+
+
 def logit_scale(model: Model) -> float:
-    """Returns the factor of the products of hidden vectors and embedding."""
+    """Returns the factor of the products of hidden vectors and output weights."""
+    if model.logit_scale == "one":
+        return 1.0
     return (model.model_dim if model.logit_scale == "model_dim" else model.vocab_size) ** -0.5
 
 
 def logits(
-    model: Model, embedding: Float[Array, "V D"], hidden: Float[Array, "B T D"]
+    model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Returns the float32 logits over the tied embedding."""
+    """Returns the float32 logits of hidden vectors with the output weights."""
     product = jnp.einsum(
-        "btd,vd->btv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
+        "btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
     return product * logit_scale(model)

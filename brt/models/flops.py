@@ -18,11 +18,18 @@ def forward_flops_per_token(model: Model) -> int:
     m, width = model, model.heads * model.head_dim
     projection = 2 * m.model_dim * width
     attention = 4 * width  # Per key: products with keys and with values.
-    layer = 4 * projection + 4 * m.model_dim * m.mlp_dim
+    key_projection = 2 * m.model_dim * m.key_heads * m.head_dim
+    mlp = (6 if m.gated_mlp else 4) * m.model_dim * m.mlp_dim
+    layer = 2 * projection + 2 * key_projection + mlp
     reading = (
         2 * projection + attention * m.of(Recurrence).states
     )  # Queries, a wider output, attention to the states.
-    flops = m.layers * layer + attention * sum(m.windows) + 2 * m.model_dim * m.vocab_size
+    flops = (
+        m.layers * layer
+        + attention * sum(m.windows)
+        + attention * m.sinks * m.layers
+        + 2 * m.model_dim * m.vocab_size
+    )
     for kind in map(kinds.of, m.layer_types):
         flops += kind.flops(m) + (reading if kind.recurs or m.feedback else 0)
     return flops

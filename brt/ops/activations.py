@@ -1,7 +1,7 @@
-"""Activations whose backward pass needs only their output.
+"""Activations of MLPs.
 
-The matrix product that follows an activation saves the activation's output for its own gradient
-anyway, so the activation itself needs no memory.
+The backward pass of ReLU needs only its output, which the next matrix product saves for its own
+gradient anyway.
 """
 
 from functools import partial
@@ -39,3 +39,18 @@ def _relu_backward(keeps: bool, y: Array, gradient: Array) -> tuple[Array]:
 
 
 relu.defvjp(_relu_forward, _relu_backward)
+
+
+def activation(x: Float[Array, "..."], name: str, *, keeps: bool = False) -> Float[Array, "..."]:
+    """Returns the activation of every number of x, in x's dtype.
+
+    Args:
+      x: any shape.
+      name: "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu".
+      keeps: see `relu`; the other activations ignore it.
+    """
+    if name == "relu":
+        return relu(x, keeps)
+    if name == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
@@ -76,23 +76,50 @@ def alibi_bias(
 class Rotation(NamedTuple):
     """Cosines and sines of the angles by which rotary embeddings turn pairs of channels.
 
-    Both arrays have a row for each of T positions and a column for each of R pairs.
+    Both arrays have a row for each of T positions, and a column for each of R pairs. Positions that
+    differ between the rows of a batch have an axis B in front.
     """
 
-    cosines: Float[Array | np.ndarray, "T R"]
-    sines: Float[Array | np.ndarray, "T R"]
+    cosines: Float[Array | np.ndarray, "*B T R"]
+    sines: Float[Array | np.ndarray, "*B T R"]
 
 
-def rotations(first: int, count: int, size: int) -> Rotation:
-    """Returns the rotary angles of positions first, first + 1, ... for heads of `size` channels.
+class RotarySpeeds(NamedTuple):
+    """The angles in radians by which the pairs of channels of a head turn per token.
 
-    There are `count` positions; `size` must be even. The fastest pair makes half a turn per token;
-    the slowest pairs approach 1 / 10000 of that. These are the wavelengths of the original code;
-    the angles of Su et al. 2021 are smaller by a factor of pi.
+    `radians` has R = head_dim / 2 numbers. A tuple can be compared, so that programs with the same
+    speeds are the same.
     """
-    speeds = 10_000.0 ** (-np.arange(size // 2) / (size // 2))
+
+    radians: tuple[float, ...]
+
+
+def rotary_speeds(
+    size: int, *, base: float = 10_000.0, times_pi: bool = False, scaling: str = "none",
+    factor: float = 1.0, low_frequency: float = 1.0, high_frequency: float = 4.0,
+    original_length: int = 8192,
+) -> RotarySpeeds:  # fmt: skip
+    """Returns the angles per token of heads with `size` channels, an even number.
+
+    Pair i of R = size / 2 turns by base ** (-i / R) (Su et al. 2021). The arguments are explained
+    in `brt.config.rotary.Rotary`. The scaling of Llama 3 is that of Hugging Face's transformers.
+    """
+    speeds = base ** (-np.arange(size // 2) / (size // 2))
+    # Pretrained models were trained with speeds in float32; the original code used float64.
+    speeds = np.pi * speeds if times_pi else speeds.astype(np.float32).astype(np.float64)
+    if scaling == "linear":
+        speeds = speeds / factor
+    if scaling == "llama3":
+        turns = original_length * speeds / (2 * np.pi)
+        kept = np.clip((turns - low_frequency) / (high_frequency - low_frequency), 0.0, 1.0)
+        speeds = kept * speeds + (1 - kept) * speeds / factor
+    return RotarySpeeds(tuple(speeds.tolist()))
+
+
+def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
+    """Returns the rotary angles of `count` positions first, first + 1, ..."""
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
-    angles = np.pi * np.outer(np.arange(first, first + count), speeds)
+    angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
     return Rotation(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
 
@@ -102,6 +129,13 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
     Products of rotated queries and keys depend on their distance alone. The result has x's dtype.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosines, sines = (jnp.asarray(part)[None, :, None] for part in rotation)
+    cosines, sines = (jnp.expand_dims(jnp.asarray(part), -2) for part in rotation)
+    if cosines.ndim < x.ndim:
+        cosines, sines = cosines[None], sines[None]
     rotated = (first * cosines - second * sines, first * sines + second * cosines)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:
+    """Returns the rows of a table of rotary angles at the given indices."""
+    return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in rotation))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
-from brt.config_io import config_values, has_section, suggestion
+from brt.config.names import has_section
+from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.formatting import printable
 from brt.macros import Binding

@@ -80,6 +80,7 @@ class EvaluationRequest(NamedTuple):
       ablate: part of the memory that a second evaluation resets; None for no second evaluation.
       compare_exact: also evaluate the whole split with the exact attention that the model's
           attention approximates.
+      windows: windows with which a language model is evaluated, instead of Model.window.
     """
 
     config: Config
@@ -88,6 +89,7 @@ class EvaluationRequest(NamedTuple):
     trained: Config | None = None
     ablate: str | None = None
     compare_exact: bool = False
+    windows: tuple[int, ...] = ()
 
 
 class InspectionRequest(NamedTuple):

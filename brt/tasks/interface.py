@@ -53,6 +53,7 @@ class Task(abc.ABC):
           training.
       generates_text: True if models of this task generate text.
       exports: True if models of this task can be exported to another library's format.
+      compares_windows: True if the task's evaluators read `EvaluationRequest.windows`.
     """
 
     name: ClassVar[str]
@@ -64,6 +65,7 @@ class Task(abc.ABC):
     shows_examples: ClassVar[bool] = True
     generates_text: ClassVar[bool] = False
     exports: ClassVar[bool] = False
+    compares_windows: ClassVar[bool] = False
 
     # The following methods open and read the data.
 

@@ -120,7 +120,7 @@ def test_files_that_lose_bytes_are_refused(file, tmp_path):
         ("dropout", changed(settings, dropout=0.1), ": it is BPE with dropout; only"),
         ("ends", changed(settings, end_of_word_suffix="w"), "BPE with end_of_word_suffix"),
         ("greedy", greedy(settings), ": ' the' removes the spaces next to it"),
-        ("nameless", file.read_text().replace("<s>", "<S>"), "has none of the pieces <s>, <|endo"),
+        ("nameless", file.read_text().replace("<s>", "<S>"), "has none of the pieces <|begin"),
     ):
         path = tmp_path / f"{name}.json"
         path.write_text(content)

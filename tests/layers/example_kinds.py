@@ -104,6 +104,9 @@ PLAIN = Model(
     relative_buckets=4, relative_max_distance=16, dtype="float32",
 )  # fmt: skip
 _RECURRENT = {"Recurrence.states": 4}
+_GROUPED = {
+    "heads": 4, "kv_heads": 2, "head_dim": 4, "positions": "rotary", "Rotary.times_pi": False,
+}  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "window": {},
     "alibi": {"positions": "alibi"},
@@ -120,6 +123,24 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "windows by layer": {
         **_RECURRENT, "Recurrence.layers": (0,), "layers": 3, "window": 8,
         "layer_windows": (0, 20, 5), "positions": "rotary",
+    },
+    # Forms of pretrained decoders: heads of 4 numbers, so that there can be four of them.
+    "grouped queries": {
+        **_GROUPED, "gated_mlp": True, "activation": "silu", "Rotary.scaling": "linear",
+        "Rotary.factor": 2.0,
+    },
+    "grouped queries, sinks": {
+        **_GROUPED, "sinks": 3, "window": 6, "block": 4, "normalize_qk": False,
+        "attention_bias": "all", "tied_output": False, "logit_scale": "one",
+    },
+    "sinks, windows by layer": {
+        "window": 8, "block": 4, "layer_windows": (3, 0), "sinks": 2, "positions": "rotary",
+        "Rotary.local_base": 100.0, "scale_embedding": True,
+    },
+    "recurrent, grouped queries, sinks": {
+        **_RECURRENT, "Recurrence.layers": (1,), "heads": 4, "kv_heads": 1, "head_dim": 4,
+        "sinks": 2, "normalize_qk": False, "Norm.queries_keys": True, "Norm.outputs": True,
+        "Norm.offset": True,
     },
     "recurrent": {**_RECURRENT, "Recurrence.layers": (0,)},
     "recurrent, above": {**_RECURRENT, "Recurrence.layers": (1, 2), "layers": 3},

@@ -18,7 +18,7 @@ from brt.config import Config, Model, Sampling, Training
 from brt.generation.session import Session
 from brt.layers import kinds
 from brt.layers.runs import new_model_state, parts, replace_parts
-from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state
+from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.types import Variables
 
@@ -27,6 +27,7 @@ LANES, TOKENS, MIDDLE = 2, 48, 24
 # One model for each way of going through a segment; the others are slow.
 QUICK = (
     "window", "recurrent", "a window without the token", "windows by layer", "dense memory",
+    "grouped queries, sinks",
     "summary", "toy", "a recurrence over tokens, blocks of a token",
 )  # fmt: skip
 
@@ -141,7 +142,7 @@ def test_a_token_reads_its_past_and_no_later_token_and_no_other_lane(
     model, place = case.model, np.arange(TOKENS)
     distance = place[:, None] - place[None, :]
     reach = sum(window - 1 + (not model.attend_to_self) for window in model.windows)
-    near = (distance >= 0) & (distance <= reach)
+    near = (distance >= 0) & ((distance <= reach) | (place[None] < model.sinks))
     if not model.cache:
         block = place // model.block_length
         near &= block[:, None] == block[None, :]
@@ -223,7 +224,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
         found.append(np.asarray(session.memory.logits))
     ids = np.tile(np.concatenate([[0], read, [0]]).astype(np.int32), (LANES, 1))
     hidden = case.read(ids).hidden
-    expected = logits(case.model, case.variables.params["embedding"], hidden)
+    expected = logits(case.model, output_weights(case.model, case.variables.params), hidden)
     assert_close(np.stack(found, axis=1), expected[:, :-1])
 
 

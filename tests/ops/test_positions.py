@@ -2,7 +2,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.positions import alibi_bias, relative_bias, rotate, rotations, t5_buckets
+from brt.ops.positions import (
+    alibi_bias,
+    relative_bias,
+    rotary_speeds,
+    rotate,
+    rotations,
+    t5_buckets,
+)
 
 
 def test_near_distances_have_their_own_bucket_and_far_ones_share() -> None:
@@ -36,7 +43,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 
     def product(of_query: int, of_key: int) -> np.ndarray:
         rotated = (
-            rotate(jnp.asarray(x), rotations(place, 1, 8))
+            rotate(jnp.asarray(x), rotations(place, 1, rotary_speeds(8, times_pi=True)))
             for x, place in ((q, of_query), (k, of_key))
         )
         return np.sum(np.multiply(*rotated), axis=-1)
@@ -49,7 +56,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 
 def test_channels_i_and_half_plus_i_turn_together_each_pair_more_slowly() -> None:
     x = jnp.eye(4, dtype=jnp.bfloat16)[None, :, None]  # [B, T, H, K]: a channel per token
-    y = rotate(x, rotations(0, 4, 4))
+    y = rotate(x, rotations(0, 4, rotary_speeds(4, times_pi=True)))
     assert y.dtype == x.dtype
     slow = np.pi * np.arange(4) / 100  # 10000 ** (i / 2)
     expected = np.array([

@@ -7,6 +7,7 @@ from typing import Any
 import brt.models as models  # registers the kinds of layers
 from brt.config import Model
 from brt.config.kinds import kind_sections
+from brt.config.model import PARTS
 
 __all__ = ["with_settings", "models"]
 
@@ -19,8 +20,13 @@ def with_settings(model: Model, settings: Mapping[str, Any]) -> Model:
         section, dot, field = name.partition(".")
         if dot:
             sections.setdefault(section, {})[field] = value
+    parts = {
+        PARTS[name]: dataclasses.replace(getattr(model, PARTS[name]), **sections.pop(name))
+        for name in PARTS
+        if name in sections
+    }
     known = kind_sections()
     kinds = {type(section): section for section in model.kinds}
     for name, fields in sections.items():
         kinds[known[name]] = dataclasses.replace(model.of(known[name]), **fields)
-    return dataclasses.replace(model, **own, kinds=tuple(kinds.values()))
+    return dataclasses.replace(model, **own, **parts, kinds=tuple(kinds.values()))

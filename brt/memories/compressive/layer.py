@@ -22,6 +22,7 @@ from brt.layers.state import (
     WindowState,
     cache_is_readable,
     new_window_state,
+    open_block,
 )
 from brt.memories.compressive.compression import (
     Convolution,
@@ -281,7 +282,7 @@ class CompressiveLayer(nn.Module):
         """Returns, as the state of the output, an open block without tokens. The open block has the
         keys and values of the slots.
         """
-        tokens = OpenBlock(state.window.keys, state.window.values, None)
+        tokens = open_block(state.window)
         inputs = jnp.zeros_like(state.inputs)
         return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
 

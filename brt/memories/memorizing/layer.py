@@ -19,6 +19,7 @@ from brt.layers.state import (
     OpenBlock,
     WindowState,
     new_window_state,
+    open_block,
 )
 from brt.memories.history import tokens_before
 from brt.memories.memorizing.memory_attention import memory_attention
@@ -179,7 +180,7 @@ class MemorizingLayer(nn.Module):
 
     def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
         """Returns, as the state of the output, an open block without tokens."""
-        return LayerOutput(x, OpenBlock(state.window.keys, state.window.values, None))
+        return LayerOutput(x, open_block(state.window))
 
     def decode_step(
         self,

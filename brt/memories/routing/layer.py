@@ -22,6 +22,7 @@ from brt.layers.state import (
     OpenBlock,
     WindowState,
     new_window_state,
+    open_block,
 )
 from brt.memories.routing.routed_attention import (
     ClusterStatistics,
@@ -235,7 +236,7 @@ class RoutingLayer(nn.Module):
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
         keys = jnp.zeros(shape, state.keys.dtype)
         routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
-        return LayerOutput(x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed))
+        return LayerOutput(x, RoutedBlock(open_block(window), routed))
 
     def decode_step(
         self,

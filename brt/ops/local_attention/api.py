@@ -2,24 +2,26 @@
 
 `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
 the window and the length of a block are independent. In shapes, T is the number of tokens of a
-segment and N the number of its blocks.
+segment and N the number of its blocks; H is the number of heads of queries and G that of keys, each
+of which serves H / G consecutive heads of queries.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.ops.dropout import Dropout
+from brt.ops.grouped_heads import step_logits, weighted_values
 from brt.ops.local_attention import xla
-from brt.ops.normalization import inverse_norms, l2_normalize, scaled_unit
+from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 
 
 def local_attention(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
     first: Int[Array, "B N"],
     dropout: Dropout | None = None,
@@ -61,8 +63,8 @@ def local_attention(
 
 def local_attention_step(
     query: Float[Array, "B H K"],
-    keys: Float[Array, "B W H K"],
-    values: Float[Array, "B W H K"],
+    keys: Float[Array, "B W G K"],
+    values: Float[Array, "B W G K"],
     bias: Float[Array, "H W"] | None,
     read: Int[Array, " B"],
     position: Int[Array, ""],
@@ -90,11 +92,8 @@ def local_attention_step(
     # `steps` is the number of tokens from each slot's key to the nearest visible key.
     steps = (position - nearest - jnp.arange(window)) % window
     seen = ((steps + nearest)[None] <= read[:, None])[:, None]  # [B, 1, W]
-    logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
-    if normalize_keys:
-        logits *= inverse_norms(keys).swapaxes(1, 2)
+    logits = step_logits(query, keys, normalize_keys=normalize_keys)
     if bias is not None:
         logits += jnp.take(bias, steps, axis=1)[None]
     weights, lse = softmax_and_lse(jnp.where(seen, logits, MASKED))
-    output = jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values)
-    return AttentionPart(output, lse)
+    return AttentionPart(weighted_values(weights, values), lse)

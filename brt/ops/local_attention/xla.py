@@ -16,8 +16,8 @@ CHUNK = 256
 
 def local_attention(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    keys: Float[Array, "B Z G K"],
+    values: Float[Array, "B Z G K"],
     bias: Float[Array, "H W"] | None,
     first: Int[Array, "B T"],
     dropout: Dropout | None,
@@ -46,6 +46,16 @@ def local_attention(
     if bias is not None:
         tile = jnp.take(bias, np.clip(steps, 0, window - 1), axis=1)
 
+    heads, groups = queries.shape[2], keys.shape[2]
+
+    def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
+        """Puts the rows of all heads of queries that share a head of keys one after another."""
+        return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+    def by_query_head(x: Float[Array, "B G RQ X"]) -> Float[Array, "B H Q X"]:
+        """Undoes `by_key_head`."""
+        return x.reshape(x.shape[0], heads, -1, x.shape[-1])
+
     @jax.checkpoint
     def attend_chunk(n: Int[Array, ""]) -> AttentionPart:
         """Returns the result for the queries of chunk n."""
@@ -57,13 +67,13 @@ def local_attention(
         places = n * chunk - window + jnp.arange(chunk + window)
         seen = jnp.asarray(in_window)[None] & (places[None, None] >= begin[..., None])
         own, near_keys, near_values = (x.swapaxes(1, 2) for x in (own, near_keys, near_values))
-        logits = matmul_nt(own, near_keys)
+        logits = by_query_head(matmul_nt(by_key_head(own), near_keys))
         if tile is not None:
             logits += tile[None]
         weights, lse = softmax_and_lse(jnp.where(seen[:, None], logits, MASKED))
         if dropout is not None:
             weights = Dropout(jax.random.fold_in(dropout.rng, n), dropout.rate)(weights)
-        output = weights.astype(near_values.dtype) @ near_values
+        output = by_query_head(by_key_head(weights.astype(near_values.dtype)) @ near_values)
         return AttentionPart(output.swapaxes(1, 2), lse.swapaxes(1, 2))
 
     parts = jax.lax.map(attend_chunk, jnp.arange(count))

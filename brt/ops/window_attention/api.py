@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.normalization import inverse_norms, l2_normalize, scaled_unit
+from brt.ops.grouped_heads import step_logits, weighted_values
+from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import (
@@ -151,8 +152,8 @@ def window_part(
 
 def window_part_step(
     query: Float[Array, "B H K"],
-    keys: Float[Array, "B W H K"],
-    values: Float[Array, "B W H K"],
+    keys: Float[Array, "B W G K"],
+    values: Float[Array, "B W G K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, " B"],
     position: Int[Array, ""],
@@ -184,11 +185,7 @@ def window_part_step(
     own = slots <= position - nearest
     # The axes of `mask` are [B, 1, W].
     mask = (own[None] | cache_mask[:, None])[:, None]
-    logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
-    # To normalize the keys, the logits are divided by the keys' norms. This saves writing a
-    # normalized copy of all keys.
-    if normalize_keys:
-        logits *= inverse_norms(keys).swapaxes(1, 2)
+    logits = step_logits(query, keys, normalize_keys=normalize_keys)
     if null_keys:
         logits = jnp.where(mask, logits, 0.0)
         values = jnp.where(mask[:, 0, :, None, None], values, 0)
@@ -197,4 +194,4 @@ def window_part_step(
     if not null_keys:
         logits = jnp.where(mask, logits, MASKED)
     weights, lse = softmax_and_lse(logits)
-    return AttentionPart(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), lse)
+    return AttentionPart(weighted_values(weights, values), lse)

@@ -9,7 +9,7 @@ import dataclasses
 import lzma
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,7 +143,9 @@ class DocumentEvaluator:
     unit = "tok"
 
     def __init__(self, request: EvaluationRequest):
-        config, dataset, split, _, ablate, _ = request
+        config, dataset, split, ablate = (
+            request.config, request.dataset, request.split, request.ablate
+        )  # fmt: skip
         self._config, self._split, self._ablate = config, split, ablate
         self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
@@ -184,6 +186,7 @@ class DocumentEvaluator:
         *,
         ablate: str | None = None,
         tokens_per_document: int = 0,
+        on_blocks: Callable[[np.ndarray, np.ndarray], None] | None = None,
     ) -> SplitScores | None:
         """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
@@ -192,6 +195,8 @@ class DocumentEvaluator:
           control: functions that interrupt the work and report its progress.
           ablate: part of the memory that is reset before every segment; None for no part.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
+          on_blocks: called with the document [B, N] and the nats [B, N] of the blocks of each
+            batch.
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
@@ -209,7 +214,10 @@ class DocumentEvaluator:
                 return None
             block_nats, guesses, carry = self._step(variables, carry, batch, forgets, part=part)
             real = document >= 0
-            np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
+            own = np.asarray(block_nats, np.float64)
+            np.add.at(nats, document[real], own[real])
+            if on_blocks is not None:
+                on_blocks(document, own)
             if guesses:
                 scores.add(document, *map(np.asarray, guesses))
             tokens = int(np.sum(batch.scored))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from brt.config import Config
 from brt.layers.basic import dropout_rngs
 from brt.layers.runs import StackState
-from brt.models.decoder import Decoder, DecoderOutput, logit_scale
+from brt.models.decoder import Decoder, DecoderOutput, logit_scale, output_weights
 from brt.ops.cross_entropy import token_scores
 from brt.types import Batch, Variables
 
@@ -63,7 +63,7 @@ def segment_guesses(
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
     nats, right = token_scores(
-        hidden, variables.params["embedding"], batch.targets,
+        hidden, output_weights(config.model, variables.params), batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
         implementation=config.kernels.token_scores,
     )  # fmt: skip

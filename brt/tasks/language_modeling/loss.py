@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.models.decoder import logit_scale
+from brt.models.decoder import logit_scale, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.language_modeling.forward import predict
@@ -25,7 +25,7 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     variables = Variables(params, inputs.model_state)
     output = predict(config, variables, inputs.carry, batch, inputs.key)
     total, nats = cross_entropy(
-        output.hidden, params["embedding"], batch.targets, batch.scored,
+        output.hidden, output_weights(config.model, params), batch.targets, batch.scored,
         scale=logit_scale(config.model), chunk=training.loss_chunk,
         smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
     )  # fmt: skip

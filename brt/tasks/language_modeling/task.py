@@ -18,12 +18,14 @@ from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported, ExportSource
+from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.runs import ModelState, StackState, new_model_state, runs, settled, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
+from brt.tasks.evaluators import Evaluator
 from brt.tasks.interface import (
     Aux,
     EvaluationRequest,
@@ -41,6 +43,7 @@ from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
+from brt.tasks.language_modeling.windows import WindowEvaluator
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights
@@ -53,7 +56,7 @@ class LanguageModeling(Task):
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
-    shows_examples, generates_text, exports = False, True, True
+    shows_examples, generates_text, exports, compares_windows = False, True, True, True
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
@@ -159,9 +162,9 @@ class LanguageModeling(Task):
         """Returns the FLOPs of a training step on a batch."""
         return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
-    def evaluator(self, request: EvaluationRequest) -> DocumentEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> Evaluator:
         """Returns an evaluator that reads whole documents and measures their bits."""
-        return DocumentEvaluator(request)
+        return WindowEvaluator(request) if request.windows else DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Returns the metrics of a report, including the differences that an ablation made."""
@@ -219,7 +222,8 @@ class LanguageModeling(Task):
         """Returns the decoder as a Hugging Face model, together with its PyTorch code."""
         opened = source.tokenizer()
         model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
-        return Exported(source.path, model, to_format, partial(exported_tokenizer.write, opened))
+        write = causal.to_format if causal.family_of(model.model) else to_format
+        return Exported(source.path, model, write, partial(exported_tokenizer.write, opened))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
         """Returns the initial parameters of a warm start; see `warm_start.start`."""

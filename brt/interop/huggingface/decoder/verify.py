@@ -18,7 +18,7 @@ from brt.config import Model
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
-from brt.models.decoder import Decoder, logits, new_state
+from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 # The comparison reads this number of segments, and generates this number of tokens.
 SEGMENTS, WRITTEN = 3, 32
@@ -79,7 +79,7 @@ def segment_logits(
         """Returns the logits of a segment and the state after the segment."""
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
-        return logits(model, params["embedding"], out.hidden), out.state
+        return logits(model, output_weights(model, params), out.hidden), out.state
 
     state, pieces = new_state(model, len(segments[0])), []
     for tokens in segments:

@@ -1,0 +1,57 @@
+"""Settings of the decoder's rotary embeddings."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_finite, check_not_negative, check_positive
+from brt.config.fields import inherited
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary position embeddings (Su et al. 2021), used where Model.positions = 'rotary'.
+
+    A pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
+    """
+
+    base: float = inherited(10_000.0)  # Base of the angles, which HuggingFace calls rope_theta.
+    # Base of the angles in layers that have a window of their own in Model.layer_windows. These
+    # layers then use no scaling. 0 gives all layers the same angles.
+    local_base: float = inherited(0.0)
+    # True multiplies all angles by pi, as the original code of the block-recurrent transformer
+    # does. The decoders of Hugging Face need False.
+    times_pi: bool = inherited(True)
+    # How angles are scaled for contexts longer than those of pretraining: not at all, all divided
+    # by Rotary.factor, or only the slow ones as in Llama 3.
+    scaling: Literal["none", "linear", "llama3"] = inherited("none")
+    factor: float = inherited(1.0)  # Angles per token are divided by this number.
+    # Llama 3 divides the angles of pairs that make fewer than low_frequency turns in
+    # original_length tokens, keeps those of pairs that make more than high_frequency turns, and
+    # interpolates in between.
+    low_frequency: float = inherited(1.0)
+    high_frequency: float = inherited(4.0)
+    original_length: int = inherited(8192)  # Tokens of a context before it was made longer.
+    # Number of tokens of the longest context that a pretrained model was made for; 0: unknown.
+    context: int = inherited(0)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_positive(self, "base", "factor", "original_length")
+        check_not_negative(self, "context")
+        check(self.local_base >= 0, f"Rotary.local_base = {self.local_base} must not be negative")
+        check(
+            self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
+            f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "
+            f"Rotary.high_frequency = {self.high_frequency}",
+        )
+        check(
+            self.scaling != "none" or self.factor == 1,
+            f"Rotary.factor = {self.factor} does nothing unless Rotary.scaling is 'linear' or "
+            "'llama3'",
+        )
+
+    def local(self) -> "Rotary":
+        """Returns the settings of layers with a window of their own."""
+        if not self.local_base:
+            return self
+        return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)

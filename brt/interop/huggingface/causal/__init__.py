@@ -1,0 +1,1 @@
+"""Conversion of decoders (Llama, Mistral, Qwen, Gemma) from and to Hugging Face's format."""

@@ -1,0 +1,253 @@
+"""Conversion of the config.json of decoders to and from brt's settings.
+
+Every key of a config.json is either converted, or known to say nothing about what the model
+computes, or refused with its value.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from brt.config import Model
+from brt.config.norm import Norm
+from brt.config.rotary import Rotary
+from brt.errors import CheckpointError
+
+# The class of transformers for each model_type.
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+# Keys that say nothing about what the model computes.
+_SILENT = {
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
+    "_name_or_path", "is_llama_config", "transformers.js_config", "cache_implementation",
+    "_attn_implementation_autoset", "max_window_layers", "pretraining_tp", "output_attentions",
+    "output_hidden_states", "return_dict", "_model_name_or_path", "unk_token_id",
+    "quantization_config",
+}  # fmt: skip
+# The values that transformers' classes use for keys that config.json lacks.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+    "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+ACTIVATIONS = {
+    "silu": "silu", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}  # fmt: skip
+LLAMA3 = {
+    "factor": "factor",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+class _Keys:
+    """Takes values out of a config.json, so that keys that nothing has read can be refused."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self._left = dict(config)
+        self._defaults = defaults
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Returns the value of a key.
+
+        Args:
+          name: the key.
+          kind: the type that the value must have.
+          default: the value if the key is missing or null; None refuses missing keys.
+
+        Raises:
+          CheckpointError: the key is missing, or its value has another type.
+        """
+        value = self._left.pop(name, None)
+        if value is None:
+            value = self._defaults.get(name, default)
+        if value is None:
+            raise CheckpointError(f"config.json lacks {name}")
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        wrong = isinstance(value, bool) != (bool in kinds) or not isinstance(value, kinds)
+        if wrong:
+            raise CheckpointError(f"config.json: {name} = {value!r} is no {kinds[0].__name__}")
+        return value
+
+    def take_optional(self, name: str) -> Any:
+        """Returns the value of a key, or None if it is missing or null."""
+        return self._left.pop(name, None)
+
+    def refuse_rest(self) -> None:
+        """Raises CheckpointError if a key is left that says something."""
+        for name, value in self._left.items():
+            if name not in _SILENT and value not in (None, False, [], {}, ""):
+                raise CheckpointError(
+                    f"config.json: {name} = {value!r} is not supported, so the model would compute "
+                    "something else"
+                )
+
+
+class Window(NamedTuple):
+    """How a model is to be read.
+
+    Attributes:
+      window: the window of the layers that have none of their own; 0 takes that of the model, or
+        2048 tokens.
+      sinks: the number of sinks; None takes 4, or 0 if the model was trained with its window.
+    """
+
+    window: int = 0
+    sinks: int | None = None
+
+
+def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
+    """Returns brt's settings for those of a decoder of Hugging Face.
+
+    Args:
+      config: the content of config.json.
+      reading: the window and the sinks that the user asks for.
+
+    Raises:
+      CheckpointError: the architecture or a setting is not supported.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: model_type = {family!r} is none of the decoders that brt reads: "
+            f"{', '.join(FAMILIES)}"
+        )
+    quantised = config.get("quantization_config") or {}
+    # Weights of GGUF files are floating-point numbers once transformers has saved them.
+    if quantised and quantised.get("quant_method") != "gguf":
+        raise CheckpointError(
+            "config.json: quantization_config says that the weights are quantised; convert a "
+            "checkpoint in float32, float16 or bfloat16"
+        )
+    gemma = family == "gemma3_text"
+    names = dict(config)
+    if gemma and "hidden_activation" in names:
+        names["hidden_act"] = names.pop("hidden_activation")
+    keys = _Keys(names, {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {})})
+    heads, width = keys.take("num_attention_heads", int), keys.take("hidden_size", int)
+    layers = keys.take("num_hidden_layers", int)
+    context = keys.take("max_position_embeddings", int)
+    activation = keys.take("hidden_act", str)
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act = {activation!r} is not supported; {', '.join(ACTIVATIONS)} "
+            "are"
+        )
+    settings: dict[str, Any] = {
+        "layers": layers, "model_dim": width, "heads": heads,
+        "kv_heads": keys.take("num_key_value_heads", int, heads),
+        "head_dim": keys.take("head_dim", int, width // max(heads, 1)),
+        "mlp_dim": keys.take("intermediate_size", int), "gated_mlp": True,
+        "activation": ACTIVATIONS[activation],
+        "vocab_size": keys.take("vocab_size", int),
+        "tied_output": keys.take("tie_word_embeddings", bool),
+        "mlp_bias": keys.take("mlp_bias", bool, False),
+        "attention_bias": _biases(family, keys),
+        "norm": Norm(
+            epsilon=keys.take("rms_norm_eps", float), offset=gemma, outputs=gemma,
+            queries_keys=gemma or family == "qwen3",
+        ),
+        "positions": "rotary", "normalize_qk": False, "logit_scale": "one",
+        "rotary": _rotary(keys, context, gemma),
+        "scale_embedding": gemma,
+    }  # fmt: skip
+    if gemma:
+        settings["query_scale"] = keys.take("query_pre_attn_scalar", (int, float)) ** -0.5
+    settings |= _windows(keys, layers, reading, context)
+    keys.refuse_rest()
+    return Model(**settings)
+
+
+def _biases(family: str, keys: _Keys) -> str:
+    if family == "qwen2":
+        return "qkv"
+    return "all" if keys.take("attention_bias", bool, False) else "none"
+
+
+def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
+    """Returns the rotary embeddings: transformers 5 describes them in `rope_parameters`, older
+    versions in `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
+    """
+    parameters = keys.take_optional("rope_parameters") or {}
+    base, local_base = keys.take_optional("rope_theta"), 0.0
+    scaling = keys.take_optional("rope_scaling") or {}
+    if gemma:
+        local_base = keys.take_optional("rope_local_base_freq") or 10_000.0
+        base = base or 1_000_000.0
+        local_base = (parameters.get(_LOCAL) or {}).get("rope_theta", local_base)
+        parameters = parameters.get(_GLOBAL, parameters)
+    scaling = parameters if parameters.get("rope_type", "default") != "default" else scaling
+    base = parameters.get("rope_theta", base) or 10_000.0
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("config.json: partial_rotary_factor below 1 is not supported")
+    interleaved = keys.take_optional("rope_interleaved")
+    if interleaved:
+        raise CheckpointError("config.json: rope_interleaved = true is not supported")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    common = {"base": float(base), "local_base": float(local_base), "times_pi": False}
+    if kind == "default":
+        return Rotary(**common, context=context)
+    try:
+        if kind == "linear":
+            return Rotary(**common, context=context, scaling=kind, factor=float(scaling["factor"]))
+        if kind == "llama3":
+            values = {ours: scaling[theirs] for ours, theirs in LLAMA3.items()}
+            return Rotary(**common, context=context, scaling=kind, **values)
+    except KeyError as error:
+        raise CheckpointError(f"config.json: the rope scaling {kind!r} lacks {error}") from error
+    raise CheckpointError(
+        f"config.json: the rope scaling {kind!r} is not supported; 'linear' and 'llama3' are"
+    )
+
+
+def _windows(keys: _Keys, layers: int, reading: Window, context: int) -> dict[str, Any]:
+    """Returns the windows of the layers, the length of a block, and the sinks."""
+    own = keys.take_optional("sliding_window")
+    if keys.take_optional("use_sliding_window") is False:
+        own = None
+    types = keys.take_optional("layer_types")
+    pattern = keys.take_optional("sliding_window_pattern")
+    pattern = keys.take_optional("_sliding_window_pattern") or pattern
+    if own and types is None and pattern:
+        types = [_GLOBAL if (i + 1) % pattern == 0 else _LOCAL for i in range(layers)]
+    local = [kind == _LOCAL for kind in types] if types else [bool(own)] * layers
+    if len(local) != layers:
+        raise CheckpointError(f"config.json: layer_types has {len(local)} entries, not {layers}")
+    if own and all(local):  # All layers were trained with this window.
+        window = reading.window or own
+        sinks = reading.sinks if reading.sinks is not None else (4 if window < own else 0)
+        return {"window": window, "block": _block(window), "sinks": sinks}
+    window = reading.window or min(context, 2048)
+    sinks = 4 if reading.sinks is None else reading.sinks
+    result: dict[str, Any] = {
+        "window": window,
+        "block": _block(window),
+        "sinks": min(sinks, window),
+    }
+    if own and any(local):
+        result["layer_windows"] = tuple(own if one else 0 for one in local)
+    return result
+
+
+def _block(window: int) -> int:
+    """Returns the length of a block: documents are padded to whole blocks."""
+    return 0 if window <= 256 else 256

@@ -1,0 +1,130 @@
+"""Export of a decoder to the class of transformers that computes the same."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brt.config import Model
+from brt.config.rotary import Rotary
+from brt.interop.exporting import ExportFormat
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import verify, weights
+from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3
+from brt.interop.huggingface.decoder.export_format import TrainedDecoder
+from brt.interop.pretrained import parameter_count
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def family_of(model: Model) -> str | None:
+    """Returns the model_type of transformers that computes what the model does; None if there is
+    none.
+    """
+    plain = (
+        set(model.layer_types) == {"window"}
+        and model.positions == "rotary"
+        and not model.rotary.times_pi
+        and not model.normalize_qk
+        and model.gated_mlp
+        and model.logit_scale == "one"
+        and model.attend_to_self
+        and model.cache
+    )
+    if not plain or (model.norm.outputs, model.scale_embedding) != (model.norm.offset,) * 2:
+        return None
+    biases, normed = model.attention_bias != "none" or model.mlp_bias, model.norm.queries_keys
+    if model.norm.offset:
+        return "gemma3_text" if normed and not biases else None
+    if model.layer_windows or model.query_scale or (normed and model.mlp_bias):
+        return None
+    if normed:
+        return "qwen3"
+    if model.attention_bias == "qkv":
+        return None if model.mlp_bias else "qwen2"
+    cut = 0 < model.window < model.rotary.context and not model.sinks
+    return "mistral" if cut and not biases else "llama"
+
+
+def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
+    """Returns the content of config.json.
+
+    Args:
+      model: settings for which `family_of` names a family.
+      bos_id: the id that every document begins with.
+      dtype: the dtype of the written weights.
+    """
+    family, m = family_of(model), model
+    assert family is not None
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == m.activation)
+    settings: dict[str, Any] = {
+        "architectures": [FAMILIES[family]], "model_type": family, "dtype": dtype,
+        "vocab_size": m.vocab_size, "hidden_size": m.model_dim, "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads, "num_key_value_heads": m.key_heads,
+        "head_dim": m.head_dim, "intermediate_size": m.mlp_dim, "rms_norm_eps": m.norm.epsilon,
+        "max_position_embeddings": m.rotary.context or m.window,
+        "tie_word_embeddings": m.tied_output, "bos_token_id": bos_id,
+    }  # fmt: skip
+    settings["hidden_activation" if family == "gemma3_text" else "hidden_act"] = activation
+    if family in ("llama", "qwen3"):
+        settings["attention_bias"] = m.attention_bias == "all"
+    if family == "llama":
+        settings["mlp_bias"] = m.mlp_bias
+    return settings | _windows(model, family) | {"rope_parameters": _rope(m.rotary, family)}
+
+
+def _windows(model: Model, family: str) -> dict[str, Any]:
+    if family == "mistral":
+        return {"sliding_window": model.window}
+    if family != "gemma3_text":
+        return {"use_sliding_window": False} if family in ("qwen2", "qwen3") else {}
+    local = [model.has_own_window(i) for i in range(model.layers)]
+    scale = model.query_scale or model.head_dim**-0.5
+    return {
+        "sliding_window": next((w for w in model.layer_windows if w), model.window),
+        "layer_types": [_LOCAL if one else _GLOBAL for one in local],
+        "query_pre_attn_scalar": round(scale**-2, 6),
+    }
+
+
+def _rope(rotary: Rotary, family: str) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
+    if rotary.scaling != "none":
+        parameters |= {"rope_type": rotary.scaling, "factor": rotary.factor}
+    if rotary.scaling == "llama3":
+        parameters |= {theirs: getattr(rotary, ours) for ours, theirs in LLAMA3.items()}
+    if family != "gemma3_text":
+        return parameters
+    local = {"rope_type": "default", "rope_theta": rotary.local_base or rotary.base}
+    return {_GLOBAL: parameters, _LOCAL: local}
+
+
+def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
+    """Returns the content of a directory that transformers reads without code of ours.
+
+    Args:
+      trained: a model for which `family_of` names a family.
+      dtype: the dtype of the written weights.
+    """
+    model, params = trained.model, trained.params
+    exported = dict(weights.export_arrays(params, model))
+    settings = to_theirs(model, bos_id=trained.bos_id, dtype=dtype)
+
+    def compare(directory: Path) -> Iterator[str]:
+        """Yields the lines of a comparison of the written directory with the model."""
+        written: Mapping[str, np.ndarray] = files.read_tensors(directory)
+        return verify.compare(params, model, directory, exported, written)
+
+    family, context = settings["model_type"], settings["max_position_embeddings"]
+    notes = []
+    if family != "mistral" and (model.sinks or model.window < context):
+        notes.append(
+            f"transformers will let every token attend to its whole context of up to {context:,} "
+            f"tokens, not to a window of {model.window:,} tokens and {model.sinks} sinks"
+        )
+    summary = (
+        f"{family} of {model.layers} layers, width {model.model_dim}, "
+        f"{parameter_count(params):,} parameters"
+    )
+    return ExportFormat(summary, {"config.json": settings}, exported, compare, notes=tuple(notes))

@@ -1,0 +1,180 @@
+"""Conversion of the arrays of decoders to and from brt's parameters.
+
+Hugging Face stores matrices as [out, in]; brt's kernels are [*in, *out], with a separate axis for
+heads, and the layers of a run are stacked on axis 0.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from brt.config import Model
+from brt.errors import CheckpointError
+from brt.interop.huggingface.weights import Arrays, listed
+from brt.layers.runs import runs
+from brt.models.decoder import Decoder, new_state
+
+_LAYER = {
+    "norm": "input_layernorm.weight",
+    "queries": "self_attn.q_proj.weight",
+    "keys": "self_attn.k_proj.weight",
+    "values": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "queries_bias": "self_attn.q_proj.bias",
+    "keys_bias": "self_attn.k_proj.bias",
+    "values_bias": "self_attn.v_proj.bias",
+    "output_bias": "self_attn.o_proj.bias",
+    "queries_norm": "self_attn.q_norm.weight",
+    "keys_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_gate": "mlp.gate_proj.weight",
+    "mlp_in": "mlp.up_proj.weight",
+    "mlp_out": "mlp.down_proj.weight",
+    "mlp_in_bias": "mlp.up_proj.bias",
+    "mlp_gate_bias": "mlp.gate_proj.bias",
+    "mlp_out_bias": "mlp.down_proj.bias",
+}
+# With norms of the outputs, the name of the norm before the MLP means another one.
+_OUTPUT_NORMS = {
+    "output_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_output_norm": "post_feedforward_layernorm.weight",
+}
+_TOP = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "output": "lm_head.weight",
+}
+_INTO_HEADS = ("queries", "keys", "values")
+_MATRICES = ("mlp_gate", "mlp_in", "mlp_out")
+
+
+def _layer_names(model: Model) -> Mapping[str, str]:
+    return _LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER
+
+
+def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of brt's parameters by names such as "stack/window_0/tokens/keys"."""
+    return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(partial(_initial, model)))), sep="/")
+
+
+def _initial(model: Model) -> Mapping[str, Any]:
+    tokens = jnp.zeros((1, model.block_length), jnp.int32)
+    start = jnp.ones((1, 1), bool)
+    variables = Decoder(model).init(jax.random.key(0), tokens, new_state(model, 1), start)
+    return variables["params"]
+
+
+def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
+    """Returns brt's float32 parameters for the arrays of a checkpoint.
+
+    Raises:
+      CheckpointError: an array is missing, has another shape, or has no place in the model.
+    """
+    left = {_full_name(name): array for name, array in arrays.items()}
+    left = {name: x for name, x in left.items() if not name.endswith("rotary_emb.inv_freq")}
+    _drop_copy(left, model)
+    names, first = _layer_names(model), {run.name: run for run in runs(model)}
+    starts = _first_layers(model)
+    missing: list[str] = []
+
+    def taken(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = left.pop(theirs, None)
+        if array is None:
+            missing.append(theirs)
+            return np.zeros(shape, np.float32)
+        wanted = _their_shape(ours, shape)
+        if array.shape != wanted:
+            raise CheckpointError(f"{theirs} is {array.shape}, not {wanted} as config.json has it")
+        return _to_ours(ours, np.asarray(array, np.float32), shape)
+
+    params = {}
+    for name, leaf in template(model).items():
+        _, *inside = name.split("/")
+        if not inside:
+            params[name] = taken(_TOP[name], name, leaf.shape)
+            continue
+        run, *_, ours = inside
+        layers = range(starts[run], starts[run] + first[run].layers)
+        rows = [taken(f"model.layers.{i}.{names[ours]}", ours, leaf.shape[1:]) for i in layers]
+        params[name] = np.stack(rows)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
+    if left:
+        raise CheckpointError(
+            f"the checkpoint has {listed(sorted(left))}, which have no place in the model that "
+            "config.json describes"
+        )
+    return unflatten_dict({name: jnp.asarray(x) for name, x in params.items()}, sep="/")
+
+
+def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields Hugging Face's name and array for every parameter of brt."""
+    names, starts = _layer_names(model), _first_layers(model)
+    for name, array in flatten_dict(dict(params), sep="/").items():
+        _, *inside = name.split("/")
+        if not inside:
+            yield _TOP[name], _to_theirs(name, np.asarray(array))
+            continue
+        run, *_, ours = inside
+        for i, row in enumerate(np.asarray(array)):
+            yield f"model.layers.{starts[run] + i}.{names[ours]}", _to_theirs(ours, row)
+
+
+def _first_layers(model: Model) -> dict[str, int]:
+    """Returns the index of the first layer of each run by the name of the run."""
+    starts, first = {}, 0
+    for run in runs(model):
+        starts[run.name] = first
+        first += run.layers
+    return starts
+
+
+def _full_name(name: str) -> str:
+    """Returns the name of an array in a file of a model with a head; others lack the prefix."""
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
+    """Removes the weights of the logits if they are stored although they are the embedding."""
+    head, embedding = arrays.get(_TOP["output"]), arrays.get(_TOP["embedding"])
+    if not model.tied_output or head is None:
+        return
+    if embedding is None or not np.array_equal(head, embedding):
+        raise CheckpointError(
+            "lm_head.weight differs from model.embed_tokens.weight, although config.json says "
+            "tie_word_embeddings = true"
+        )
+    del arrays[_TOP["output"]]
+
+
+def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape in Hugging Face's files of a parameter of one layer."""
+    if ours in _INTO_HEADS:
+        return shape[1] * shape[2], shape[0]
+    if ours == "output" and len(shape) == 4:
+        return shape[3], shape[1] * shape[2]
+    if ours in _MATRICES:
+        return shape[::-1]
+    return (int(np.prod(shape)),) if ours.endswith("_bias") else shape
+
+
+def _to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an array of Hugging Face in brt's layout, which has the given shape."""
+    transposed = array.ndim == 2 and ours not in ("embedding",) and len(shape) != array.ndim
+    transposed |= ours in _MATRICES
+    return np.ascontiguousarray(array.T if transposed else array).reshape(shape)
+
+
+def _to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
+    """Returns an array of brt in Hugging Face's layout."""
+    shape = _their_shape(ours, array.shape)
+    if array.ndim > 2 and len(shape) == 2 or ours in _MATRICES:
+        return np.ascontiguousarray(array.reshape(shape[::-1]).T)
+    return array.reshape(shape)

@@ -1,0 +1,150 @@
+"""How tokens read their window and the sinks of their document, given projections and settings.
+
+Queries and keys are rotated here: a position counts from the beginning of the segment, or of the
+open block, so that angles stay exact however long a document is.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.config import Model
+from brt.layers.cache import KVCache, TokenProjections
+from brt.layers.state import Sinks, has_null_keys
+from brt.ops.dropout import Dropout
+from brt.ops.grouped_heads import by_member
+from brt.ops.local_attention import local_attention
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.positions import (
+    RotarySpeeds,
+    Rotation,
+    rotary_speeds,
+    rotate,
+    rotations,
+    take_positions,
+)
+from brt.ops.sink_attention import sink_attention
+from brt.ops.window_attention import segment_part
+
+
+def speeds_of(model: Model) -> RotarySpeeds:
+    """Returns the angles per token of the rotary embeddings of a layer."""
+    r = model.rotary
+    return rotary_speeds(
+        model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
+        low_frequency=r.low_frequency, high_frequency=r.high_frequency,
+        original_length=r.original_length,
+    )  # fmt: skip
+
+
+def window_part(
+    model: Model,
+    tokens: TokenProjections,
+    past: KVCache,
+    bias: Float[Array, "H W"] | None,
+    *,
+    scale: Float[Array, " H"] | None,
+    dropout: Dropout | None,
+    implementation: str | None,
+) -> AttentionPart:
+    """Returns the attention of the tokens of a segment to their window.
+
+    Args:
+      model: the settings as the layer sees them.
+      tokens: queries, keys and values of the segment.
+      past: keys and values of the tokens before the segment.
+      bias: the position bias by distance, or None.
+      scale: if not None, keys and queries are normalised, the queries to this length; otherwise
+        they are used as they are.
+      dropout: dropout of the attention weights, or None.
+      implementation: the implementation of `brt.ops.window_attention`, or None for the best one.
+
+    Returns:
+      The output [B, T, H, K] and the log-sum-exp [B, T, H].
+    """
+    m, queries, keys, cached = model, tokens.queries, tokens.keys, past.keys
+    if m.positions == "rotary":
+        table = rotations(-m.window, m.window + queries.shape[1], speeds_of(m))
+        own = Rotation(*(part[m.window :] for part in table))
+        cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
+        queries, keys = rotate(queries, own), rotate(keys, own)
+    inputs = (cached, past.values), keys, tokens.values
+    if not m.window_is_block:
+        assert past.first is not None  # The state of such a window counts tokens.
+        return local_attention(
+            queries, *inputs, bias, past.first, dropout, attend_to_self=m.attend_to_self,
+            scale=scale,
+        )  # fmt: skip
+
+    def attend(
+        queries: Array, bias: Array | None, scale: Array | None, member: int
+    ) -> AttentionPart:
+        """Returns the attention of heads of queries that do not share keys."""
+        own = dropout
+        if dropout is not None and member:
+            own = Dropout(jax.random.fold_in(dropout.rng, member), dropout.rate)
+        # Shared by lanes and blocks as in the original: one tile to draw and to read.
+        mask = own and own.shared_mask(m.key_heads, m.window, m.window)
+        return segment_part(
+            queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
+            null_keys=has_null_keys(m), scale=scale, implementation=implementation,
+        )  # fmt: skip
+
+    return by_member(attend, queries, m.key_heads, bias, scale)
+
+
+def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
+    """Returns the place of each of the tokens of a segment in its document, 0 for the first."""
+    assert past.first is not None  # States with sinks count tokens.
+    by_token = jnp.repeat(past.first, tokens // past.first.shape[1], axis=1)
+    return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
+
+
+def sink_part(
+    model: Model,
+    queries: Float[Array, "B T H K"],
+    sinks: Sinks,
+    places: Int[Array, "B T"],
+    bias: Float[Array, " H"] | None,
+) -> AttentionPart:
+    """Returns the attention of tokens to the sinks that have left their window.
+
+    Args:
+      model: the settings as the layer sees them.
+      queries: normalised and scaled, but not rotated.
+      sinks: normalised keys, and values, [B, N, S, G, K].
+      places: the place of each token in its document.
+      bias: the position bias of the sinks, or None.
+    """
+    return sink_attention(
+        queries, *sinks, places, bias,
+        farthest=model.window - 1 if model.attend_to_self else model.window,
+        speeds=speeds_of(model) if model.positions == "rotary" else None,
+    )  # fmt: skip
+
+
+def updated_sinks(sinks: Sinks, token: TokenProjections, places: Int[Array, " B"]) -> Sinks:
+    """Returns the sinks [B, S, G, K] with a token that is at `places` of its document, if it is one
+    of them.
+    """
+    own = (jnp.arange(sinks.keys.shape[1])[None] == places[:, None])[:, :, None, None]
+    return Sinks(jnp.where(own, token.keys, sinks.keys), jnp.where(own, token.values, sinks.values))
+
+
+def rotate_step(
+    model: Model,
+    queries: Float[Array, "B 1 H K"],
+    keys: Float[Array, "B W G K"],
+    position: Int[Array, ""],
+) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W G K"]]:
+    """Applies rotary positions to a token, at position 0, and to the keys of its ring buffer, at
+    their distances before the token.
+    """
+    nearest = 0 if model.attend_to_self else 1
+    steps = (position - nearest - jnp.arange(model.window)) % model.window + nearest
+    table = rotations(-model.window, model.window + 1, speeds_of(model))
+    zero = jnp.asarray([model.window])
+    return (
+        rotate(queries, take_positions(table, zero)),
+        rotate(keys, take_positions(table, zero - steps)),
+    )

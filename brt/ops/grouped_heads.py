@@ -1,0 +1,82 @@
+"""Attention of grouped queries, in which several heads of queries share a head of keys and values.
+
+In shapes, H is the number of heads of queries and G that of keys and values (Ainslie et al. 2023).
+Head g of the keys serves the R = H / G consecutive heads g R, g R + 1, ... of the queries. Keys and
+values are never repeated in memory.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brt.ops.normalization import inverse_norms
+from brt.ops.partial_attention import AttentionPart
+
+
+def step_logits(
+    query: Float[Array, "B H K"], keys: Float[Array, "B S G K"], *, normalize_keys: bool = False
+) -> Float[Array, "B H S"]:
+    """Returns the float32 products of one query per head with S keys.
+
+    With `normalize_keys`, the products are those of normalized keys: scaling the products saves
+    writing a normalized copy of all keys.
+    """
+    batch, heads, size = query.shape
+    slots, groups = keys.shape[1:3]
+    grouped = query.reshape(batch, groups, heads // groups, size)
+    logits = jnp.einsum("bgrk,bsgk->bgrs", grouped, keys, preferred_element_type=jnp.float32)
+    if normalize_keys:
+        logits *= inverse_norms(keys).swapaxes(1, 2)[:, :, None]
+    return logits.reshape(batch, heads, slots)
+
+
+def weighted_values(
+    weights: Float[Array, "B H S"], values: Float[Array, "B S G K"]
+) -> Float[Array, "B H K"]:
+    """Returns the sums of S values by the attention weights of one query per head, in the dtype of
+    `values`.
+    """
+    batch, heads, slots = weights.shape
+    grouped = weights.astype(values.dtype).reshape(batch, values.shape[2], -1, slots)
+    output = jnp.einsum("bgrs,bsgk->bgrk", grouped, values)
+    return output.reshape(batch, heads, values.shape[3])
+
+
+def by_member(
+    attend: Callable[[Array, Array | None, Array | None, int], AttentionPart],
+    queries: Float[Array, "B T H K"],
+    groups: int,
+    bias: Float[Array, "H W"] | None,
+    scale: Float[Array, " H"] | None,
+) -> AttentionPart:
+    """Returns the attention of grouped queries, computed by an operation that has as many heads of
+    queries as of keys.
+
+    The operation is called once for each member of a group, with G heads of queries and the same
+    keys, which it therefore reads R times.
+
+    Args:
+      attend: (queries [B, T, G, K], bias [G, W], scale [G], index of the member) -> the attention
+        output of these heads.
+      queries: the queries of all heads.
+      groups: the number G of heads of keys.
+      bias: the position bias of all heads, or None.
+      scale: the length of the normalized queries of all heads, or None.
+    """
+    heads = queries.shape[2]
+    if heads == groups:
+        return attend(queries, bias, scale, 0)
+    members = heads // groups
+    parts = [
+        attend(
+            queries[:, :, member::members],
+            None if bias is None else bias[member::members],
+            None if scale is None else scale[member::members],
+            member,
+        )
+        for member in range(members)
+    ]
+    output = jnp.stack([part.output for part in parts], axis=3)
+    lse = jnp.stack([part.lse for part in parts], axis=3)
+    return AttentionPart(output.reshape(queries.shape), lse.reshape(queries.shape[:3]))

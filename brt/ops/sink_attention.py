@@ -1,0 +1,71 @@
+"""Attention to the first tokens of a document, after they have left the window.
+
+A pretrained decoder without a window attends strongly to the first tokens of its context, whatever
+they say (attention sinks, Xiao et al. 2023). A window that leaves them behind breaks such a model.
+So their keys and values are kept. A sink is placed as if it stood right before the window: token p
+of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the window and S the
+number of sinks.
+
+In shapes, S is the number of sinks, N the number of blocks of a segment, H the number of heads of
+queries and G that of keys.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops.partial_attention import AttentionPart, attend_to_part
+from brt.ops.positions import RotarySpeeds, rotate, rotations, take_positions
+from brt.ops.softmax import MASKED
+
+
+def sink_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B N S G K"],
+    values: Float[Array, "B N S G K"],
+    places: Int[Array, "B T"],
+    bias: Float[Array, " H"] | None,
+    *,
+    farthest: int,
+    speeds: RotarySpeeds | None = None,
+) -> AttentionPart:
+    """Returns the attention output of every token over the sinks beyond its window, and the
+    log-sum-exp of its logits.
+
+    Args:
+      queries: already normalized and multiplied by any scale, but not rotated.
+      keys, values: the first tokens of the document of each block. What has not been read yet may
+        have any value.
+      places: the place of each token in its document, 0 for the first.
+      bias: the position bias of all sinks, or None.
+      farthest: the distance of the farthest key of a window. Sinks at a smaller or equal distance
+        belong to the window.
+      speeds: the angles of rotary embeddings; None in models without them.
+
+    Returns:
+      The attention output [B, T, H, K] in the dtype of `values` and the log-sum-exp [B, T, H].
+    """
+    batch, length, heads, size = queries.shape
+    blocks, count, groups = keys.shape[1:4]
+    if speeds is not None:
+        reach = farthest + count
+        table = rotations(0, reach + 1, speeds)
+        queries = rotate(queries, take_positions(table, jnp.minimum(places, reach)))
+        sinks = take_positions(table, jnp.arange(count))
+        keys = rotate(keys.reshape(batch * blocks, count, groups, size), sinks).reshape(keys.shape)
+    shape = batch, blocks, length // blocks, groups, heads // groups, size
+    rows = jnp.moveaxis(queries.reshape(shape), 2, 4)  # [B, N, G, R, tokens of a block, K]
+    logits = jnp.einsum("bngrtk,bnsgk->bngrts", rows, keys, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias.reshape(1, 1, groups, -1, 1, 1)
+    order = jnp.arange(count).reshape(1, 1, 1, 1, 1, -1)
+    left = places.reshape(batch, blocks, 1, 1, -1, 1) - order > farthest
+    logits = jnp.where(left, logits, MASKED)
+    merged = logits.reshape(batch, blocks, groups, -1, count)
+    part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
+
+    def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
+        """Returns the results of the tokens of all blocks."""
+        x = x.reshape(*rows.shape[:5], *x.shape[4:])
+        return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])
+
+    return AttentionPart(by_token(part.output).astype(values.dtype), by_token(part.lse))

@@ -1,0 +1,252 @@
+"""What context is worth: the same documents read with several windows.
+
+Every document is read from its start to its end with each window, and every token is scored each
+time. The differences are therefore paired by document. The largest window shows the most that a
+memory beside a smaller window could win.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from brt.config import Config
+from brt.config.checks import check
+from brt.formatting import counted
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
+from brt.types import Variables
+
+_LONGEST_BLOCK = 256  # Tokens of a block; documents are padded to whole blocks.
+
+
+class Difference(NamedTuple):
+    """A difference in bits per byte between two readings of the same documents.
+
+    Attributes:
+      value: the difference of the bits of all documents, divided by their bytes.
+      half_width: half of the 95 % confidence interval over documents; None for a single document.
+    """
+
+    value: float
+    half_width: float | None
+
+
+def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
+    """Returns by how many bits per byte the first reading needs more than the other.
+
+    The interval is that of a ratio of two sums over documents, with Student's distribution: it says
+    how much the difference would vary with other documents of the same kind.
+
+    Args:
+      nats: the nats of each document, float64 [D].
+      other: the nats of each document in the other reading, float64 [D].
+      sizes: the bytes of each document, int [D].
+    """
+    bits, count = (nats - other) / math.log(2), len(nats)
+    value = float(bits.sum() / sizes.sum())
+    if count < 2:
+        return Difference(value, None)
+    residuals = bits - value * sizes
+    error = math.sqrt(count / (count - 1) * float(np.square(residuals).sum())) / float(sizes.sum())
+    return Difference(value, float(stdtrit(count - 1, 0.975)) * error)
+
+
+class WindowEvaluator:
+    """Evaluates one model with several windows; see `brt.tasks.evaluators.Evaluator`.
+
+    The windows replace Model.window. Layers with a window of their own in Model.layer_windows keep
+    it.
+
+    Args:
+      request: the split, with the windows.
+
+    Raises:
+      ConfigError: a layer cannot have one of the windows.
+    """
+
+    unit, partial = "tok", False
+
+    def __init__(self, request: EvaluationRequest):
+        self._config, self.windows = request.config, tuple(sorted(set(request.windows)))
+        check(
+            request.ablate is None,
+            f"--windows and --ablate={request.ablate} are two measurements; leave one of them out",
+        )
+        block = math.gcd(*self.windows, _LONGEST_BLOCK)
+        self._block = block if block >= 16 else min(*self.windows, _LONGEST_BLOCK)
+        self._evaluators = [
+            DocumentEvaluator(request._replace(config=_with_window(self._config, w, self._block)))
+            for w in self.windows
+        ]
+        self._store = request.dataset.split(request.split)
+        self.total = sum(one.total for one in self._evaluators)
+
+    def __call__(
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
+    ) -> EvaluationResult | None:
+        """Evaluates the split with each window."""
+        scores, positions = [], []
+        for evaluator in self._evaluators:
+            by_block = BlockNats(len(self._store))
+            result = evaluator.read(variables, control, on_blocks=by_block)
+            if result is None:
+                return None
+            scores.append(result)
+            positions.append(by_block.sums(self._edges(), self._block))
+        return self._result(scores, np.asarray(positions))
+
+    def sample(
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
+    ) -> str | None:
+        """Returns a text that the model writes with the largest window."""
+        return self._evaluators[-1].sample(variables, step, control)
+
+    def _edges(self) -> list[int]:
+        """Returns the first positions of the ranges by which bits are reported."""
+        return [0, *self.windows]
+
+    def _result(self, scores: Sequence[SplitScores], positions: np.ndarray) -> EvaluationResult:
+        largest = scores[-1]
+        sizes = np.asarray([score.bytes for score in largest.documents])
+        nats = np.asarray([[score.nats for score in one.documents] for one in scores])
+        tokens = self._tokens_by_position()
+        rows = []
+        for window, one, own, by_position in zip(
+            self.windows, scores, nats, positions, strict=True
+        ):
+            difference = paired_difference(own, nats[-1], sizes)
+            bits = by_position / math.log(2) / np.maximum(tokens, 1)
+            rows.append({
+                "window": window,
+                **one.totals,
+                "difference": difference.value,
+                "difference_95": difference.half_width,
+                "bits_per_token_by_position": [
+                    float(b) if n else None for b, n in zip(bits, tokens, strict=True)
+                ],
+            })  # fmt: skip
+        report = {
+            **largest.totals,
+            "protocol": {**largest.protocol, "window": self.windows[-1],
+                         "sinks": self._config.model.sinks, "block": self._block},
+            "windows": rows,
+            "positions": {"from": self._edges(), "tokens": tokens.tolist()},
+        }  # fmt: skip
+        documents = [
+            {
+                "document": score.name,
+                "bytes": score.bytes,
+                **{f"nats_{w}": float(own[i]) for w, own in zip(self.windows, nats, strict=True)},
+            }
+            for i, score in enumerate(largest.documents)
+        ]
+        worth = rows[0]["difference"]
+        summary = (
+            f"a window of {self.windows[-1]:,} instead of {self.windows[0]:,} tokens is worth "
+            f"{worth:.4f} bits/byte"
+        )
+        draw = partial(_draw, rows) if self._config.training.plots else None
+        return EvaluationResult(
+            report, summary, {"documents": documents}, text(report), name="windows", draw=draw
+        )
+
+    def _tokens_by_position(self) -> np.ndarray:
+        """Returns the number of scored tokens in each range of positions."""
+        edges = np.asarray([*self._edges(), np.iinfo(np.int64).max])
+        lengths = np.asarray(self._store.lengths)[:, None]
+        return (np.minimum(lengths, edges[1:]) - np.minimum(lengths, edges[:-1])).sum(axis=0)
+
+
+class BlockNats:
+    """Collects the nats of blocks by their place in their document.
+
+    Args:
+      documents: the number of documents.
+    """
+
+    def __init__(self, documents: int):
+        self._next = np.zeros(documents, np.int64)
+        self._nats: dict[int, float] = {}
+
+    def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
+        """Adds the blocks of a batch.
+
+        Args:
+          document: int [B, N], the document of each block, -1 for padding. The blocks of a document
+            come in order.
+          nats: float [B, N].
+        """
+        for index, value in zip(document.ravel().tolist(), nats.ravel().tolist(), strict=True):
+            if index >= 0:
+                place = int(self._next[index])
+                self._nats[place] = self._nats.get(place, 0.0) + value
+                self._next[index] += 1
+
+    def sums(self, edges: Sequence[int], block: int) -> np.ndarray:
+        """Returns the nats of all documents in the ranges of positions that begin at `edges`.
+
+        A block of `block` tokens counts for the range in which it begins.
+        """
+        sums = np.zeros(len(edges))
+        for place, value in self._nats.items():
+            sums[np.searchsorted(edges, place * block, side="right") - 1] += value
+        return sums
+
+
+def _with_window(config: Config, window: int, block: int) -> Config:
+    model = dataclasses.replace(config.model, window=window, block=block)
+    length = block * max(1, max(config.evaluation_segment_length, window) // block)
+    evaluation = dataclasses.replace(config.evaluation, segment_length=length)
+    return dataclasses.replace(config, model=model, evaluation=evaluation)
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Returns the report as text for people: a row for each window."""
+    protocol, rows = report["protocol"], report["windows"]
+    per_byte = report["bits_per_byte"] is not None
+    lines = [
+        f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
+        f"{report['bytes']:,} bytes",
+        f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
+        f"BOS, tokenizer {protocol['tokenizer']}",
+        "",
+        f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"
+        f"{'more than the largest':>24}{'95 % interval':>24}",
+    ]
+    name = "bits_per_byte" if per_byte else "bits_per_token"
+    for row in rows:
+        half, value = row["difference_95"], row["difference"]
+        interval = "one document" if half is None else f"{value - half:.4f} to {value + half:.4f}"
+        lines.append(
+            f"{row['window']:>8,}{row[name]:>16.4f}{value:>24.4f}"
+            f"{'' if row is rows[-1] else interval:>24}"
+        )
+    return "\n".join([*lines, "", *_position_lines(report)])
+
+
+def _position_lines(report: Mapping[str, Any]) -> list[str]:
+    starts, tokens = report["positions"]["from"], report["positions"]["tokens"]
+    windows = [row["window"] for row in report["windows"]]
+    lines = [
+        "bits per token by the position in the document",
+        f"{'from token':>12}{'tokens':>12}" + "".join(f"{w:>10,}" for w in windows),
+    ]
+    for i, (start, count) in enumerate(zip(starts, tokens, strict=True)):
+        if count:
+            cells = [row["bits_per_token_by_position"][i] for row in report["windows"]]
+            lines.append(f"{start:>12,}{count:>12,}" + "".join(f"{c:>10.4f}" for c in cells))
+    return lines
+
+
+def _draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns a plot (PNG) of bits against the window."""
+    from brt.drawing import png, window_plot
+
+    metric = BITS_PER_TOKEN if rows[0]["bits_per_byte"] is None else BITS_PER_BYTE
+    return png(window_plot({row["window"]: row[metric.name] for row in rows}, metric.title))

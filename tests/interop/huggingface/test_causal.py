@@ -1,0 +1,174 @@
+"""Decoders of Hugging Face: logits are those of transformers, and the way back is bit-equal.
+
+tests/data/decoders has a tiny random model of each family (tools/make_decoder_fixtures.py). Its
+document is longer than four windows, and longer than the contexts before scaling.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Model
+from brt.errors import CheckpointError
+from brt.interop.huggingface.causal import config, export, weights
+from brt.interop.huggingface.causal.config import Window
+from brt.models.decoder import Decoder, logits, new_state, output_weights
+
+DATA = Path(__file__).parents[2] / "data" / "decoders"
+FAMILIES = sorted(path.stem for path in DATA.glob("*.npz"))
+TOLERANCE = 1e-5  # relative to the largest logit, float32
+
+
+class Case(NamedTuple):
+    described: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    ids: np.ndarray
+    logits: np.ndarray
+
+
+def case(family: str) -> Case:
+    with np.load(DATA / f"{family}.npz") as file:
+        arrays = {name: file[name] for name in file.files}
+    described = json.loads(str(arrays.pop("config")))
+    ids, expected = arrays.pop("ids").astype(np.int32), arrays.pop("logits")
+    return Case(described, arrays, ids, expected)
+
+
+def model_of(described: dict[str, Any], **changes: Any) -> Model:
+    model = config.from_theirs(described, Window(sinks=0))
+    return dataclasses.replace(model, dtype="float32", block=8, **changes)
+
+
+def read(model: Model, params: Any, ids: np.ndarray, cuts: tuple[int, ...] = ()) -> np.ndarray:
+    """Returns the logits of a document that is read in segments which end at `cuts`."""
+    state, pieces = new_state(model, 1), []
+    call = jax.jit(Decoder(model).apply)
+    for begin, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
+        start = np.zeros((1, (end - begin) // model.block_length), bool)
+        start[0, 0] = begin == 0
+        output = call({"params": params}, ids[None, begin:end], state, start)
+        state = output.state
+        pieces.append(logits(model, output_weights(model, params), output.hidden)[0])
+    return np.concatenate(pieces)
+
+
+def assert_equal_logits(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(actual - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    described, arrays, ids, expected = case(family)
+    model = model_of(described)
+    params = weights.import_arrays(arrays, model)
+    assert_equal_logits(read(model, params, ids), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_segments_and_token_by_token(family: str) -> None:
+    described, arrays, ids, expected = case(family)
+    model = model_of(described)
+    params = weights.import_arrays(arrays, model)
+    assert_equal_logits(read(model, params, ids, cuts=(8, 40)), expected)
+    decoder, variables = Decoder(model), {"params": params}
+    step = jax.jit(lambda *inputs: decoder.apply(*inputs, method=Decoder.decode_step))
+    state, rows = new_state(model, 1), []
+    for i, token in enumerate(ids):
+        place = i % model.block_length
+        if place == 0:
+            block = decoder.apply(variables, state, method=Decoder.begin_block)
+        row, block = step(variables, jnp.asarray([token]), state, block, jnp.asarray(place))
+        rows.append(row[0])
+        if place == model.block_length - 1:
+            state = decoder.apply(variables, state, block, method=Decoder.end_block)
+    assert_equal_logits(np.stack(rows), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_way_back_is_bit_equal(family: str) -> None:
+    described, arrays, *_ = case(family)
+    model = config.from_theirs(described, Window(sinks=0))
+    exported = dict(weights.export_arrays(weights.import_arrays(arrays, model), model))
+    assert exported.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(exported[name], array.astype(np.float32))
+    again = export.to_theirs(model, bos_id=1, dtype="float32")
+    assert again["model_type"] == described["model_type"]
+    assert config.from_theirs(again, Window(sinks=0)) == model
+
+
+def test_configs_of_earlier_transformers_say_the_same() -> None:
+    described = case("llama3_scaling").described
+    scaling = described.pop("rope_parameters")
+    older = {**described, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    newer = {**described, "rope_parameters": {**scaling, "rope_theta": older["rope_theta"]}}
+    assert model_of(older) == model_of(newer)
+    gemma = case("gemma3").described
+    both = gemma.pop("rope_parameters")
+    older = {
+        **gemma,
+        "rope_theta": both["full_attention"]["rope_theta"],
+        "rope_local_base_freq": both["sliding_attention"]["rope_theta"],
+    }
+    assert model_of(older) == model_of({**gemma, "rope_parameters": both})
+
+
+def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
+    described = case("gemma3").described
+    described["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    model = model_of(described)
+    local, without_window = model.for_layer(0).rotary, model.for_layer(1).rotary
+    assert (local.base, local.scaling) == (10_000.0, "none")
+    assert (without_window.scaling, without_window.factor) == ("linear", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2' is none of the decoders"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act = 'relu2' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks 'factor'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"hidden_size": "32"}, "hidden_size = '32' is no int"),
+        ({"num_attention_heads": None}, "lacks num_attention_heads"),
+        ({"some_new_key": 3}, "some_new_key = 3 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ],
+)
+def test_a_config_that_brt_cannot_compute_is_refused(change: dict[str, Any], message: str) -> None:
+    described = {**case("llama").described, "rope_parameters": None, **change}
+    with pytest.raises(CheckpointError, match=message):
+        config.from_theirs(described, Window())
+
+
+def test_arrays_without_a_place_or_missing_are_refused() -> None:
+    described, arrays, *_ = case("llama")
+    model = config.from_theirs(described, Window())
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, which have no place"):
+        weights.import_arrays(
+            {**arrays, "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}, model
+        )
+    left = {name: x for name, x in arrays.items() if "layers.1.mlp.up_proj" not in name}
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        weights.import_arrays(left, model)
+    cut = {**arrays, "model.norm.weight": np.zeros(31)}
+    with pytest.raises(CheckpointError, match=r"norm\.weight is \(31,\), not \(32,\)"):
+        weights.import_arrays(cut, model)
+
+
+def test_windows_and_sinks_that_the_user_asks_for() -> None:
+    llama, mistral = case("llama").described, case("mistral").described
+    model = config.from_theirs(llama, Window())
+    assert (model.window, model.sinks) == (64, 4)
+    assert config.from_theirs(llama, Window(32, 0)).sinks == 0
+    assert config.from_theirs(mistral, Window()).sinks == 0
+    assert config.from_theirs(mistral, Window(6)).sinks == 4
