@@ -171,7 +171,7 @@ def test_values_of_another_type_are_refused(name: str, value: Any, message: str)
         ("Training.learning_rate", "did you mean 'Optimizer.learning_rate'?"),
         ("Model.num_layers", "did you mean 'Model.layers'?"),
         ("Checkpoint.zzz", "no field 'Checkpoint.zzz'; Checkpoint has every, keep, keep_every"),
-        ("Zzzzz", "no section 'Zzzzz'; there are Model, Recurrence, Clustered"),
+        ("Zzzzz", "no section 'Zzzzz'; there are Model, Rotary, Norm, Recurrence"),
     ],
 )
 def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:

@@ -1,0 +1,107 @@
+"""`brt.evaluate --windows`: the same documents with several windows, paired by document."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import Config, Data, Evaluation, Model, Training
+from brt.errors import ConfigError
+from brt.evaluate import _windows
+from brt.layers.sections import Recurrence
+from brt.tasks.arguments import EvaluationRequest
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator
+from brt.tasks.language_modeling.windows import BlockNats, WindowEvaluator, paired_difference
+from brt.training.state import initial_params
+from brt.types import Variables
+
+MODEL = Model(
+    layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=32, positions="rotary",
+    dtype="float32", sinks=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def request_and_variables(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    import flax.linen as nn
+
+    folder: Path = tmp_path_factory.mktemp("documents")
+    for i, repeats in enumerate((9, 3, 5)):
+        (folder / f"{i}.txt").write_text(f"Document {i} says what it says. " * repeats)
+    (folder / "other").write_text("A document to train on. " * 100)
+    data = Data(train=(str(folder / "other"),), test=(str(folder / "*.txt"),))
+    config = Config(
+        model=MODEL, data=data, training=Training(segment_length=64, plots=False),
+        evaluation=Evaluation(batch_size=2),
+    )  # fmt: skip
+    task = tasks.from_config(config)
+    dataset = task.open(config, progress=False)
+    config = task.resolve(config, dataset)
+    variables = Variables(nn.meta.unbox(initial_params(config)), {})
+    return EvaluationRequest(config, dataset, "test", windows=(64, 16, 32)), variables
+
+
+def test_each_window_gives_the_bits_of_an_evaluation_with_it(request_and_variables: tuple) -> None:
+    request, variables = request_and_variables
+    result = WindowEvaluator(request)(variables)
+    assert result is not None
+    rows = result.metrics["windows"]
+    assert [row["window"] for row in rows] == [16, 32, 64]
+    for row in rows:
+        model = dataclasses.replace(request.config.model, window=row["window"], block=16)
+        config = dataclasses.replace(request.config, model=model)
+        alone = DocumentEvaluator(request._replace(config=config, windows=()))(variables)
+        assert alone is not None
+        np.testing.assert_allclose(row["bits_per_byte"], alone.metrics["bits_per_byte"], rtol=1e-6)
+    assert rows[-1]["difference"] == 0
+    np.testing.assert_allclose(
+        rows[0]["difference"], rows[0]["bits_per_byte"] - rows[-1]["bits_per_byte"], rtol=1e-6
+    )
+    assert rows[0]["difference_95"] > 0
+
+
+def test_bits_by_position_add_up_to_all_bits(request_and_variables: tuple) -> None:
+    request, variables = request_and_variables
+    metrics = WindowEvaluator(request)(variables).metrics  # type: ignore[union-attr]
+    tokens = np.asarray(metrics["positions"]["tokens"])
+    assert tokens.sum() == metrics["tokens"]
+    for row in metrics["windows"]:
+        bits = np.asarray(row["bits_per_token_by_position"], float)
+        np.testing.assert_allclose(bits @ tokens, row["bits"], rtol=1e-6)
+    # Tokens whose whole past is in the smallest window have the same bits with every window.
+    first = [row["bits_per_token_by_position"][0] for row in metrics["windows"]]
+    np.testing.assert_allclose(first, first[0], rtol=1e-6)
+
+
+def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
+    nats, other = np.array([30.0, 50.0, 20.0]), np.array([28.0, 41.0, 19.0])
+    sizes = np.array([10, 30, 8])
+    value, half = paired_difference(nats, other, sizes)
+    bits = (nats - other) / math.log(2)
+    assert value == pytest.approx(bits.sum() / 48)
+    error = math.sqrt(3 / 2 * ((bits - value * sizes) ** 2).sum()) / 48
+    assert half == pytest.approx(4.302653 * error, rel=1e-6)  # Student's t with 2 degrees
+    assert paired_difference(nats[:1], other[:1], sizes[:1]).half_width is None
+
+
+def test_blocks_are_counted_at_their_place_in_the_document() -> None:
+    collected = BlockNats(2)
+    collected(np.array([[0, 0, 1], [-1, -1, -1]]), np.array([[1.0, 2.0, 4.0], [9, 9, 9]]))
+    collected(np.array([[1, 1, 0]]), np.array([[8.0, 16.0, 32.0]]))
+    np.testing.assert_array_equal(collected.sums([0, 16, 32], 16), [1 + 4, 2 + 8, 16 + 32])
+
+
+def test_windows_that_cannot_be_compared_are_refused(request_and_variables: tuple) -> None:
+    request, _ = request_and_variables
+    with pytest.raises(ConfigError, match="two measurements"):
+        WindowEvaluator(request._replace(ablate="cache"))
+    model = request.config.model.with_kinds(Recurrence(layers=(0,), states=4))
+    recurrent = dataclasses.replace(request.config, model=model)
+    with pytest.raises(ConfigError, match="layer 0 is recurrent: its window"):
+        WindowEvaluator(request._replace(config=recurrent))
+    with pytest.raises(ConfigError, match="must be numbers of tokens"):
+        _windows("256,many")
+    assert _windows("") == () and _windows("256, 512") == (256, 512)
