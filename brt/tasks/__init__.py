@@ -68,7 +68,9 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
       origins: for each setting that the user bound, the file and line (or flag) that bound it.
     """
     task = from_config(config)
-    task.check(config)
+    # On the command line, settings of the model that come from weights are not known yet.
+    if origins is None or not config.training.init_from:
+        task.check(config)
     usual = Config(training=Training(task=task.name))
     defaults, values = config_values(usual), config_values(config)
     readers = {name: _sections(other) for name, other in TASKS.items()}

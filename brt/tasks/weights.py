@@ -44,6 +44,7 @@ class Weights(NamedTuple):
       task: name of the task that the weights were trained for; None if unknown.
       load: function that reads the parameters.
       load_model_state: function that reads the state that was learned without gradients.
+      tokenizer_file: path of the tokenizer's file among the weights; "" if there is none.
     """
 
     where: str
@@ -52,6 +53,7 @@ class Weights(NamedTuple):
     task: str | None
     load: Callable[[], PyTree[Array]]
     load_model_state: Callable[[], PyTree[Array]] = tuple
+    tokenizer_file: str = ""
 
 
 class WarmStart(NamedTuple):
@@ -77,10 +79,14 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
     known = weights.tokenizer
     both_bytes = known == ByteTokenizer.fingerprint and tokenizer.name == ByteTokenizer.name
     if known not in (None, tokenizer.fingerprint) and not both_bytes:
+        remedy = (
+            f"set Data.tokenizer = {weights.tokenizer_file!r}"
+            if weights.tokenizer_file
+            else "take the one that they were trained with"
+        )
         raise ConfigError(
             f"the weights of Training.init_from = {weights.where!r} know another tokenizer than "
-            f"{tokenizer.name} ({str(known)[:12]}, not {tokenizer.fingerprint[:12]}); "
-            "take the one that they were trained with"
+            f"{tokenizer.name} ({str(known)[:12]}, not {tokenizer.fingerprint[:12]}); {remedy}"
         )
 
 

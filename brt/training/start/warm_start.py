@@ -7,14 +7,17 @@ from typing import Any
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.config import Config, Model
+from brt.config import Config, Data, Model
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
+from brt.config.model import PARTS
 from brt.config.shared import public_name
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.weights import Weights
 from brt.training.start import saved_model
 from brt.training.workdir import Workdir
+
+_BYTES = Data().tokenizer
 
 
 def find_weights(config: Config) -> Weights | None:
@@ -34,8 +37,16 @@ def find_weights(config: Config) -> Weights | None:
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
     return weights._replace(
-        load=lambda: model().params, load_model_state=lambda: model().model_state
-    )
+        load=lambda: model().params, load_model_state=lambda: model().model_state,
+        tokenizer_file=_tokenizer_file(workdir),
+    )  # fmt: skip
+
+
+def _tokenizer_file(workdir: Workdir) -> str:
+    """Returns the path of the file of a run's tokenizer; "" if the run has none."""
+    names = ("tokenizer.json", "tokenizer.model")
+    paths = [workdir.tokenizer / name for name in names if (workdir.tokenizer / name).is_file()]
+    return str(paths[0]) if paths else ""
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
@@ -90,8 +101,15 @@ def with_model(config: Config, weights: Weights) -> Config:
         types = kind_sections().values()
         kinds = (_merged(requested.of(kind), trained.of(kind), where) for kind in types)
         placed = tuple(kind for kind in kinds if any(kind.places().values()))
-        model = dataclasses.replace(model, kinds=placed)
-    return dataclasses.replace(config, **{section: model})
+        parts = {
+            field: _merged(getattr(requested, field), getattr(trained, field), where)
+            for field in PARTS.values()
+        }
+        model = dataclasses.replace(model, kinds=placed, **parts)
+    data = config.data
+    if isinstance(requested, Model) and weights.tokenizer_file and data.tokenizer == _BYTES:
+        data = dataclasses.replace(data, tokenizer=weights.tokenizer_file)
+    return dataclasses.replace(config, **{section: model, "data": data})
 
 
 def _merged(requested: Any, trained: Any, where: str) -> Any:
