@@ -18,6 +18,7 @@ from brt.errors import CheckpointError
 from brt.interop import pretrained
 from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import config as causal
 from brt.sweeping import results
 from brt.sweeping.directory import PointDirectory
 from brt.training import bad_steps, inspection, metrics, run_summary, trackers
@@ -208,6 +209,31 @@ _T5 = {
 }  # fmt: skip
 
 
+_SIZES = {
+    "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6, "head_dim": 4,
+}  # fmt: skip
+_DECODERS = {
+    "llama": {
+        **_SIZES, "model_type": "llama", "rope_theta": 500.0, "attention_bias": False,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "gemma": {
+        **_SIZES, "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 8, "query_pre_attn_scalar": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}  # fmt: skip
+
+
 def _converted(add: Callable[..., None]) -> None:
     def theirs(path: Path) -> None:
         one = files.read_json(path.parent / "config.json")
@@ -220,6 +246,11 @@ def _converted(add: Callable[..., None]) -> None:
     add("hf/config.json", _T5, lambda path: None)
     add("hf/generation_config.json", {"num_beams": 4, "eos_token_id": 1}, theirs)
     add("hf/config.json", None, theirs)
+    for family, described in _DECODERS.items():
+        add(
+            f"hf/{family}/config.json", described,
+            lambda path: causal.from_theirs(files.read_json(path), causal.Window()),
+        )  # fmt: skip
     weight_map = {"weight_map": {"a": "model-1.safetensors"}}
     add("hf/model.safetensors.index.json", weight_map, files.shards)
     sections = config_json(config.Config())

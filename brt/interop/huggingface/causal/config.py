@@ -7,6 +7,7 @@ computes, or refused with its value.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.config import Model
 from brt.config.norm import Norm
 from brt.config.rotary import Rotary
@@ -56,6 +57,20 @@ LLAMA3 = {
     "high_frequency": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
+_NUMBER = int | float | None
+_SCALING = {
+    "rope_type?": str | None, "type?": str | None, "rope_theta?": _NUMBER, "factor?": _NUMBER,
+    "low_freq_factor?": _NUMBER, "high_freq_factor?": _NUMBER, "partial_rotary_factor?": _NUMBER,
+    "original_max_position_embeddings?": int | None,
+}  # fmt: skip
+# The structure of the keys that are not plain numbers, texts or truth values.
+_STRUCTURE = {
+    "model_type": str, "rope_theta?": _NUMBER, "rope_local_base_freq?": _NUMBER,
+    "rope_interleaved?": bool | None, "sliding_window?": int | None,
+    "use_sliding_window?": bool | None, "sliding_window_pattern?": int | None,
+    "_sliding_window_pattern?": int | None,
+}  # fmt: skip
+_MOST_LAYERS = 4096  # A crafted number of layers must not fill the memory.
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -124,8 +139,10 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
+      ConfigError: the window or the sinks do not suit the model.
     """
-    family = config.get("model_type")
+    _check_structure(config)
+    family = config["model_type"]
     if family not in FAMILIES:
         raise CheckpointError(
             f"config.json: model_type = {family!r} is none of the decoders that brt reads: "
@@ -145,6 +162,10 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
     keys = _Keys(names, {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {})})
     heads, width = keys.take("num_attention_heads", int), keys.take("hidden_size", int)
     layers = keys.take("num_hidden_layers", int)
+    if not 0 < layers <= _MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers = {layers} must be from 1 to {_MOST_LAYERS}"
+        )
     context = keys.take("max_position_embeddings", int)
     activation = keys.take("hidden_act", str)
     if activation not in ACTIVATIONS:
@@ -171,10 +192,31 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
         "scale_embedding": gemma,
     }  # fmt: skip
     if gemma:
-        settings["query_scale"] = keys.take("query_pre_attn_scalar", (int, float)) ** -0.5
+        scalar = keys.take("query_pre_attn_scalar", (int, float))
+        if scalar <= 0:
+            raise CheckpointError(f"config.json: query_pre_attn_scalar = {scalar} must be above 0")
+        settings["query_scale"] = scalar**-0.5
     settings |= _windows(keys, layers, reading, context)
     keys.refuse_rest()
     return Model(**settings)
+
+
+def _check_structure(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for values of a type that no config.json has at their place."""
+    try:
+        untrusted.check(config, _STRUCTURE)
+        for name in ("rope_parameters", "rope_scaling", "quantization_config"):
+            untrusted.check(config.get(name), dict | None, name)
+        if config.get("layer_types") is not None:
+            untrusted.check(config["layer_types"], [str], "layer_types")
+        parameters = config.get("rope_parameters") or {}
+        for scaling in (parameters, config.get("rope_scaling") or {}):
+            untrusted.check(scaling, _SCALING, "rope_scaling")
+        for kind in (_LOCAL, _GLOBAL):
+            if parameters.get(kind) is not None:
+                untrusted.check(parameters[kind], _SCALING, kind)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _biases(family: str, keys: _Keys) -> str:
@@ -187,14 +229,14 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
     """Returns the rotary embeddings: transformers 5 describes them in `rope_parameters`, older
     versions in `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
     """
-    parameters = keys.take_optional("rope_parameters") or {}
+    parameters = _without_nulls(keys.take_optional("rope_parameters"))
     base, local_base = keys.take_optional("rope_theta"), 0.0
-    scaling = keys.take_optional("rope_scaling") or {}
+    scaling = _without_nulls(keys.take_optional("rope_scaling"))
     if gemma:
         local_base = keys.take_optional("rope_local_base_freq") or 10_000.0
         base = base or 1_000_000.0
-        local_base = (parameters.get(_LOCAL) or {}).get("rope_theta", local_base)
-        parameters = parameters.get(_GLOBAL, parameters)
+        local_base = _without_nulls(parameters.get(_LOCAL)).get("rope_theta", local_base)
+        parameters = _without_nulls(parameters.get(_GLOBAL, parameters))
     scaling = parameters if parameters.get("rope_type", "default") != "default" else scaling
     base = parameters.get("rope_theta", base) or 10_000.0
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
@@ -217,6 +259,11 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
     raise CheckpointError(
         f"config.json: the rope scaling {kind!r} is not supported; 'linear' and 'llama3' are"
     )
+
+
+def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the entries of an object that are not null."""
+    return {name: value for name, value in (values or {}).items() if value is not None}
 
 
 def _windows(keys: _Keys, layers: int, reading: Window, context: int) -> dict[str, Any]:
