@@ -102,16 +102,14 @@ def _new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
 
 
 def _read_and_write(
-    decoder: Decoder,
-    variables: Variables,
-    memory: Memory,
+    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory,
     tokens: Int[Array, "B C"],
     prompt_length: Int[Array, ""],
     count: Int[Array, ""],
     key: Array,
     *,
     sampling: Sampling,
-) -> tuple[Memory, Int[Array, "B C"]]:
+) -> tuple[Memory, Int[Array, "B C"]]:  # fmt: skip
     """Reads a prompt, and continues it with sampled tokens.
 
     One compiled program reads prompts of any length and samples any number of tokens, because
@@ -136,7 +134,8 @@ def _read_and_write(
 
         def write() -> Int[Array, " B"]:
             """Returns a sampled token of every lane."""
-            return choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
+            logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
+            return choose(logits, own_key, sampling)
 
         next_tokens = jax.lax.cond(i < prompt_length, read, write)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
@@ -159,7 +158,7 @@ class _Beams(NamedTuple):
 
 
 def _search(
-    decoder: Decoder, variables: Variables, memory: Memory, *, decoding: Decoding
+    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
     """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
 
@@ -176,7 +175,7 @@ def _search(
             return _advance(decoder, variables, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
-        return memory.logits[None], _Beams(memory, jnp.ones((), bool))
+        return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
         """Returns beams in which beam n continues the present beam chosen[0, n]."""
@@ -199,23 +198,22 @@ class Session:
       variables: the learned arrays of the model.
       bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel after the same prompt.
+      known_ids: number of ids that can be generated, if the vocabulary of the model is larger than
+        that of the tokenizer; 0 for all.
     """
 
     def __init__(
-        self,
-        config: Config,
-        variables: Variables,
-        *,
-        bos_id: int,
-        lanes: int = 1,
-    ) -> None:
+        self, config: Config, variables: Variables, *, bos_id: int, lanes: int = 1,
+        known_ids: int = 0,
+    ) -> None:  # fmt: skip
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
+        known = known_ids or config.model.vocab_size
         self._read_segment = rules.jit(partial(_read_segment, decoder), donate_argnums=1)
         self._read_and_write = rules.jit(
-            partial(_read_and_write, decoder), static_argnames="sampling", donate_argnums=1
+            partial(_read_and_write, decoder, known), static_argnames="sampling", donate_argnums=1
         )
-        self._search = rules.jit(partial(_search, decoder), static_argnames="decoding")
+        self._search = rules.jit(partial(_search, decoder, known), static_argnames="decoding")
         self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
         self.restart(variables)
 

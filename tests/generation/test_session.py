@@ -220,6 +220,17 @@ def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone
     assert searched > greedy, "four beams see more"
 
 
+def test_ids_that_the_tokenizer_lacks_are_never_written(recurrent: Case) -> None:
+    config, variables = recurrent.session._config, Variables(recurrent.params)
+    session = Session(config, variables, bos_id=BOS, known_ids=3)
+    assert written(session, 30, sampling=Sampling(temperature=50.0)).max() < 3
+    session.restart(variables)
+    assert written(session, 30, sampling=GREEDY).max() < 3
+    session.restart(variables)
+    found = session.search(Decoding(beams=2, max_length=6))
+    assert np.max(found) < 3
+
+
 def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
     session = Session(recurrent.session._config, Variables(recurrent.params), bos_id=BOS)
     decoding = Decoding(beams=3, max_length=6)

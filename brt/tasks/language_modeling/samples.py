@@ -46,7 +46,9 @@ class Sampler:
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
         if self._session is None:
-            self._session = Session(self._config, variables, bos_id=self._store.bos_id)
+            self._session = Session(
+                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
+            )
         self._session.restart(variables)
         self._session.read(prompt)
         generated: list[int] = []

@@ -203,7 +203,9 @@ class LanguageModeling(Task):
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         """Returns an object that continues prompts."""
-        session = Session(config, variables, bos_id=tokenizer.bos_id)
+        session = Session(
+            config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size
+        )
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
