@@ -70,8 +70,8 @@ def test_with_feedback_deferred_gradients_are_those_of_one_pass(
 ) -> None:
     """The recurrent layer has a window of one block, the layer below it a longer one."""
     model = dataclasses.replace(
-        PLAIN.with_kinds(Recurrence(layers=(1,), states=4)),
-        layer_windows=(12, 0, 20), feedback=True,
+        PLAIN.with_kinds(Recurrence(layers=(1,), states=4)), layers=2, layer_windows=(12, 0),
+        feedback=True,
     )  # fmt: skip
     params, ids, start = random_params(model), jnp.asarray(tokens()), starts(model, (1, 16))
 

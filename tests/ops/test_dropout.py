@@ -13,7 +13,8 @@ KEY = jax.random.key(0)
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float, backend: str) -> None:
     with dispatch.use_backend(backend):
-        factors = np.asarray(Dropout(KEY, rate).factors((100, 1001), jnp.dtype("float32")))
+        draw = jax.jit(lambda key: Dropout(key, rate).factors((100, 1001), jnp.dtype("float32")))
+        factors = np.asarray(draw(KEY))
     assert len(np.unique(factors)) == 2 and factors.min() == 0
     assert np.mean(factors == 0) == pytest.approx(rate, abs=1 / 512 + 0.005)
     assert factors.mean() == pytest.approx(1, abs=0.01)
@@ -23,9 +24,8 @@ def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float, backend
 
 @pytest.mark.parametrize(("rate", "kept"), [(1e-9, 255 / 256), (1 - 1e-9, 1 / 256)])
 def test_a_rate_of_bytes_is_never_rounded_to_nothing_or_all(rate: float, kept: float) -> None:
-    assert Dropout(KEY, rate).factors((1000,), jnp.dtype("float32")).max() == pytest.approx(
-        1 / kept
-    )
+    draw = jax.jit(lambda key: Dropout(key, rate).factors((1000,), jnp.dtype("float32")))
+    assert np.max(draw(KEY)) == pytest.approx(1 / kept)
 
 
 def test_the_key_decides_and_parts_differ() -> None:
@@ -37,11 +37,12 @@ def test_the_key_decides_and_parts_differ() -> None:
 
 @pytest.mark.parametrize("rows", [1, 12, 16, 24, 128, 512])
 def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
-    kept = jax.random.bernoulli(KEY, 0.5, (2, rows, 10))
-    words = dropout_bits.pack(kept)
+    kept = np.random.default_rng(0).random((2, rows, 10)) < 0.5
+    words = jax.jit(dropout_bits.pack)(jnp.asarray(kept))
     assert words.dtype == jnp.uint32 and words.size * 32 >= kept.size
     for head in range(2):
-        found = dropout_bits.unpack(words[head, :, 3:], rows)
+        unpack = jax.jit(dropout_bits.unpack, static_argnums=1)
+        found = unpack(np.asarray(words)[head, :, 3:], rows)
         np.testing.assert_array_equal(found, kept[head, :, 3:])
 
 
@@ -49,10 +50,15 @@ def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
 def test_words_and_factors_of_shared_matrices_agree(backend: str) -> None:
     """Whichever of them an implementation reads, of rows x columns that differ in number."""
     with dispatch.use_backend(backend):
-        shared = Dropout(KEY, 0.25).shared_mask(2, rows=24, columns=16)
-        factors, words = shared.factors(jnp.dtype("float32")), shared.packed_words()
+
+        @jax.jit
+        def draw(key: jax.Array) -> tuple:
+            shared = Dropout(key, 0.25).shared_mask(2, rows=24, columns=16)
+            return shared.factors(jnp.dtype("float32")), shared.packed_words(), shared.scale
+
+        factors, words, scale = map(np.asarray, draw(KEY))
     assert factors.shape == (2, 24, 16) and 0.1 < np.mean(factors == 0) < 0.4
-    assert factors.max() == pytest.approx(shared.scale)
+    assert factors.max() == pytest.approx(scale)
     for head in range(2):
-        kept = dropout_bits.unpack(words[head], 16)
+        kept = jax.jit(dropout_bits.unpack, static_argnums=1)(words[head], 16)
         np.testing.assert_array_equal(kept, factors[head].T > 0)
