@@ -22,10 +22,14 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-_FULL_SHARE = 0.01  # A disk with a smaller share of free inodes counts as full.
-# A checkpoint has at least this number of files, some of which a failed save deletes again.
+# After a write failed because the disk was full, inodes count as used up if less than the share
+# _FULL_SHARE or fewer than _FEW_FILES of them are free. Some are free again at that time, because a
+# failed save deletes its files, and a checkpoint has at least _FEW_FILES files.
+_FULL_SHARE = 0.01
 _FEW_FILES = 32
-_FREE_SHARE = 0.1  # If a larger share of the disk is free, a quota must be used up.
+# If a write failed because the disk was full, but more than this share of the disk's space and of
+# its inodes is free, the likely reason is a quota that is used up.
+_FREE_SHARE = 0.1
 
 
 def is_full(error: BaseException) -> bool:

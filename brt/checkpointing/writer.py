@@ -37,8 +37,9 @@ from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 from brt.formatting import size
 
-# `_discard` checks up to _LATE_LOOKS times, every _LATE_SECONDS seconds, if a removed directory has
-# been created again.
+# Writes that are still running after a failed save may create the directory of the save again after
+# `_discard` has removed it. `_discard` therefore checks for the directory up to _LATE_LOOKS times,
+# at intervals of _LATE_SECONDS seconds.
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 

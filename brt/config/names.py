@@ -58,7 +58,12 @@ def field_types() -> dict[str, Any]:
 
 
 def own_types() -> dict[str, Any]:
-    """Returns the type of every field by its section and name: {"Seq2Seq.dropout": float, ...}."""
+    """Returns the type of every field by the section that has it: {"Seq2Seq.dropout": float, ...}.
+
+    `field_types` has the names that .gin files use instead. A setting of several tasks has only one
+    such name, such as "Data.buckets" for the fields "Pairs.buckets" and "Speech.buckets". Derived
+    fields, which .gin files cannot bind, are included here and missing there.
+    """
     return _field_types(tuple(section_types().items()))
 
 
@@ -122,7 +127,12 @@ def task_field(name: str, task: str) -> str | None:
 
 
 def declaration(name: str) -> Setting:
-    """Returns the declaration of a setting, which is the same in all sections that have it."""
+    """Returns the declaration of a setting, which is the same in all sections that have it.
+
+    A `Setting` says whether a resumed run may change the value, which value a run that starts from
+    weights has, whether prepared data depend on the value, whether the value names a path, and
+    whether the field is derived.
+    """
     section, _, field = fields_of(name)[0].partition(".")
     return settings(section_types()[section])[field]
 

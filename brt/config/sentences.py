@@ -23,8 +23,9 @@ class Sentences:
     # The training rows are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. 'auto' means the default if train is the default or
-    # generated, and 'part:0.05' otherwise.
+    # training rows, and () means no validation. 'auto' is the default. It means
+    # 'generated:validation/200' if `train` has its default or is generated, and 'part:0.05'
+    # otherwise.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # Sources of the test rows, with the same rules as validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))

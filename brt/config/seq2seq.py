@@ -218,8 +218,9 @@ class Pairs:
     # The training pairs are read from these sources.
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
     # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. 'auto' means the default if train is the default or
-    # generated, and 'part:0.05' otherwise.
+    # training rows, and () means no validation. 'auto' is the default. It means
+    # 'corpus:summaries/validation' if `train` has its default or is generated, and 'part:0.05'
+    # otherwise.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # Sources of the test pairs, with the same rules as validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))

@@ -70,7 +70,12 @@ class ChunkTokenizer(abc.ABC):
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text as int32 arrays; `chunks` are the parts of the text."""
+        """Yields the ids of a text as int32 arrays, whose concatenation encodes the whole text.
+
+        Args:
+          chunks: consecutive parts of the text, of any length, as they were read. The ids do not
+            depend on where the parts end, because `cut` divides the text again.
+        """
         pieces = cut(chunks, CHUNK)
         while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)

@@ -56,8 +56,9 @@ def repeating(
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # Only n-grams that end at or before the last token count. The n-gram that the next token would
-    # complete ends later, so it is never compared with itself.
+    # The last `size - 1` tokens are compared only with n-grams that end at or before the newest
+    # token. The n-gram that the next token would complete ends later, so it is never compared with
+    # itself.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)

@@ -37,8 +37,8 @@ from brt.ops.recurrent_attention import StateKV
 class ClusteredState(NamedTuple):
     """The cache, and what every centroid remembers of all blocks before the cached block.
 
-    In shapes, C is the number of centroids of a head and R the number of keys that each keeps. The
-    fields after `window` are those of `CentroidMemory`.
+    In shapes, C is the number of centroids of a head and R the number of slots for keys of a
+    centroid. The fields after `window` are, in order, those of `CentroidMemory`.
 
     Attributes:
       window: the keys and values of the last block, as in a sliding-window layer.
@@ -46,7 +46,8 @@ class ClusteredState(NamedTuple):
       values: [B, H, C, R, K], the values of these keys.
       rest: float32 [B, H, C, K], each centroid's attention output over all other keys.
       totals: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
-      filled: int32 [B], the number of keys that each centroid keeps.
+      filled: int32 [B], the number of slots, of the R slots of each centroid, that hold a key. All
+        centroids of a row of the batch have the same number.
     """
 
     window: WindowState

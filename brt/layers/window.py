@@ -45,7 +45,7 @@ class WindowLayer(nn.Module):
         return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
 
     def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
-        """Returns an empty open block behind `state`."""
+        """Returns, as the state of the output, an open block without tokens."""
         return LayerOutput(x, open_block(state))
 
     def decode_step(
@@ -64,5 +64,5 @@ class WindowLayer(nn.Module):
     def end_block(
         self, x: None, *, state: WindowState | LocalState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block."""
+        """Returns, in the output, the layer's state after a full block."""
         return LayerOutput(x, closed_window(self.model, state, block))

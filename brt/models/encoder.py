@@ -109,7 +109,15 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         positions: Int[Array, "B R"],
     ) -> Float[Array, "B R D"]:
-        """Returns the vectors of the head at some positions only."""
+        """Returns the vectors that the head computes for some tokens of each row.
+
+        Masked language modeling calls this method instead of `__call__`, because its loss needs
+        only the masked tokens. The head is then not computed for the other tokens.
+
+        Args:
+          inputs, valid, key: the arguments of `__call__`.
+          positions: the indices, along T, of the R tokens of each row.
+        """
         hidden = self.encoder(inputs, valid, key)
         chosen = jnp.take_along_axis(hidden, positions[..., None], axis=1)
         return self.head(chosen, jnp.take_along_axis(valid, positions, axis=1))

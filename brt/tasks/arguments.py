@@ -100,7 +100,8 @@ class InspectionRequest(NamedTuple):
       dataset: opened data that contain the split.
       split: name of the split.
       tokens: approximate number of tokens to read; None reads the default number, 0 all tokens.
-      where: JSON entries that identify the run and the step, with which the metrics begin.
+      where: the first entries of the metrics, which identify the model: {"workdir": the run
+        directory, "step": the step of the checkpoint}.
     """
 
     config: Config

@@ -22,11 +22,13 @@ from brt.ops.block_products.reference import Kernels
 from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
-# A tile of `shared_input_matmul` has at most this many columns, counted over all kernels.
+# "Kernels" in this file are weight arrays. A tile of `shared_input_matmul` has at most this many
+# columns, counted over all these arrays.
 _COLUMNS = 512
 # An output tile of `summed_matmul` has one of these numbers of columns.
 _TILES = 256, LANES
-# Compilers keep at most this many float32 tiles of `summed_matmul` in VMEM at once.
+# The estimate of the VMEM that `summed_matmul` needs assumes that the compiler keeps at most this
+# many float32 arrays of the size of an output tile in VMEM at once, such as partial sums.
 _SUMS = 8
 
 

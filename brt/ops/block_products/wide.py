@@ -43,9 +43,13 @@ class Wide(NamedTuple):
 
     @classmethod
     def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
-        """Returns the layout for the wide side of a kernel, as a single tile.
+        """Returns the layout of the wide side of a product, undivided (as a single tile).
 
-        The kernel is [C, *axes] if `narrow_first`, else [*axes, C].
+        Args:
+          kernel: the weights of the product (an array, not a Pallas kernel), [C, *axes] or
+            [*axes, C]. The last of `axes` is the width K of a head, the axis before it is the
+            number of heads H (1 if there is none), and A is the product of all other axes.
+          narrow_first: True if C is the first axis of `kernel`; False if it is the last.
         """
         *others, width = kernel.shape[1:] if narrow_first else kernel.shape[:-1]
         *first, heads = others or (1,)

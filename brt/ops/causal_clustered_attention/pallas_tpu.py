@@ -128,7 +128,7 @@ class _Arguments(NamedTuple):
       rest, rest_lse: the centroids' sums and their log-sum-exps.
       labels: the centroid of each query.
       cache_mask: not zero where a block may read the block before it.
-      filled: the number of keys that each centroid keeps.
+      filled: the number of occupied slots for keys of each centroid.
     """
 
     q: Float[Array, "B H T K"]

@@ -168,7 +168,7 @@ def forward_kernel(
 
     Args:
       cache_mask: [B, N], not zero where a block may read the previous block.
-      filled: [N, B], the number of keys that each centroid keeps.
+      filled: [N, B], the number of occupied slots for keys of each centroid.
       inputs: the inputs of the step.
       y, lse: references to the outputs.
       settings: static settings.
@@ -203,7 +203,7 @@ def backward_kernel(
 
     Args:
       cache_mask: [B, N], not zero where a block may read the previous block.
-      filled: [N, B], the number of keys that each centroid keeps.
+      filled: [N, B], the number of occupied slots for keys of each centroid.
       inputs: the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: float32 scratch memory [W + M, K] for the gradients of keys and values:

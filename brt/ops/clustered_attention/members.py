@@ -54,7 +54,8 @@ def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> Que
     members = member_counts(labels, clusters)
     tiles, end_rank = -(-members // size), jnp.cumsum(members, axis=-1)
     end = jnp.cumsum(tiles, axis=-1)
-    # `shift` is the slot of a query minus its rank in the order sorted by cluster.
+    # Let the rank of a query be its index after all queries of a head are sorted by cluster. For
+    # all queries of a cluster, the slot minus the rank is the same number, which is `shift`.
     shift = (end - tiles) * size - (end_rank - members)
 
     order = _sort_by_label(labels)

@@ -26,8 +26,9 @@ from brt.ops import tpu
 from brt.ops.cross_entropy import tpu_kernels
 from brt.ops.cross_entropy.scored import TokenScores
 
-# The kernels use the largest tile with at most these numbers of rows and columns that fits into
-# VMEM.
+# Upper limits of the rows (tokens) and columns (tokens of the vocabulary) of a tile of logits. Each
+# combination of a limit for rows and a limit for columns gives a tile. The kernels use the largest
+# of these tiles that fits into VMEM.
 _ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)
 
 Interpret = bool | pltpu.InterpretParams

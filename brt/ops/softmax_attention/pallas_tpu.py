@@ -86,8 +86,18 @@ def attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over the keys of its block, in the dtype of v.
 
-    The arguments are those of `api.attend` and `api.attend_to_blocks`, with heads before keys. With
-    `interpret`, the kernels run on any device and with any sizes.
+    Args:
+      queries: the queries. If the keys have an axis of N blocks, the queries of a row are split
+        into N blocks of equal size, and each block of queries attends to its own block of keys.
+      k, v: the keys and values. *N is the optional axis of blocks. The axis of heads comes before
+        the axis of keys, unlike in the arguments of `api.attend`.
+      cache_mask: True if the queries of a row may read the first half of the keys, which are the
+        cached keys; None if they may read all keys of every row.
+      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
+        unreadable keys from the softmax.
+      scale: the length of each head's queries after normalization; None for queries that are not
+        normalized.
+      interpret: True runs the kernels on any device and with any sizes, slowly.
     """
     settings = _Settings(cache_mask is not None, null_keys, interpret)
     if cache_mask is None:

@@ -204,8 +204,9 @@ def _forward(
     )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    # The maximum is first taken over ranges of keys. If it were taken over all keys at once, XLA
-    # would store the logits in memory.
+    # The maximum over the keys is computed in two steps. The keys are split into ranges of equal
+    # length, whose elementwise maximum is taken first, and then the maximum within the resulting
+    # range. For a single maximum over all keys, XLA would store the logits in memory.
     stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)

@@ -178,7 +178,7 @@ class LanguageModeling(Task):
         return StateProbe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
-        """Measures how the model uses its memory, and returns the results."""
+        """Measures how the model uses its memory; returns metrics, a text and plots."""
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:

@@ -22,6 +22,10 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
       weights: weights of another language model.
       initial: newly initialised parameters of `model`.
 
+    Returns:
+      The parameters, the names of the parameters that the weights lack (which keep their values
+      from `initial`), and the names of arrays in the weights that the model does not use.
+
     Raises:
       CheckpointError: an array has another shape.
     """

@@ -222,7 +222,8 @@ class Regressor(SentenceEvaluator):
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
     def score(self, order: list[int], outputs: Float[np.ndarray, "N 1"]) -> SentenceScores:
-        """Returns correlations in percent, the error, and the predictions.
+        """Returns Pearson's and Spearman's correlation of the predictions with the true numbers in
+        percent, the root mean square error of the predictions, and the predictions.
 
         Args:
           order: the index in the store of each row of `outputs`.

@@ -101,6 +101,10 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
       arrays: arrays with the names that `normalize_names` returns.
       described: settings of the encoder.
 
+    Returns:
+      The parameters in float32, the names of the parameters that were initialised because the
+      checkpoint lacks them, and the names of the arrays that have no counterpart in brt.
+
     Raises:
       CheckpointError: an array is missing or has another shape.
     """

@@ -79,9 +79,16 @@ def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
-    """Returns the rings after a segment, which have the last tokens of the segment's last document.
+    """Returns the rings after a segment.
 
-    `rings` are the rings before the segment.
+    The ring of a cluster then has the last R tokens of the cluster in the segment's last document.
+    If no document starts in the segment, this document started in an earlier segment, and tokens of
+    `rings` stay in a ring until R newer tokens have replaced them.
+
+    Args:
+      tokens: the tokens of the segment.
+      rings: the rings before the segment.
+      document_start: True where a block of the segment is the first of a document.
     """
     clusters, size = rings.keys.shape[2:4]
     visible = places(tokens, rings, document_start)

@@ -309,7 +309,8 @@ def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
         tokens=InMemory(np.concatenate([only, other[: len(only)]])),
         offsets=np.r_[0, np.cumsum([len(only), min(len(only), len(other))])],
         names=(*store.names, donor.names[longest]),
-        # The donor's document gets no lost bytes, because it is not scored.
+        # `lost` counts the bytes of each document that tokenization loses. The donor's document
+        # gets the count 0, because no result includes its score.
         lost=None if store.lost is None else np.r_[store.lost, 0],
         **changes,
     )

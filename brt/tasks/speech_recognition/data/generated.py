@@ -29,7 +29,12 @@ NOISE = 0.3
 def digest(source: str) -> str:
     """Returns a hash that identifies the content of a generated source.
 
-    Sources that differ only in their number of utterances have the same hash.
+    Each utterance depends only on the name of its source, on its index and on `VERSION`. A longer
+    source therefore begins with the utterances of a shorter one, and both have the same hash. The
+    number of utterances is recorded with the hash, as a part of the source's name.
+
+    Args:
+      source: the name of the source, `generated:NAME/COUNT`.
     """
     return hashlib.sha256(
         f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()

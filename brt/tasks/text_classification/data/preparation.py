@@ -78,7 +78,11 @@ class Preparation(TextPreparation):
         return super().open_split(split, encoder, known)
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns the labels, which follow from the training rows, as JSON."""
+        """Returns {"labels": the names of the labels}, which follow from the training rows.
+
+        If a split is prepared separately from the training rows, this dict is a part of the key under
+        which the split is cached, because the labels determine the prepared rows.
+        """
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
