@@ -80,8 +80,8 @@ class Preparation(TextPreparation):
     def values_from_train(self) -> dict[str, Any]:
         """Returns {"labels": the names of the labels}, which follow from the training rows.
 
-        If a split is prepared separately from the training rows, this dict is a part of the key under
-        which the split is cached, because the labels determine the prepared rows.
+        If a split is prepared separately from the training rows, this dict is a part of the key
+        under which the split is cached, because the labels determine the prepared rows.
         """
         return {"labels": self.section.labels}
 
