@@ -183,7 +183,9 @@ def variants(
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
-        """Returns the config with further bindings and further included files."""
+        """Returns the config with further bindings and included files, with the origins of its
+        settings and notes about bound settings.
+        """
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:
             if name in fixed:

@@ -28,7 +28,9 @@ from brt.ops.window_attention import segment_part
 
 
 def speeds_of(model: Model) -> RotarySpeeds:
-    """Returns the angles per token of the rotary embeddings of a layer."""
+    """Returns the angles, in radians per token, by which rotary embeddings turn the pairs of
+    channels of a head.
+    """
     r = model.rotary
     return rotary_speeds(
         model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
@@ -79,7 +81,7 @@ def window_part(
     def attend(
         queries: Array, bias: Array | None, scale: Array | None, member: int
     ) -> AttentionPart:
-        """Returns the attention of heads of queries that do not share keys."""
+        """Returns the output and log-sum-exp of query heads that each have keys of their own."""
         own = dropout
         if dropout is not None and member:
             own = Dropout(jax.random.fold_in(dropout.rng, member), dropout.rate)

@@ -149,7 +149,9 @@ class LanguageModeling(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
     ) -> DecoderOutput:
-        """Returns hidden vectors of a segment, and the state after it; see `forward.predict`."""
+        """Returns the hidden vectors of a segment, the state after the segment, the next model
+        state, auxiliary losses and metrics; see `forward.predict`.
+        """
         return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(

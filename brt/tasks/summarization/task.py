@@ -120,7 +120,9 @@ class Summarization(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
     ) -> Prediction:
-        """Returns the hidden vectors of the summaries' tokens; see `forward.predict`."""
+        """Returns the hidden vectors of the summaries' tokens, the parameters that map these
+        vectors to logits, and metrics; see `forward.predict`.
+        """
         return predict(config, params, batch, **options)
 
     def loss(
