@@ -5,6 +5,7 @@ listed is refused, so a new dependency between packages is a decision that chang
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,7 @@ class _WithoutTyping(ast.NodeTransformer):
         return None if typing else self.generic_visit(node)
 
 
+@functools.cache
 def executed(source: str) -> ast.AST:
     """Returns the syntax tree of a source without what only type checkers read."""
     return _WithoutTyping().visit(ast.parse(source))
@@ -147,6 +149,7 @@ def private_names(module: str, source: str) -> Iterator[str]:
                 yield f"{module} uses the private name {owner}.{node.attr}"
 
 
+@functools.cache
 def task_names() -> set[str]:
     """Returns the names of all tasks: the class attributes `name` of brt/tasks/*/task.py."""
     result = set()
