@@ -25,7 +25,7 @@ from brt.config.names import (
 )
 from brt.config.removed import REMOVED, is_removed, refusal, without_removed
 from brt.config.renamed import RENAMED
-from brt.config.shared import public_name
+from brt.config.shared import field_name, public_name
 from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
 from brt.redaction import redacted
@@ -206,8 +206,13 @@ def config_values(config: Config) -> dict[str, Any]:
     Settings of kinds of layers that the model does not have are included with their defaults, and
     so are settings that runs of this task do not have.
     """
-    fields = {name: task_field(name, config.training.task) for name in field_types()}
-    return {name: _value(config, own) if own else default_of(name) for name, own in fields.items()}
+    sections = {name: section_of(config, name) for name in section_types()}
+    known, result = own_types(), {}
+    for name in field_types():
+        own = field_name(name, config.training.task)
+        section, _, field = own.partition(".")
+        result[name] = getattr(sections[section], field) if own in known else default_of(name)
+    return result
 
 
 def _value(config: Config, name: str) -> Any:

@@ -37,15 +37,19 @@ def jaxtyped(function: Any = None, *, typechecker: Any) -> Any:
     if not isinstance(function, types.FunctionType):
         return _decorate(function, typechecker=typechecker)
     checked: Callable | None = None
+    has_axes = False
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal checked
+        nonlocal checked, has_axes
         if checked is None:
             function.__annotations__ = _resolved(function)
+            has_axes = "jaxtyping." in str(function.__annotations__)
             is_inner = "<locals>" in function.__qualname__
             checked = _shared(function, typechecker) if is_inner else typechecker(function)
+        if not has_axes:
+            return checked(*args, **kwargs)
         with _decorate("context"):  # Within it, an axis has the same size wherever it is named.
             return checked(*args, **kwargs)
 

@@ -32,17 +32,16 @@ def check_finite(section: Any) -> None:
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         for number in value if isinstance(value, tuple) else (value,):
-            check(
-                not isinstance(number, float) or math.isfinite(number),
-                f"{name_of(section, field.name)} = {value} must be finite",
-            )
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{name_of(section, field.name)} = {value} must be finite")
 
 
 def check_positive(section: object, *names: str) -> None:
     """Refuses a section in which one of the named fields is not above 0 or exceeds an int32."""
     for name in names:
         value = getattr(section, name)
-        check(value > 0, f"{name_of(section, name)} = {value} must be above 0")
+        if not value > 0:
+            raise ConfigError(f"{name_of(section, name)} = {value} must be above 0")
         _check_counts(section, name)
 
 
@@ -50,7 +49,8 @@ def check_not_negative(section: object, *names: str) -> None:
     """Refuses a section in which one of the named fields is negative or exceeds an int32."""
     for name in names:
         value = getattr(section, name)
-        check(value >= 0, f"{name_of(section, name)} = {value} must not be negative")
+        if not value >= 0:
+            raise ConfigError(f"{name_of(section, name)} = {value} must not be negative")
         _check_counts(section, name)
 
 
@@ -73,16 +73,14 @@ def check_layers(section: object, *names: str) -> None:
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
-        where = name_of(section, name)
-        check(value <= DEEPEST, f"{where} = {value} must be at most {DEEPEST:,}")
+        if value > DEEPEST:
+            raise ConfigError(f"{name_of(section, name)} = {value} must be at most {DEEPEST:,}")
 
 
 def _check_counts(section: object, name: str) -> None:
     value = getattr(section, name)
-    where = name_of(section, name)
-    check(
-        isinstance(value, float) or value <= LARGEST, f"{where} = {value} must be at most {LARGEST}"
-    )
+    if not isinstance(value, float) and value > LARGEST:
+        raise ConfigError(f"{name_of(section, name)} = {value} must be at most {LARGEST}")
 
 
 def check_buckets(section: Any) -> None:

@@ -6,6 +6,8 @@ section, or a field that the sections of several tasks have in common (`brt.conf
 
 import functools
 import typing
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from brt.config import SECTIONS, Config
@@ -20,11 +22,21 @@ _PARTS = {name: typing.get_type_hints(Model)[field] for name, field in PARTS.ite
 _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
 
 
-def section_types() -> dict[str, type]:
+def section_types() -> Mapping[str, type]:
     """Returns the class of every section by its name; those of the model's parts and of kinds of
     layers follow `Model`.
     """
-    return {"Model": _CORE["Model"], **_PARTS, **kind_sections(), **_CORE}
+    return _section_types(_kinds())
+
+
+def _kinds() -> tuple[tuple[str, type], ...]:
+    """Returns the sections of all registered kinds; what is cached in this file depends on them."""
+    return tuple(kind_sections().items())
+
+
+@functools.cache
+def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
+    return MappingProxyType({"Model": _CORE["Model"], **_PARTS, **dict(kinds), **_CORE})
 
 
 def section_of(config: Config, name: str) -> Any:
@@ -54,7 +66,7 @@ def field_types() -> dict[str, Any]:
     If several sections have a setting (`brt.config.shared`), its type allows the values that any of
     these sections allows.
     """
-    return _setting_types(tuple(section_types().items()))
+    return _setting_types(_kinds())
 
 
 def own_types() -> dict[str, Any]:
@@ -64,7 +76,7 @@ def own_types() -> dict[str, Any]:
     such name, such as "Data.buckets" for the fields "Pairs.buckets" and "Speech.buckets". Derived
     fields, which .gin files cannot bind, are included here and missing there.
     """
-    return _field_types(tuple(section_types().items()))
+    return _field_types(_kinds())
 
 
 def derived_fields() -> list[str]:
@@ -80,25 +92,25 @@ def derived_fields() -> list[str]:
 
 
 @functools.cache
-def _field_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+def _field_types(kinds: tuple[tuple[str, type], ...]) -> dict[str, Any]:
     return {
         f"{section}.{name}": hints[name]
-        for section, cls in sections
+        for section, cls in _section_types(kinds).items()
         for hints in [typing.get_type_hints(cls)]
         for name in settings(cls)
     }
 
 
 @functools.cache
-def _setting_types(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
-    kinds: dict[str, dict[str, list[Any]]] = {section: {} for section, _ in sections}
+def _setting_types(kinds: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    types: dict[str, dict[str, list[Any]]] = {section: {} for section in _section_types(kinds)}
     derived = derived_fields()
-    for own, kind in _field_types(sections).items():
+    for own, type_ in _field_types(kinds).items():
         if own in derived:
             continue
         name = public_name(own)
-        kinds[name.partition(".")[0]].setdefault(name, []).append(kind)
-    return {name: _union(own) for names in kinds.values() for name, own in names.items()}
+        types[name.partition(".")[0]].setdefault(name, []).append(type_)
+    return {name: _union(own) for names in types.values() for name, own in names.items()}
 
 
 def _union(kinds: list[Any]) -> Any:
@@ -140,7 +152,12 @@ def declaration(name: str) -> Setting:
 def default_of(name: str) -> Any:
     """Returns the default of a field, or of a setting in the first section that has it."""
     section, _, field = fields_of(name)[0].partition(".")
-    return getattr(section_types()[section](), field)
+    return getattr(_defaults(section_types()[section]), field)
+
+
+@functools.cache
+def _defaults(section: type) -> Any:
+    return section()
 
 
 def current_names(name: str) -> tuple[str, ...]:

@@ -71,16 +71,22 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     # On the command line, settings of the model that come from weights are not known yet.
     if origins is None or not config.training.init_from:
         task.check(config)
-    usual = Config(training=Training(task=task.name))
-    defaults, values = config_values(usual), config_values(config)
     readers = {name: _sections(other) for name, other in TASKS.items()}
-    for name, origin in (origins or {}).items():
+    unread = {}
+    for name in origins or {}:
         section = (task_field(name, task.name) or name).partition(".")[0]
         others = [other for other, sections in readers.items() if section in sections]
-        if others and task.name not in others and values[name] != defaults[name]:
+        if others and task.name not in others:
+            unread[name] = others[0]
+    if not (origins and unread):
+        return
+    defaults = config_values(Config(training=Training(task=task.name)))
+    values = config_values(config)
+    for name, other in unread.items():
+        if values[name] != defaults[name]:
             raise ConfigError(
-                f"{origin}: {name} has no effect if Training.task = {task.name!r}; "
-                f"set Training.task = {others[0]!r}, or remove {name}"
+                f"{origins[name]}: {name} has no effect if Training.task = {task.name!r}; "
+                f"set Training.task = {other!r}, or remove {name}"
             )
 
 
