@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from brt.config import Config
     from brt.errors import BrtError
     from brt.layers.kinds import register_kind
+    from brt.models.layer_check import check_layers
     from brt.tasks import register_task
 
 __version__ = "0.1.0"
 __all__ = [
-    "BrtError", "Config", "Memory", "Model", "Text", "config", "config_from_gin", "load",
-    "register_kind", "register_task", "train",
+    "BrtError", "Config", "Memory", "Model", "Text", "check_layers", "config", "config_from_gin",
+    "load", "register_kind", "register_task", "train",
 ]  # fmt: skip
 
 # `__getattr__` imports modules at first use, so that a command that only parses flags does not
@@ -30,6 +31,7 @@ __all__ = [
 _HOMES = {
     "BrtError": "brt.errors",
     "Config": "brt.config",
+    "check_layers": "brt.models.layer_check",
     "register_kind": "brt.layers.kinds",
     "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),

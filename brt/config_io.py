@@ -271,7 +271,11 @@ def unknown_name(name: str) -> str:
     fields, sections = field_types(), section_types()
     if section not in sections:
         guess = suggestion(name, fields) if field else suggestion(section, sections)
-        return f"no section {section!r}{guess or '; there are ' + ', '.join(sections)}"
+        others = guess or "; there are " + ", ".join(sections)
+        return (
+            f"no section {section!r}{others} (a section that a file of yours declares needs "
+            "--import=FILE.py)"
+        )
     own = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
     everywhere = {full.partition(".")[2]: full for full in fields}
     for known in (own, everywhere):

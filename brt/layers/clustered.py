@@ -12,6 +12,7 @@ from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
+from brt.layers.flops import window_flops
 from brt.layers.sections import Clustered
 from brt.layers.state import (
     WINDOW_AXES,
@@ -90,11 +91,12 @@ def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> Clustered
 
 
 def clustered_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a clustered layer has in addition to a sliding-window layer.
+    """Returns the FLOPs per token of a clustered layer.
 
-    A token's query is multiplied with all centroids of its head, with the keys that left the
-    window, and with the keys that its centroid keeps. Every centroid attends once to each key of
-    the past, and once per block to the keys that it keeps.
+    These are the FLOPs of a sliding-window layer, and of the following products. A token's query is
+    multiplied with all centroids of its head, with the keys that left the window, and with the keys
+    that its centroid keeps. Every centroid attends once to each key of the past, and once per block
+    to the keys that it keeps.
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
@@ -103,7 +105,7 @@ def clustered_flops(model: Model) -> int:
     left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
     reading = attention // 2 * section.clusters + attention * (left + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
-    return reading + taking_in
+    return window_flops(m) + reading + taking_in
 
 
 class ClusteredLayer(nn.Module):

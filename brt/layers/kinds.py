@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from brt.config import SECTIONS, Model
@@ -19,12 +20,13 @@ from brt.layers.clustered import (
     clustered_flops,
     new_clustered_state,
 )
+from brt.layers.flops import window_flops
 from brt.layers.recurrent import (
     RecurrentLayer,
     new_recurrent_state,
     recurrent_axes,
+    recurrent_flops,
     recurrent_taps,
-    state_update_flops,
 )
 from brt.layers.sections import Clustered, Recurrence
 from brt.layers.state import LayerAux as LayerAux
@@ -71,9 +73,10 @@ class LayerKind(NamedTuple):
       axes: a function (model) that returns a state whose fields are the names of the axes of the
         state's arrays (`brt.distributed.rules`).
       parts: the names of the state's fields that belong to the part "cache", "state" or "memory".
-        Evaluation can reset or exchange each part separately. A field belongs to at most one part.
-      flops: a function (model) that returns the FLOPs per token of a forward pass that a layer has
-        in addition to those of a sliding-window layer.
+        None stands for all fields. Evaluation can reset or exchange each part separately. A field
+        belongs to at most one part.
+      flops: a function (model) that returns the FLOPs per token of a layer's forward pass. A kind
+        that extends sliding-window layers adds to `brt.layers.flops.window_flops`.
       section: the kind's section of settings, which also lists the indices of the kind's layers.
         None for sliding windows: all layers that no section lists are sliding-window layers.
       recurs: True if the layer carries state vectors, in the field `vectors` [B, S, D] of the
@@ -96,7 +99,7 @@ class LayerKind(NamedTuple):
     module: type[nn.Module]
     new_state: Callable[[Model, int, jnp.dtype], LayerState]
     axes: Callable[[Model], LayerState]
-    parts: Mapping[str, tuple[str, ...]]
+    parts: Mapping[str, tuple[str, ...] | None]
     flops: Callable[[Model], int]
     section: type[KindSection] | None = None
     recurs: bool = False
@@ -140,8 +143,8 @@ register_kind(
         WindowLayer,
         new_window_state,
         window_axes,
-        {"cache": ("keys", "values", "valid", "length")},
-        lambda model: 0,
+        {"cache": None},
+        window_flops,
         taps=token_taps,
     ),
 )
@@ -152,7 +155,7 @@ register_kind(
         new_recurrent_state,
         recurrent_axes,
         {"cache": ("window",), "state": ("vectors", "valid")},
-        state_update_flops,
+        recurrent_flops,
         Recurrence,
         recurs=True,
         loops=True,
@@ -186,6 +189,47 @@ def of(name: str) -> LayerKind:
     return KINDS[name]
 
 
+def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
+    """Returns the names of the state's fields that belong to a part; () if the kind lacks it."""
+    fields = kind.parts.get(part, ())
+    return state._fields if fields is None else fields
+
+
+def check_state(name: str, model: Model) -> None:
+    """Checks that the state of a kind of layer has the fields that the `LayerKind` names.
+
+    Args:
+      name: the name of the kind.
+      model: the settings of the model, as the layers of this kind see them.
+
+    Raises:
+      ConfigError: a part names a field that the state does not have, or `axes` does not give an
+        array of the state as many names as it has axes.
+    """
+    kind = of(name)
+    state = jax.eval_shape(lambda: kind.new_state(model, 1, jnp.dtype("float32")))
+    for part in kind.parts:
+        for field in fields_of(kind, part, state):
+            if field not in state._fields:
+                raise ConfigError(
+                    f"the kind {name!r} counts a field {field!r} to the part {part!r}, but its "
+                    f"state has the fields {', '.join(state._fields)}; correct LayerKind.parts"
+                )
+    names = jax.tree.map(lambda leaf: (None,) * leaf.ndim, state)
+    axes = jax.tree.map(lambda leaf: (None,) * len(leaf), kind.axes(model), is_leaf=is_names)
+    if axes != names:
+        raise ConfigError(
+            f"LayerKind.axes of the kind {name!r} returns {kind.axes(model)}, but the state has "
+            f"arrays of the shapes {jax.tree.map(lambda leaf: leaf.shape, state)}; give every axis "
+            "of every array a name or None"
+        )
+
+
+def is_names(leaf: Any) -> bool:
+    """Returns True for the names of an array's axes, which are a tuple, but no NamedTuple."""
+    return type(leaf) is tuple
+
+
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
@@ -194,5 +238,5 @@ def replace_parts(
     The parts are "cache", "state" and "memory" (see `LayerKind.parts`). Names of parts that the
     kind does not have are ignored.
     """
-    names = {field for part in parts for field in kind.parts.get(part, ())}
-    return state._replace(**{name: getattr(donor, name) for name in names & {*state._fields}})
+    names = {field for part in parts for field in fields_of(kind, part, state)}
+    return state._replace(**{name: getattr(donor, name) for name in names})

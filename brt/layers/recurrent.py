@@ -26,6 +26,7 @@ from brt.layers.basic import (
     unrolled,
 )
 from brt.layers.cache import closed_window, with_cache
+from brt.layers.flops import reading_flops, window_flops
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LayerOutput,
@@ -85,9 +86,11 @@ def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> Recurrent
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
 
 
-def state_update_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the state update: the projections, the attention to states and
-    to tokens, the MLP and the gates.
+def recurrent_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a recurrent layer.
+
+    These are the FLOPs of a sliding-window layer, of reading the states, and of the state update:
+    its projections, its attention to states and to tokens, its MLP and its gates.
     """
     section = model.of(Recurrence)
     m, width = model, model.heads * model.head_dim
@@ -100,7 +103,9 @@ def state_update_flops(model: Model) -> int:
         flops += (1 + gates) * 2 * 2 * width * m.model_dim
     if section.gate_layout != "skip":
         flops += 2 * into_mlp * m.mlp_dim + (1 + gates) * 2 * m.mlp_dim * m.model_dim
-    return flops * section.states // m.window
+    # With feedback, `window_flops` already includes reading states.
+    tokens = window_flops(m) + (0 if m.feedback else reading_flops(m))
+    return tokens + flops * section.states // m.window
 
 
 def _first_keeps(model: Model) -> nn.initializers.Initializer:

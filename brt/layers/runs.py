@@ -5,7 +5,7 @@ The parameters and states of the layers of a run are stacked, so that a scan cal
 
 from collections.abc import Collection, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,17 @@ def runs(model: Model) -> list[Run]:
     return result
 
 
+def check_states(model: Model) -> None:
+    """Checks that the state of every layer has the fields that its `LayerKind` names.
+
+    Raises:
+      ConfigError: a kind does not exist; a part names a field that the state does not have; or
+        `axes` does not give an array of the state as many names as it has axes.
+    """
+    for run in runs(model):
+        kinds.check_state(run.kind, run.model)
+
+
 def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
     """Returns the states of all layers before the first token, for `batch` rows.
 
@@ -97,11 +108,7 @@ def state_axes(model: Model) -> StackState:
         return (*leaf[:1], "layers", *leaf[1:])
 
     axes = (run.layer_kind.axes(run.model) for run in runs(model))
-    return tuple(jax.tree.map(stacked, own, is_leaf=_is_names) for own in axes)
-
-
-def _is_names(leaf: Any) -> bool:
-    return type(leaf) is tuple
+    return tuple(jax.tree.map(stacked, own, is_leaf=kinds.is_names) for own in axes)
 
 
 def new_model_state(model: Model) -> ModelState:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from clu import parameter_overview
 
-from brt import tree_utils, untrusted
+from brt import tree_utils, untrusted, user_files
 from brt.checkpointing.reader import steps
 from brt.errors import CheckpointError
 from brt.formatting import clock, short
@@ -144,9 +144,10 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
     }
     path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
     extra = "" if importlib.util.find_spec("tensorboard") else "  # pip install 'brt[tensorboard]'"
+    imports = "".join(f" {shlex.quote(flag)}" for flag in user_files.flags())
     commands = [
-        *_next_steps(run, path),
-        f"python -m brt.inspect --workdir={path}",
+        *(command + imports for command in _next_steps(run, path)),
+        f"python -m brt.inspect --workdir={path}{imports}",
         f"tensorboard --logdir={tensorboard}{extra}",
     ]
     return [

@@ -54,7 +54,7 @@ def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
     assert refusal(file).startswith(f"--import={file} raised SyntaxError in line 1: ")
     file.write_text("import nothing_of_this_name\n")
     assert "raised ModuleNotFoundError in line 1: No module named" in refusal(file)
-    text = LAYERS.read_text().replace('"echo",\n    LayerKind', '"window",\n    LayerKind')
+    text = LAYERS.read_text().replace('register_kind("echo"', 'register_kind("window"')
     file.write_text(text)
     assert refusal(file).startswith(f"--import={file}: there is a kind of layers named 'window'")
     text = LAYERS.read_text()
@@ -65,7 +65,7 @@ def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
             .replace("section=Echo", f"section={section}")
         )
         assert f"'{section}' cannot be the section of the kind 'echo'" in refusal(file)
-    file.write_text(text.replace('"echo",\n    LayerKind', '"other",\n    LayerKind'))
+    file.write_text(text.replace('register_kind("echo"', 'register_kind("other"'))
     assert "the section Echo places layers of the kind 'echo', not of 'other'" in refusal(file)
     file.write_text(
         "import brt\nfrom brt import tasks\nbrt.register_task(tasks.TASKS['speech_recognition'])\n"

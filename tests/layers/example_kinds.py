@@ -1,7 +1,7 @@
 """Kinds of layers that tests register, and a small model of every kind and combination.
 
 `Toy` changes its state with every block, has an auxiliary loss and learns a number without
-gradients. `Decay` (tests/decay_layer.py) is a recurrence over tokens.
+gradients. `Decay` (tests/data/user_files/token_recurrence.py) is a recurrence over tokens.
 """
 
 import contextlib
@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-import decay_layer
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import user_kinds
 from model_settings import with_settings
 
 from brt.config import Kernels, Model
@@ -94,7 +94,7 @@ TOY = LayerKind(
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Registers `Toy` and `Decay` until the end of the context."""
-    with decay_layer.registered():
+    with user_kinds.registered():
         kinds.register_kind("toy", TOY)
         yield
 
@@ -211,6 +211,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "Routing.keep": 5,
     },
     "toy": {"Toy.layers": (0, 1), "layers": 3},
+    "a user's state of blocks": {"Echo.layers": (0,)},
     "a recurrence over tokens": {"Decay.layers": (0, 2), "layers": 3, "window": 8},
     "a recurrence over tokens, blocks of a token": {"Decay.layers": (1,), "window": 7, "block": 1},
 }  # fmt: skip

@@ -156,7 +156,10 @@ def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
     block = np.arange(TOKENS) // model.block_length
     if types & {"memorizing", "compressive", "routing", "dense_memory", "clustered"}:
         return near, past  # A memory has some of the older tokens.
-    if "toy" in types:  # Its state leaves a token the blocks before its own, and nothing less.
+    if types & {
+        "toy",
+        "echo",
+    }:  # States of all blocks before.
         return near | (block[:, None] > block[None, :]), past
     if "summary" in types or "long_summary" in types:
         return near & False, past  # Tests of memories say which blocks a token reads.

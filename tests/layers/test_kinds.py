@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_kinds import TOY, Toy, ToySection, registered
+from example_kinds import TOY, Toy, registered
 from model_settings import with_settings
 
 from brt import command_line
 from brt.config import Model
 from brt.errors import ConfigError
+from brt.layers.flops import window_flops
 from brt.layers.runs import new_model_state, parts, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
@@ -85,8 +86,8 @@ def assert_close(actual: Any, expected: Any) -> None:
 def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> None:
     assert [run[:3] for run in runs(model)] == [("toy_0", "toy", 2), ("window_2", "window", 1)]
     assert parts(model) == {"state", "cache"}
-    plain = model.without(ToySection)
-    assert forward_flops_per_token(model) - forward_flops_per_token(plain) == 2 * 3 * 8
+    window, output = window_flops(model), 2 * model.model_dim * model.vocab_size
+    assert forward_flops_per_token(model) == 2 * 3 * 8 + window + output
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
 from brt.layers.cache import KVCache, closed_window, with_cache
+from brt.layers.flops import window_flops
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
@@ -86,11 +87,10 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
 
 
 def compressive_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a compressive layer has in addition to a sliding-window
-    layer.
+    """Returns the FLOPs per token of a compressive layer.
 
-    These are the FLOPs of attention to slots and to keys that left the window, of the keys and
-    values of the slots, and of the compressor.
+    These are the FLOPs of a sliding-window layer, of attention to slots and to keys that left the
+    window, of the keys and values of the slots, and of the compressor.
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
@@ -100,7 +100,7 @@ def compressive_flops(model: Model) -> int:
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the compressor's auxiliary loss are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
-    return 4 * width * (section.slots + left) + keys + learned
+    return window_flops(m) + 4 * width * (section.slots + left) + keys + learned
 
 
 class CompressiveLayer(nn.Module):

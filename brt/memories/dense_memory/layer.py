@@ -18,6 +18,7 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import compute_dtype
+from brt.layers.flops import window_flops
 from brt.layers.state import LayerOutput
 from brt.memories.dense_memory.section import DenseMemory
 from brt.memories.history import tokens_before
@@ -54,18 +55,17 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
 
 
 def dense_memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a dense-memory layer has in addition to a sliding-window
-    layer.
+    """Returns the FLOPs per token of a dense-memory layer.
 
-    These are the FLOPs of attention to the memory and to the token's block up to the token, minus
-    those of attention to a window.
+    The layer attends to the memory and to the token's block up to the token, where a sliding-window
+    layer attends to a window.
     """
     section = model.of(DenseMemory)
     m = model
     # `own` is the number of keys of its own block that a token sees, averaged over the tokens of a
     # block.
     own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
-    return 4 * m.heads * m.head_dim * (section.size + own - m.window)
+    return window_flops(m) + 4 * m.heads * m.head_dim * (section.size + own - m.window)
 
 
 class DenseMemoryLayer(nn.Module):

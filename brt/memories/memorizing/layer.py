@@ -13,6 +13,7 @@ from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
+from brt.layers.flops import window_flops
 from brt.layers.state import (
     WINDOW_AXES,
     LayerOutput,
@@ -62,12 +63,13 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the search in the memory, and of attention to the keys that
-    the search returns.
+    """Returns the FLOPs per token of a memorizing layer: those of a sliding-window layer, of the
+    search in the memory, and of attention to the keys that the search returns.
     """
     section = model.of(Memorizing)
     width = model.heads * model.head_dim
-    return 2 * width * section.size + 4 * width * section.neighbors
+    searching = 2 * width * section.size + 4 * width * section.neighbors
+    return window_flops(model) + searching
 
 
 class Past(NamedTuple):

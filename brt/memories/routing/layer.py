@@ -15,6 +15,7 @@ from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import INTO_HEADS, kernel_init, parameter
 from brt.layers.cache import closed_window, with_cache
+from brt.layers.flops import window_flops
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
@@ -116,15 +117,16 @@ def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStati
 
 
 def routing_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a routing layer has in addition to a sliding-window layer.
+    """Returns the FLOPs per token of a routing layer.
 
-    These are the FLOPs of assigning tokens to clusters and of attention to the tokens of a cluster,
-    minus those of the windows and key projections that routed heads do not need.
+    These are the FLOPs of a sliding-window layer, of assigning tokens to clusters and of attention
+    to the tokens of a cluster, minus those of the windows and key projections that routed heads do
+    not need.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
     reading = 2 * width * section.clusters + 4 * width * section.keep
-    return reading - 4 * width * m.window - 2 * m.model_dim * width
+    return window_flops(m) + reading - 4 * width * m.window - 2 * m.model_dim * width
 
 
 class RoutingLayer(nn.Module):

@@ -1,15 +1,16 @@
 """FLOPs of summary layers, computed from the sizes of the model."""
 
 from brt.config import Model
+from brt.layers.flops import window_flops
 from brt.memories.summary.section import Summaries
 
 
 def summary_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a layer with a short-term memory has in addition to a
-    sliding-window layer.
+    """Returns the FLOPs per token of a layer with a short-term memory.
 
-    These are the FLOPs of the summaries, which are processed like tokens, of the mixtures, and of
-    attention to the block and the short-term memory, minus those of attention to a window.
+    These are the FLOPs of a sliding-window layer, of the summaries, which are processed like
+    tokens, of the mixtures, and of attention to the block and the short-term memory, minus those of
+    attention to a window.
     """
     section = model.of(Summaries)
     m, width, places = (
@@ -23,12 +24,12 @@ def summary_flops(model: Model) -> int:
     keys = section.short_memory + places // 2
     mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
     block = section.summaries * dense + places * (attention * keys + mixes)
-    return (block + section.short_memory * 2 * projection) // m.window - attention * m.window
+    extra = (block + section.short_memory * 2 * projection) // m.window
+    return window_flops(m) + extra - attention * m.window
 
 
 def long_summary_flops(model: Model) -> int:
-    """Returns the FLOPs per token that a layer with a short-term and a long-term memory has in
-    addition to a sliding-window layer.
+    """Returns the FLOPs per token of a layer with a short-term and a long-term memory.
 
     The keys of the long-term memory at the start of a segment are not counted, because they are
     computed only once per segment.

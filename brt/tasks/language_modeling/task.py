@@ -21,7 +21,14 @@ from brt.interop.exporting import Exported, ExportSource
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
-from brt.layers.runs import ModelState, StackState, new_model_state, runs, settled, state_axes
+from brt.layers.runs import (
+    ModelState,
+    StackState,
+    check_states,
+    new_model_state,
+    settled,
+    state_axes,
+)
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
@@ -60,9 +67,11 @@ class LanguageModeling(Task):
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless segments consist of whole blocks and attention is causal."""
+        """Raises ConfigError unless segments consist of whole blocks, attention is causal, and the
+        states of layers fit their kinds.
+        """
         model, kind = config.model, config.attention.kind
-        runs(model)  # The call raises ConfigError for kinds of layers that do not exist.
+        check_states(model)
         if kind != "full":
             raise ConfigError(
                 f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "

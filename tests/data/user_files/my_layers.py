@@ -68,14 +68,12 @@ class EchoLayer(nn.Module):
         return LayerOutput(x, EchoState(self.model.of(Echo).decay * state.total + block))
 
 
-brt.register_kind(
-    "echo",
-    LayerKind(
-        EchoLayer,
-        lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), dtype)),
-        lambda model: EchoState(("lanes", None)),  # type: ignore[arg-type]
-        parts={"state": ("total",)},
-        flops=lambda model: 2 * model.model_dim,
-        section=Echo,
-    ),
+ECHO = LayerKind(
+    EchoLayer,
+    lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model: EchoState(("lanes", None)),  # type: ignore[arg-type]
+    parts={"state": ("total",)},
+    flops=lambda model: 2 * model.model_dim,
+    section=Echo,
 )
+brt.register_kind("echo", ECHO)

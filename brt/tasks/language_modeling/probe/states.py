@@ -59,7 +59,8 @@ def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
     unit = v / jnp.maximum(lengths, 1e-15)[:, :, None]
     # The sum over all ordered pairs follows from the length of the sum of the unit vectors.
     cosines = jnp.square(unit.sum(1)).sum(1) - count
-    return StateMetrics(lengths.mean(1), rank, cosines / max(count * (count - 1), 1))
+    mean_cosine = cosines / (count * (count - 1)) if count > 1 else jnp.zeros_like(cosines)
+    return StateMetrics(lengths.mean(1), rank, mean_cosine)
 
 
 def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Array, "B ..."]]]:
@@ -102,7 +103,7 @@ def with_states(
 
 def _state_leaves(run: Run, state: LayerState) -> tuple[list[Array], PyTreeDef]:
     """Returns the arrays of the part "state" of a run's state, and their structure."""
-    names = run.layer_kind.parts.get("state", ())
+    names = kinds.fields_of(run.layer_kind, "state", state)
     return jax.tree.flatten({name: getattr(state, name) for name in names})
 
 

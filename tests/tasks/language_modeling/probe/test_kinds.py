@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import decay_layer
 import numpy as np
 import pytest
-from decay_layer import Decay
+import user_kinds
+from user_kinds import token_recurrence
 
 from brt.config import Config
 from brt.data.preparation import Dataset
@@ -21,7 +21,7 @@ from brt.types import Variables
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    with decay_layer.registered():
+    with user_kinds.registered():
         yield
 
 
@@ -30,7 +30,7 @@ def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
 ) -> None:
     """Below the recurrence over tokens is a window of three blocks."""
     model = dataclasses.replace(
-        tiny.model, layers=2, layer_windows=(12, 0), kinds=(Decay(layers=(1,)),)
+        tiny.model, layers=2, layer_windows=(12, 0), kinds=(token_recurrence.Decay(layers=(1,)),)
     )
     config, variables = dataclasses.replace(tiny, model=model), Variables(random_params(model))
     dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})

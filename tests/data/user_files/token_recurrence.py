@@ -1,20 +1,16 @@
-"""A kind of layer that changes its state with every token, for tests: a recurrence over tokens."""
+"""A kind of layer that changes its state with every token: a recurrence over tokens."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
 
+import brt
 from brt.config import Kernels, Model
-from brt.config import kinds as sections
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
-from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
 from brt.layers.state import LayerOutput
@@ -58,6 +54,7 @@ class DecayLayer(nn.Module):
         return LayerOutput(x + sums.swapaxes(0, 1) * self.weight[None, None], DecayState(total))
 
     def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
+        """The open block is the state so far; `decode_step` changes it with every token."""
         return LayerOutput(x, state)
 
     def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
@@ -76,13 +73,4 @@ DECAY = LayerKind(
     flops=lambda model: 2 * model.model_dim,
     section=Decay,
 )
-
-
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
-    """Registers the kind until the end of the context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
-        patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
-        kinds.register_kind("decay", DECAY)
-        yield
+brt.register_kind("decay", DECAY)

@@ -1,0 +1,28 @@
+"""FLOPs of a sliding-window layer, from which the FLOPs of other kinds of layers are counted."""
+
+from brt.config import Model
+from brt.layers.sections import Recurrence
+
+
+def window_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a sliding-window layer with its MLP.
+
+    Only matrix products are counted, 2 m n k for each. A token counts as attending to exactly
+    `window` keys and all sinks, even if a tile computes more.
+
+    Args:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+    """
+    m, width = model, model.heads * model.head_dim
+    projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
+    attention = 4 * width * (m.window + m.sinks)  # Products with keys and with values.
+    mlp = (6 if m.gated_mlp else 4) * m.model_dim * m.mlp_dim
+    return projections + attention + mlp + (reading_flops(model) if m.feedback else 0)
+
+
+def reading_flops(model: Model) -> int:
+    """Returns the FLOPs per token of attention to recurrent states: queries of their own, a wider
+    output, and products with keys and values.
+    """
+    width = model.heads * model.head_dim
+    return 4 * model.model_dim * width + 4 * width * model.of(Recurrence).states

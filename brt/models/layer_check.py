@@ -1,0 +1,200 @@
+"""A check for authors of kinds of layers: every way of reading a document gives the same result."""
+
+import dataclasses
+from typing import NamedTuple, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from brt.config import Model
+from brt.layers.basic import compute_dtype
+from brt.layers.runs import ModelState, StackState, check_states, new_model_state
+from brt.models.decoder import Decoder, logits, new_state, output_weights
+
+_Tokens: TypeAlias = Int[np.ndarray, "B T"]
+_LANES, _BLOCKS, _VOCABULARY = 2, 4, 32  # of the tokens that are read
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of logits, relative to the largest one
+
+
+class _Reading(NamedTuple):
+    logits: Float[np.ndarray, "B T V"]
+    state: StackState
+
+
+def check_layers(model: Model) -> None:
+    """Checks that the layers of a model read tokens as brt expects (see `LayerKind`).
+
+    A decoder with random parameters reads four blocks of random tokens in two lanes: at once, in
+    two pieces, token by token, with other tokens, and behind another document. A model with a
+    window of 8 tokens takes about ten seconds.
+
+    Args:
+      model: a model with layers of the kind to check; `Model.vocab_size` is not used.
+
+    Raises:
+      ConfigError: a `LayerKind` names fields that the state of its layers does not have.
+      AssertionError: a rule does not hold. The message names the rule, the methods that may break
+        it, and the first token whose logits are wrong.
+    """
+    check_states(model)
+    reader = _Reader(dataclasses.replace(model, vocab_size=_VOCABULARY))
+    tokens = _tokens(reader, seed=0)
+    whole = reader.read(tokens)
+    _check_pieces(reader, tokens, whole)
+    _check_later_tokens_and_lanes(reader, tokens, whole)
+    _check_document_start(reader, tokens)
+    _check_single_tokens(reader, tokens, whole)
+
+
+class _Reader:
+    """A decoder with random parameters, and compiled functions that read with it."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self._decoder = Decoder(model)
+        self._model_state: ModelState = new_model_state(model)
+        self._params = _random_params(self._decoder, self._model_state)
+        self._apply = jax.jit(self._decoder.apply, static_argnames="method")
+
+    def read(
+        self,
+        tokens: _Tokens,
+        state: StackState | None = None,
+        start: Bool[np.ndarray, "B N"] | None = None,
+    ) -> _Reading:
+        """Reads blocks of tokens at once.
+
+        Args:
+          tokens: the tokens of whole blocks.
+          state: the state before them; None if nothing was read.
+          start: True where a block is the first of a document; None if no block is.
+        """
+        if start is None:
+            start = np.zeros((_LANES, tokens.shape[1] // self.model.block_length), bool)
+        state = new_state(self.model, _LANES) if state is None else state
+        variables = {"params": self._params}
+        output = self._apply(variables, tokens, state, start, self._model_state)
+        weights = output_weights(self.model, self._params)
+        return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
+
+    def read_single_tokens(self, tokens: _Tokens) -> _Reading:
+        """Reads the same as `read`, one token at a time."""
+        variables, found = {"params": self._params}, []
+        state = new_state(self.model, _LANES)
+        for place in range(tokens.shape[1]):
+            position = place % self.model.block_length
+            if position == 0:
+                block = self._apply(variables, state, self._model_state, method="begin_block")
+            next_logits, block = self._apply(
+                variables, tokens[:, place], state, block, jnp.asarray(position, jnp.int32),
+                self._model_state, method="decode_step",
+            )  # fmt: skip
+            found.append(next_logits)
+            if position == self.model.block_length - 1:
+                state = self._apply(variables, state, block, self._model_state, method="end_block")
+        return _Reading(np.stack(found, axis=1), state)
+
+
+def _random_params(decoder: Decoder, model_state: ModelState) -> PyTree[Array]:
+    """Returns initial parameters plus noise, so that parameters that start at 0 have an effect."""
+    model = decoder.model
+    tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
+    start = jnp.zeros((_LANES, _BLOCKS), bool)
+    initial = jax.jit(decoder.init)(
+        jax.random.key(0), tokens, new_state(model, _LANES), start, model_state
+    )
+    draw = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * draw.standard_normal(leaf.shape).astype(leaf.dtype),
+        nn.meta.unbox(initial)["params"],
+    )
+
+
+def _tokens(reader: _Reader, seed: int) -> _Tokens:
+    shape = _LANES, _BLOCKS * reader.model.block_length
+    return np.random.default_rng(seed).integers(_VOCABULARY, size=shape).astype(np.int32)
+
+
+def _check_pieces(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
+    cut = _BLOCKS // 2 * reader.model.block_length
+    first = reader.read(tokens[:, :cut])
+    second = reader.read(tokens[:, cut:], first.state)
+    pieces = np.concatenate([first.logits, second.logits], axis=1)
+    rule = "two calls of __call__, one after the other, must return what one call returns"
+    _check_logits(reader, pieces, whole.logits, rule)
+    _check_state(reader, second.state, whole.state, rule)
+
+
+def _check_single_tokens(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
+    single = reader.read_single_tokens(tokens)
+    rule = "begin_block, decode_step and end_block together must return what __call__ returns"
+    _check_logits(reader, single.logits, whole.logits, rule)
+    _check_state(reader, single.state, whole.state, rule)
+
+
+def _check_later_tokens_and_lanes(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
+    """Changes tokens of lane 0 at the start, within and at the end of a block."""
+    length = reader.model.block_length
+    for place in sorted({length, length + length // 2, 2 * length - 1}):
+        changed = tokens.copy()
+        changed[0, place] = (changed[0, place] + 1) % _VOCABULARY
+        found = reader.read(changed).logits
+        rule = "__call__ must not let a token read a later one"
+        _check_logits(reader, found[:1, :place], whole.logits[:1, :place], rule)
+        rule = "__call__ must not let a row of the batch read another one"
+        _check_logits(reader, found[1:], whole.logits[1:], rule)
+
+
+def _check_document_start(reader: _Reader, tokens: _Tokens) -> None:
+    """Reads documents that start with the segment, and in its middle, behind two pasts."""
+    length = reader.model.block_length
+    for block in (0, _BLOCKS // 2):
+        start = np.zeros((_LANES, _BLOCKS), bool)
+        start[:, block] = True
+        readings = []
+        for seed in (1, 2):
+            past = _tokens(reader, seed)
+            text = tokens.copy()
+            text[:, : block * length] = past[:, : block * length]
+            readings.append(reader.read(text, reader.read(past).state, start))
+        one, other = readings
+        behind = np.s_[:, block * length :]
+        rule = "__call__ must not read anything from before a block with document_start = True"
+        _check_logits(reader, one.logits[behind], other.logits[behind], rule)
+        _check_state(reader, one.state, other.state, rule)
+
+
+def _tolerance(model: Model) -> float:
+    return _TOLERANCE[jnp.dtype(compute_dtype(model)).name]
+
+
+def _check_logits(
+    reader: _Reader,
+    found: Float[np.ndarray, "B T V"],
+    expected: Float[np.ndarray, "B T V"],
+    rule: str,
+) -> None:
+    error = np.abs(found - expected).max(axis=-1)
+    wrong = ~(error <= _tolerance(reader.model) * np.abs(expected).max())
+    if wrong.any():
+        place = int(wrong.any(axis=0).argmax())
+        raise AssertionError(
+            f"{rule}; with random tokens and parameters, the logits differ by up to "
+            f"{error.max():.1e}, first at token {place} of blocks of {reader.model.block_length}"
+        )
+
+
+def _check_state(reader: _Reader, found: StackState, expected: StackState, rule: str) -> None:
+    tolerance = _tolerance(reader.model)
+
+    def check(path: tuple, leaf: Array, other: Array) -> None:
+        one, two = (np.asarray(x, np.float32) for x in (leaf, other))
+        error = np.abs(one - two).max(initial=0)
+        if not error <= tolerance * max(1, np.abs(two).max(initial=0)):
+            name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+            raise AssertionError(f"{rule}; the field {name} of the state differs by {error:.1e}")
+
+    jax.tree.map_with_path(check, found, expected)

@@ -1,0 +1,106 @@
+"""`brt.check_layers` accepts a correct kind, and names the rule that a wrong one breaks."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import user_kinds
+from user_kinds import my_layers, token_recurrence
+
+import brt
+from brt.config import Model
+from brt.errors import ConfigError
+from brt.layers import kinds
+from brt.layers.state import LayerOutput
+
+Layer, State = token_recurrence.DecayLayer, token_recurrence.DecayState
+MODEL = Model(
+    layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=4, dtype="float32",
+    kinds=(token_recurrence.Decay(layers=(0,)),),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with user_kinds.registered():
+        yield
+
+
+def replace_kind(**changes: Any) -> None:
+    kinds.KINDS["decay"] = token_recurrence.DECAY._replace(**changes)
+
+
+def test_correct_kinds_are_accepted() -> None:
+    brt.check_layers(MODEL)
+    brt.check_layers(dataclasses.replace(MODEL, kinds=(my_layers.Echo(layers=(0,)),)))
+
+
+class DecodesAnother(Layer):
+    def decode_step(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
+        y, state, *_ = super().decode_step(x, block=block)
+        return LayerOutput(y + 0.1 * x**2, state)
+
+
+class ForgetsAfterBlock(Layer):
+    def end_block(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
+        return LayerOutput(x, State(jnp.zeros_like(block.total)))
+
+
+class ReadsLater(Layer):
+    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
+        y, state, *_ = super().__call__(x, **keywords)
+        blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
+        means = jnp.broadcast_to(blocks.mean(axis=2, keepdims=True), blocks.shape)
+        return LayerOutput(y + means.reshape(x.shape), state)
+
+    def begin_block(self, x: Any, *, state: Any, **_: Any) -> LayerOutput:
+        return super().begin_block(x, state=state)
+
+
+class ReadsOtherRows(Layer):
+    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
+        y, state, *_ = super().__call__(x, **keywords)
+        return LayerOutput(y + x[::-1], state)
+
+    def decode_step(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
+        y, state, *_ = super().decode_step(x, block=block)
+        return LayerOutput(y + x[::-1], state)
+
+
+class ReadsEarlierDocuments(Layer):
+    def __call__(self, x: Any, *, document_start: Any, **keywords: Any) -> LayerOutput:
+        return super().__call__(x, document_start=document_start & False, **keywords)
+
+
+class DropsState(Layer):
+    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
+        y, state, *_ = super().__call__(x, **keywords)
+        return LayerOutput(y, State(jnp.zeros_like(state.total)))
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"),
+    [
+        (DropsState, "two calls of __call__, one after the other, must return what one call"),
+        (ReadsLater, "__call__ must not let a token read a later one"),
+        (ReadsOtherRows, "__call__ must not let a row of the batch read another one"),
+        (ReadsEarlierDocuments, "__call__ must not read anything from before a block with"),
+        (DecodesAnother, "begin_block, decode_step and end_block together must return what"),
+        (ForgetsAfterBlock, "begin_block, decode_step and end_block together must return what"),
+    ],
+)
+def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
+    replace_kind(module=module)
+    with pytest.raises(AssertionError, match=rule):
+        brt.check_layers(MODEL)
+
+
+def test_a_state_without_the_fields_of_a_part_is_refused_before_training() -> None:
+    replace_kind(parts={"state": ("sums",)})
+    with pytest.raises(ConfigError, match=r"counts a field 'sums' to the part 'state', but its"):
+        brt.check_layers(MODEL)
+    replace_kind(axes=lambda model: State(("lanes",)))
+    with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):
+        brt.check_layers(MODEL)
