@@ -38,11 +38,15 @@ class Binding(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The bindings of a file or of the command line.
+    """The bindings of a .gin file or of the command line.
+
+    A dictionary holds all sources of a command. The key of a file is the file's path, and the key
+    of the command line is `COMMAND_LINE`; `brt.gin_files.read_sources` fills the dictionary.
 
     Attributes:
-      bindings: the bindings, in order.
-      includes: the keys of the sources that this source includes.
+      bindings: the bindings, in the order in which they are written.
+      includes: the keys of the included sources: the files that an `include` statement or
+        --gin_file names.
     """
 
     bindings: list[Binding]

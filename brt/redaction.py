@@ -28,8 +28,9 @@ _SERVICES = (
 )
 _PORT = r"(?![^/@\s'\"?#:]*:\d{1,5}(?:/|$))"
 _PATTERNS = [
-    # In https://user:password@host, the pattern hides everything up to the last @ that a host may
-    # follow.
+    # In https://user:password@host, a password may itself contain @. The pattern therefore hides
+    # everything from the colon to the last @ that is followed by a character with which the name of
+    # a host can begin.
     (rf"(?<=://){_PORT}[^/@\s'\"?#:]*:(?:(?!://)[^\s'\"])*(?=@[\w.\[-])", HIDDEN),
     (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
     # This pattern hides secrets in queries, as in https://host/?token=...

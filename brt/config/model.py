@@ -88,10 +88,11 @@ class Model:
     # Results that remat stores nevertheless: none, those of all matrix products, or those of
     # products with weights.
     remat_keep: RematPolicy = free("nothing")
-    # Largest number of neighbouring layers of one kind, and of blocks of a recurrent layer, in one
-    # iteration of a loop; 1 compiles quickest. With 0, brt decides: all layers on TPUs
-    # without remat, up to six layers on CPUs, otherwise one; eight blocks on TPUs and, with large
-    # states, on CPUs, otherwise one.
+    # Layers of one kind that are neighbours, and the blocks of a recurrent layer, are computed in
+    # loops. This is the largest number of layers or blocks in one iteration; 1 compiles quickest.
+    # With 0, brt chooses both numbers. An iteration then has all layers on TPUs without remat, up
+    # to six layers on CPUs, and otherwise one layer. It has eight blocks on TPUs and, with large
+    # states, on CPUs, and otherwise one block.
     unroll: int = free(0)
     rotary: Rotary = nested(Rotary())
     norm: Norm = nested(Norm())

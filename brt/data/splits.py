@@ -19,8 +19,9 @@ REACH = 1 << 16  # At most this number of characters is searched for the end of 
 # A document is cut after the end of a paragraph, a line or a word, which these patterns match.
 BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 
-# The part of a document that belongs to a split is given by the position of its first character,
-# and the position after its last one (None for the end of the document).
+# The parts of one document, by the name of the split that a part belongs to. A part is given by the
+# position of its first character and the position after its last one (None for the end of the
+# document).
 Parts = dict[str, tuple[int, int | None]]
 
 
@@ -49,7 +50,9 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        # If other splits are held out of Data.train, the list has the parts of each document.
+        # If another split is held out of Data.train, this list has an entry for each document of
+        # Data.train, in reading order. The entry says which part of the document belongs to which
+        # split. The list is empty if every split has a source.
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):

@@ -38,12 +38,15 @@ class SplitEvaluator:
     Args:
       config: config of the run with all sizes filled in; the user may have changed some settings.
       split: the name of the split.
-      ablate: part of the memory that a second evaluation resets; None for no second evaluation.
+      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
+        second evaluation.
       on_result: called with each result before it is written.
-      windows: windows with which a language model is evaluated, instead of Model.window.
+      windows: window sizes in tokens. A language model is evaluated once with each of them, and
+        Model.window is not used. An empty tuple evaluates once, with Model.window.
 
     Raises:
-      ConfigError: `ablate` names a part that the model does not have.
+      ConfigError: `ablate` names a part that the model does not have, or the task does not compare
+        windows.
       DataError: the data have no such split.
 
     Attributes:
@@ -100,11 +103,23 @@ def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore,
     *, windows: tuple[int, ...] = (),
 ) -> Evaluated:  # fmt: skip
-    """Evaluates one checkpoint, and writes and returns the report.
+    """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
     Args:
       model: the model of the checkpoint.
-      split, ablate, on_result: arguments of `SplitEvaluator`, which also describes the errors.
+      split: the name of the split.
+      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
+        second evaluation.
+      on_result: called with the result before it is written.
+      windows: window sizes in tokens. A language model is evaluated once with each of them, and
+        Model.window is not used. An empty tuple evaluates once, with Model.window.
+
+    Raises:
+      CheckpointError: the run lacks its tokenizer.
+      ConfigError: the model does not have the part `ablate`, or the run directory cannot be
+        written.
+      DataError: the data have no such split.
+      NonFiniteError: the primary metric is not finite.
     """
     return SplitEvaluator(model.config, split, ablate, on_result, windows=windows)(model)
 

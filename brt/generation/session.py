@@ -252,10 +252,11 @@ class Session:
             start += size
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Generates tokens, and yields the new tokens of all lanes in several pieces, int32 [B, T].
+        """Generates tokens in all lanes, and yields them in several pieces, each int32 [B, T].
 
-        The tokens depend on the key and on the position in the text. They are the same if several
-        calls generate the tokens.
+        The random number of a token depends only on `key` and on the token's position in the text.
+        Two calls for 10 tokens with the same key therefore generate the same text as one call for
+        20 tokens.
 
         Args:
           count: number of tokens.

@@ -49,7 +49,9 @@ class Pretrained(NamedTuple):
 
 
 def save(directory: Path, pretrained: Pretrained) -> None:
-    """Writes everything except the tokenizer's files into an existing directory."""
+    """Writes all files of a converted model into an existing directory, except the tokenizer's
+    files.
+    """
     described = pretrained.described
     write_params(directory, pretrained.params)
     sections = config_json(Config(seq2seq=described.model, cross_attention=described.cross))
@@ -86,17 +88,26 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
 
 def write_params(directory: Path, params: dict[str, Any]) -> None:
-    """Writes a tree of parameters to a directory, from which `read_params` reads them."""
+    """Writes the float32 parameters of a `Seq2Seq` to an existing directory, one array per layer.
+
+    Args:
+      directory: the directory.
+      params: the nested dictionary of parameters, in which the arrays of all layers are stacked.
+    """
     flat = by_layer(params)
     files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
 
 
 def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Returns the float32 parameters of a directory as a tree.
+    """Returns the float32 parameters of a directory as the nested dictionary that `Seq2Seq` takes.
+
+    The file has one array per layer, such as "encoder/layers_0/mlp/wi/kernel". In the nested
+    dictionary, the arrays of all layers are stacked along a new first axis, as in {"encoder":
+    {"layers": {"mlp": {"wi": {"kernel": [layers, ...]}}}}}.
 
     Args:
       directory: the directory.
-      expected: the expected shapes, by names like "encoder/layers_0/mlp/wi/kernel".
+      expected: the shape of each array of the file, by its name.
 
     Raises:
       CheckpointError: parameters are missing, damaged, or have other names or shapes.

@@ -176,8 +176,12 @@ class ClusteredLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention output over all earlier tokens; `part` is the result of
-            attention to the window.
+            """Returns the attention of all tokens to their window and to all tokens before it, with
+            one softmax.
+
+            Args:
+              queries: the queries of the segment.
+              part: the attention to the windows alone, which has been computed before.
             """
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
@@ -215,8 +219,12 @@ class ClusteredLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B 1 H K"], part: AttentionPart
         ) -> Float[Array, "B 1 H K"]:
-            """Returns the attention output of one token over all earlier tokens; `part` is the
-            result of attention to the window.
+            """Returns the attention of one token to its window and to all tokens before it, with
+            one softmax.
+
+            Args:
+              queries: the query of the token.
+              part: the attention to the window alone, which has been computed before.
             """
             return causal_clustered_attention_step(
                 queries, part, self.tokens.unit_keys(window.keys), window.values,

@@ -21,8 +21,14 @@ def window_flops(model: Model) -> int:
 
 
 def reading_flops(model: Model) -> int:
-    """Returns the FLOPs per token of attention to recurrent states: queries of their own, a wider
-    output, and products with keys and values.
+    """Returns the FLOPs per token of the attention of tokens to recurrent states.
+
+    They are the FLOPs of four products: a second projection to queries, the product of these
+    queries with the states' keys, the product of the weights with the states' values, and the
+    projection of the result to the model's width.
+
+    Args:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
     """
     width = model.heads * model.head_dim
     return 4 * model.model_dim * width + 4 * width * model.of(Recurrence).states

@@ -139,8 +139,22 @@ def rotate_step(
     keys: Float[Array, "B W G K"],
     position: Int[Array, ""],
 ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W G K"]]:
-    """Applies rotary positions to a token, at position 0, and to the keys of its ring buffer, at
-    their distances before the token.
+    """Applies rotary embeddings to the query of one token and to the keys that the token reads.
+
+    Only the distance between a query and a key matters. The query is therefore rotated as if its
+    token were at position 0, and a key that is n tokens older as if it were at position -n. The
+    keys are in a ring buffer of W = `model.window` entries: the key of the token at position p of a
+    block is at index p mod W, where it has replaced the key of the token W positions before.
+
+    Args:
+      model: the settings as the layer sees them.
+      queries: the query of the token, not rotated.
+      keys: the ring buffer, not rotated. It contains the token's own key if `model.attend_to_self`
+        is True.
+      position: the position of the token in its block.
+
+    Returns:
+      The rotated query and the rotated keys, in the order of the ring buffer.
     """
     nearest = 0 if model.attend_to_self else 1
     steps = (position - nearest - jnp.arange(model.window)) % model.window + nearest

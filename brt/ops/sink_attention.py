@@ -64,7 +64,10 @@ def sink_attention(
     part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
 
     def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
-        """Returns the results of the tokens of all blocks."""
+        """Puts the heads behind the tokens and joins the blocks: x[b, n, g, r * W + t] is the
+        result of token n * W + t and head g * R + r. W is the number of tokens of a block, and R of
+        heads that share a key.
+        """
         x = x.reshape(*rows.shape[:5], *x.shape[4:])
         return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])
 

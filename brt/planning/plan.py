@@ -31,7 +31,10 @@ class Plan(NamedTuple):
     Attributes:
       topology: the machine that the step was compiled for.
       mesh: number of devices along each axis.
-      parameters, optimizer, carry, model_state: bytes of the parts of the train state.
+      parameters: bytes of the parameters.
+      optimizer: bytes of the optimizer's moments.
+      carry: bytes of the caches and recurrent states that one step hands to the next.
+      model_state: bytes of the values that are learned without gradients, such as running means.
       temporaries: bytes of intermediate results.
       peak: bytes of the train state, the batch and the intermediate results together.
       costs: operations, bytes and cycles by part of the model.

@@ -315,10 +315,14 @@ class Task(abc.ABC):
         """Raises ConfigError if the weights belong to a model that reads another kind of input."""
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary size for all ids of the weights and the tokenizer.
+        """Returns the config of a training that starts from weights, adapted to these weights.
+
+        This method runs before the model is built, so that a task can change settings, such as a
+        vocabulary size, that depend on the weights. The default only compares the tokenizer of the
+        weights with the tokenizer of the data, and returns the config unchanged.
 
         Args:
-          config: the config.
+          config: the config of the run.
           weights: the weights that training starts from.
           tokenizer: the tokenizer of the training data.
 

@@ -21,9 +21,9 @@ from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir
 
-# The hooks are called in this order, which matters: a step is reported and evaluated before it is
-# saved, so that a run resumed from its checkpoint only has to repeat the evaluation or sample that
-# a request to stop interrupted.
+# The order of the hooks matters. A step is reported and evaluated before it is saved. If a request
+# to stop interrupts an evaluation or a sample, the run saves a checkpoint and ends; the resumed run
+# then only has to repeat that evaluation or sample.
 WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)
 BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (

@@ -122,6 +122,12 @@ class CompressiveLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP (`tokens`) and the compressor, if the compressor
+        is learned.
+
+        A convolution that reconstructs blocks from slots is created only for the loss
+        "autoencoding".
+        """
         section = self.model.of(Compressive)
         m = self.model
         self.tokens = TransformerBlock(
@@ -279,8 +285,17 @@ class CompressiveLayer(nn.Module):
         return LayerAux(losses={"compression": loss})
 
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens. The open block has the
-        keys and values of the slots.
+        """Returns an open block without tokens.
+
+        The slots do not change while the block is read, so their keys and values are computed here,
+        once for all tokens of the block.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
         """
         tokens = open_block(state.window)
         inputs = jnp.zeros_like(state.inputs)

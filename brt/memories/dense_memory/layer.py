@@ -174,7 +174,16 @@ class DenseMemoryLayer(nn.Module):
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens."""
+        """Returns an open block without tokens: zeros, into which `decode_step` writes keys and
+        values.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
         m = self.model
         shape = (len(state.length), m.window, m.heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
@@ -189,8 +198,16 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token's key
-        and value. The memory does not change.
+        """Reads one token. Its key and value enter the open block, and the memory does not change.
+
+        Args:
+          x: the input of the token.
+          state: the state after the previous block.
+          block: the open block, which has the keys and values of the earlier tokens of the block.
+          position: the position of the token in the block.
+
+        Returns:
+          The token's output, and the open block with the token's key and value as the state.
         """
         queries, own = self._projected(x)
         block = StateKV(
@@ -206,7 +223,13 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
-        """Returns the layer's state after a full block, whose tokens enter the memory."""
+        """Returns the layer's state after a full block, whose tokens enter the memory.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the state after the previous block.
+          block: the open block, which has the keys and values of all tokens of the block.
+        """
         section, m = self.model.of(DenseMemory), self.model
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)

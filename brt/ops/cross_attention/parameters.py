@@ -14,11 +14,12 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class CrossParameters(NamedTuple):
-    """Learned parameters of a layer's cross-attention; None for those that the kind does not use.
+    """Learned parameters of a layer's cross-attention, apart from its projections.
 
     Attributes:
-      raf: the parameters of the recurrent accumulate-and-fire neurons of `srformer`.
-      memory_keys, memory_values: the RNNs of `xl_memory`.
+      raf: parameters of the recurrent accumulate-and-fire neurons of `srformer`. For other kinds of
+        cross-attention, all fields of `raf` are None.
+      memory_keys, memory_values: the RNNs of `xl_memory`; None for other kinds.
     """
 
     raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()

@@ -243,8 +243,11 @@ def _norm_backward(
     keep = jax.nn.sigmoid(weights.gate[...])
 
     def norm_backward_of_rows(rows: Any) -> None:
-        """Writes the gradients of a group of states (`rows`), and adds the group's contribution to
-        the gradients of the norm and the identities.
+        """Computes the gradients of a group of states; `rows` is the slice of their indices.
+
+        The gradient of the states before the block is written. The gradients of the norm's scale,
+        of the states' identity vectors and, at the start of a document, of the initial states are
+        sums over blocks, to which this block's contribution is added.
         """
         gradient, s = sums.hidden[rows], residuals.vectors[rows]
         inverse = _inverse_rms(s)

@@ -40,16 +40,21 @@ def window_attention_forward(
 ) -> None:  # fmt: skip
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    The arguments from `own` on are shared memory and barriers. `own` has the tile's queries, whose
-    copy arrives at the barrier `ready`. `keys`, `values`, `strip` and `factors` have several slots,
-    to which the tiles of the window are copied in turns; these copies arrive at the barriers
-    `arrived`.
+    The kernel walks over the key tiles of the window. Shared memory has several slots for key
+    tiles: while the kernel computes with one slot, the copies to the next slots are under way.
 
     Args:
       inputs: references to the inputs.
       y: output, [B, T, H, K].
       lse: output, float32 [B, H, tiles, TILE].
       null_keys: True if unreadable keys count as zero keys with zero values.
+      own: shared memory for the tile of queries.
+      keys, values: shared memory with slots for tiles of keys and of values.
+      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
+        key tile.
+      ready: barrier at which the copy of `own` arrives.
+      arrived: barriers, one for each slot, at which the copies to the slot arrive.
+      factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, i = program_place()
     width, (first, end) = own.shape[3], inputs.window_of(lane, i)
@@ -107,11 +112,24 @@ def window_attention_queries(
     own: Any, theirs: Any, row: Any, ready: Any,
     keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the gradient `d_q` [B, T, H, K] of a tile of queries.
+    """Writes the gradient of a tile of queries.
 
-    The arguments from `own` on are shared memory: the tile's queries (`own`), the gradient of its
-    output (`theirs`) and its rows of `inputs.sums` (`row`); tiles of keys, values, strip and
-    dropout factors that are copied in turns; and the barriers `ready` and `arrived` of the copies.
+    The kernel walks over the key tiles of the window. Shared memory has several slots for key
+    tiles: while the kernel computes with one slot, the copies to the next slots are under way.
+
+    Args:
+      inputs: references to the inputs.
+      d_q: output, the gradient of the queries [B, T, H, K].
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      own: shared memory for the tile of queries.
+      theirs: shared memory for the gradient of the tile's output.
+      row: shared memory for the tile's rows of `inputs.sums`.
+      ready: barrier at which the copies of `own`, `theirs` and `row` arrive.
+      keys, values: shared memory with slots for tiles of keys and of values.
+      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
+        key tile.
+      arrived: barriers, one for each slot, at which the copies to the slot arrive.
+      factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, i = program_place()
     first, end = inputs.window_of(lane, i)
@@ -161,13 +179,27 @@ def window_attention_keys(
     own: Any, theirs: Any, ready: Any,
     q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes one part of the gradients `d_keys` and `d_values` [B, Z, H, K] of a tile of keys and
-    values.
+    """Writes some columns of the gradients of a tile of keys and values.
 
-    All queries that may read the tile contribute. The arguments from `own` on are shared memory:
-    the tile's keys (`own`) and values (`theirs`); tiles of queries, output gradients, strip,
-    `inputs.sums` (`row`) and dropout factors that are copied in turns; and the barriers `ready` and
-    `arrived` of the copies.
+    The gradients are too wide for the registers of one program if a head is wide. A program
+    therefore computes only one part of the columns. The index of the program says which tile and
+    which part. The kernel walks over all query tiles that may read the tile. Shared memory has
+    several slots for query tiles: while the kernel computes with one slot, the copies to the next
+    slots are under way.
+
+    Args:
+      inputs: references to the inputs.
+      d_keys, d_values: outputs, the gradients of keys and values, each [B, Z, H, K].
+      own: shared memory for the tile of keys.
+      theirs: shared memory for the tile of values.
+      ready: barrier at which the copies of `own` and `theirs` arrive.
+      q: shared memory with slots for tiles of queries.
+      gradient: shared memory with slots for the gradients of the query tiles' outputs.
+      strip: shared memory with slots for the transposed biases and mask, [TILE, TILE], of a query
+        tile.
+      row: shared memory with slots for the query tiles' rows of `inputs.sums`.
+      arrived: barriers, one for each slot, at which the copies to the slot arrive.
+      factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, program = program_place()
     j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
@@ -215,12 +247,25 @@ def window_attention_band(
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the gradient of one tile of the strip, summed over `walk` tiles of queries.
+    """Writes the gradient of one tile of the strip of biases, summed over `walk` tiles of queries.
 
-    `d_strip` is the output. The gradient of the bias follows from these sums. The arguments from
-    `strip` on are shared memory: the tile of the strip; tiles of queries, output gradients, keys,
-    values, `inputs.sums` (`row`) and dropout factors that are copied in turns; and the barriers
-    `ready` and `arrived` of the copies.
+    A tile of the strip belongs to one distance, in tiles, between queries and keys. Its gradient is
+    the gradient of the logits, summed over all pairs of a query tile and a key tile with this
+    distance. The gradient of the bias follows from these sums. Shared memory has several slots for
+    such pairs: while the kernel computes with one slot, the copies to the next slots are under way.
+
+    Args:
+      inputs: references to the inputs.
+      d_strip: output, the gradient of the strip.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      walk: the number of consecutive query tiles that a program sums over.
+      strip: shared memory for the tile of the strip.
+      ready: barrier at which the copy of `strip` arrives.
+      q, gradient: shared memory with slots for tiles of queries and of output gradients.
+      keys, values: shared memory with slots for tiles of keys and of values.
+      row: shared memory with slots for the query tiles' rows of `inputs.sums`.
+      arrived: barriers, one for each slot, at which the copies to the slot arrive.
+      factors: shared memory with slots for dropout factors; None without dropout.
     """
     group, head, distance = program_place()
     groups = inputs.q.shape[1] // TILE // walk

@@ -71,8 +71,12 @@ def window_attention(
     rows = tile_rows(window)
 
     def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
-        """Returns x split into M tiles of R rows. `axes` says the order of the last two axes of the
-        result.
+        """Splits the tokens of x into M tiles of R tokens, and puts the heads before the tokens.
+
+        Args:
+          x: queries, keys or values of all heads.
+          axes: (2, 4) for the result [B, M, H, R, K], or (4, 2) for the transposed tiles [B, M, H,
+            K, R].
         """
         batch, tokens, heads, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)

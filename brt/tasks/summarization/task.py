@@ -246,9 +246,10 @@ class Summarization(Task):
         )  # fmt: skip
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary size for all ids of the weights and the tokenizer.
+        """Checks that the weights were trained with this tokenizer, and returns the config
+        unchanged.
 
-        For converted weights, whose tokenizer is not known, the config is returned unchanged.
+        Converted weights, whose tokenizer is not known, are not checked.
         """
         return (
             config
