@@ -11,11 +11,11 @@ def ctc_nats(
     targets: Int[Array, "B T"],
     scored: Bool[Array, "B T"],
 ) -> Float[Array, " B"]:
-    """Returns the negative logarithm of the probability of each row's targets, float32; the
-    probability is the sum over all alignments.
+    """Returns the negative log probability of each row's targets, float32.
 
-    An alignment assigns a target or the blank to each frame. The blank is the last class. A row
-    without valid frames has loss 0.
+    An alignment assigns a target or the blank to each frame. The blank is the last class. The
+    probability of the targets is the sum of the probabilities of all alignments. A row without
+    valid frames has loss 0.
 
     Args:
       logits: the logits of the C classes for each of the X frames.

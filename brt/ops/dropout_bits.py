@@ -18,10 +18,12 @@ _BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns three numbers (runs, bits, register rows) whose product is the number of rows.
+    """Returns three numbers (runs, bits, register rows) whose product is the number of rows of a
+    mask.
 
-    The rows of a mask are split into runs. A run is packed to one word for each of its register
-    rows and each column, and uses `bits` bits of each word.
+    The rows of a mask are split into runs. A run is packed into one word for each register row and
+    each column. A word uses `bits` of its 32 bits: bit j belongs to the same row of the j-th
+    register of the run.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)

@@ -17,10 +17,13 @@ from brt.ops.partial_attention import AttentionPart
 def step_logits(
     query: Float[Array, "B H K"], keys: Float[Array, "B S G K"], *, normalize_keys: bool = False
 ) -> Float[Array, "B H S"]:
-    """Returns the float32 products of one query per head with S keys.
+    """Returns the float32 dot products of one query per head with S keys.
 
-    With `normalize_keys`, the products are those of normalized keys: scaling the products saves
-    writing a normalized copy of all keys.
+    Args:
+      query: the query of each head of queries.
+      keys: the keys of each head of keys.
+      normalize_keys: True divides each product by the norm of its key. The result is the product
+        with the normalized key, and no normalized copy of all keys is written.
     """
     batch, heads, size = query.shape
     slots, groups = keys.shape[1:3]
@@ -34,8 +37,10 @@ def step_logits(
 def weighted_values(
     weights: Float[Array, "B H S"], values: Float[Array, "B S G K"]
 ) -> Float[Array, "B H K"]:
-    """Returns the sums of S values by the attention weights of one query per head, in the dtype of
-    `values`.
+    """Returns the sum of S values, weighted by the attention weights of one query per head, in the
+    dtype of `values`.
+
+    Head g of the values serves H / G consecutive heads of the weights.
     """
     batch, heads, slots = weights.shape
     grouped = weights.astype(values.dtype).reshape(batch, values.shape[2], -1, slots)
@@ -50,17 +55,17 @@ def by_member(
     bias: Float[Array, "H W"] | None,
     scale: Float[Array, " H"] | None,
 ) -> AttentionPart:
-    """Returns the attention of grouped queries, computed by an operation that has as many heads of
-    queries as of keys.
+    """Returns the attention of grouped queries, computed by an operation that needs equally many
+    heads of queries and of keys.
 
-    The operation is called once for each member of a group, with G heads of queries and the same
-    keys, which it therefore reads R times.
+    A group is the R = H / G heads of queries that share a head of keys. `attend` is called R times,
+    each time for one member of every group. It therefore reads the keys R times.
 
     Args:
       attend: (queries [B, T, G, K], bias [G, W], scale [G], index of the member) -> the attention
-        output of these heads.
+        of these heads.
       queries: the queries of all heads.
-      groups: the number G of heads of keys.
+      groups: G, the number of heads of keys.
       bias: the position bias of all heads, or None.
       scale: the length of the normalized queries of all heads, or None.
     """

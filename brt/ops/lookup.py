@@ -15,9 +15,9 @@ def lookup(
 ) -> Float[Array, "*B D"]:
     """Returns the rows of the table with the given ids, in `dtype`.
 
-    The gradient of the table sums the gradients of equal ids. If the columns of the table are
-    sharded over devices, each device gathers the table after its conversion to `dtype`, because
-    this dtype is usually smaller than that of the table.
+    The gradient of a row is the sum of the gradients of all ids that name this row. If the columns
+    of the table are sharded over devices, each device first converts its columns to `dtype` and
+    then gathers the other columns, because `dtype` is usually smaller than the dtype of the table.
 
     Args:
       table: the embeddings.

@@ -58,7 +58,7 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
 
     Args:
       taken: the number of bytes that the kernel needs.
-      what: the name of the data that the kernel keeps in VMEM, for the message.
+      what: the data that the kernel keeps in VMEM, as a noun for the message.
       most: the number of bytes that are available; None stands for `vmem_budget()`.
     """
     most = vmem_budget() if most is None else most
@@ -117,11 +117,15 @@ def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Floa
 def l2_normalize_rows_backward(
     x: Float[Array, "R K"], gradient: Float[Array, "R K"]
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """Returns the gradient of x, and the part of the output's gradient along x / |x|; both float32.
+    """Returns the gradient of x, and the component of the gradient along x / |x|; both float32.
 
     Args:
       x: the rows before normalization.
       gradient: the gradient of x / |x|.
+
+    Returns:
+      The gradient of x [R, K]; and for each row the dot product of `gradient` and x / |x|, [R, 1],
+      from which the gradient of a scale is computed.
     """
     direction, inverse = l2_normalize_rows(x)
     along = jnp.sum(gradient * direction, axis=-1, keepdims=True)
@@ -151,11 +155,16 @@ def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None
 
     Up to 16 iterations are unrolled to straight-line code. If there are more iterations, the result
     is a loop whose body is a group of unrolled iterations.
+
+    Args:
+      count: the number of iterations.
+      body: the function that computes an iteration.
+      carry: the initial carry.
     """
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
 
     def straight_code(i: Any, carry: Any) -> Any:
-        """Returns the carry after the i-th group of unrolled iterations."""
+        """Computes the unrolled iterations of the i-th group, and returns the carry after them."""
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry

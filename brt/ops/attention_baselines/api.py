@@ -83,8 +83,8 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Returns the normals of `buckets` / 2 random planes through the origin for each round,
-    float32.
+    """Returns random planes through the origin, as the float32 normal vectors of P = `buckets` / 2
+    planes for each round.
 
     The planes are for vectors of `width` numbers, and all heads and examples share the planes. Pass
     them to `bucket_ids` or `reformer`.
@@ -125,9 +125,15 @@ def reformer(
 
     Args:
       queries: unscaled queries, which are also the keys after normalization.
+      values: the values.
+      valid: False for padding, which no query sees.
       planes: the planes of all rounds, from `random_planes`.
-      values, valid, dropout, chunk, scale, attend_to_self, implementation: as for
-        `attend_in_chunks`.
+      dropout: dropout of each round's weights.
+      chunk: the number of tokens of a chunk.
+      scale: factor of the logits q.k, with k = q / |q|.
+      attend_to_self: False lets a token see itself only if it sees nothing else.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
     """
     ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
@@ -151,14 +157,16 @@ def attend_in_chunks(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of attention within chunks of the tokens, sorted by bucket and then by
-    position.
+    """Returns the output of attention within chunks of tokens that have been sorted by bucket.
+
+    Tokens of one bucket stay in the order of their positions. A token sees its own chunk and the
+    chunk before it. The results of all rounds are averaged.
 
     Args:
       queries: unscaled queries, which are also the keys after normalization.
       values: the values.
       valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      ids: int32, the bucket of every token; the results of all rounds are averaged.
+      ids: int32, the bucket of every token in each of R rounds.
       dropout: dropout of each round's weights [B, H, N, C, 2C].
       chunk: C, the number of tokens of a chunk; T need not be a multiple of C.
       scale: factor of the logits q.k, with k = q / |q|.

@@ -55,9 +55,10 @@ def shared_input_matmul(
       kernels: a sequence of kernels, each [C, *outputs], or [*outputs, C] if `transposed`; or one
         array with all kernels stacked on axis 0.
       transposed: True if the last axis of each kernel, not the first, is multiplied with x.
-      relu: True returns max(product, 0) as a `dispatch.output_residual`, a value that
-        rematerialized layers save; only for forward rules.
-      where: [*rows, *outputs]; results are 0 where this is not positive.
+      relu: True returns max(product, 0), converted by `dispatch.output_residual` to a value that
+        rematerialized layers save. Only forward rules of custom derivatives pass True.
+      where: [*rows, *outputs]; a result is 0 where the entry of `where` is not positive. None keeps
+        all results.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 
@@ -86,21 +87,22 @@ def summed_matmul(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R C"]:
-    """Returns the sum of the products of each input with its kernel [*rows, C], in the inputs'
-    dtype.
-
-    The result is a `dispatch.output_residual`, a value that rematerialized layers save. With
-    `transposed` it is a plain array, because only backward rules use transposed kernels.
+    """Returns the sum of the products of each input with its kernel.
 
     Args:
       xs: the inputs, each [*rows, *inputs].
       kernels: a sequence of kernels, each [*inputs, C], or [C, *inputs] if `transposed`; or one
         array with all kernels stacked on axis 0.
-      transposed: True if the first axis of each kernel, not the last, is the output.
+      transposed: True if the first axis of each kernel, not the last, is the output. Only backward
+        rules of custom derivatives pass True.
       as_bits: True if the inputs are integers with the bits of the numbers, as
         `dispatch.output_residual` stores them.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
+
+    Returns:
+      The sum [*rows, C] in the inputs' dtype. If `transposed` is False, the sum is converted by
+      `dispatch.output_residual` to a value that rematerialized layers save.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.

@@ -70,7 +70,12 @@ def shared_input_matmul(
     heads, columns = wide.tile
 
     def output_index(i: Any, lane: Any) -> tuple:
-        """Returns the index of the output's block, along A, B, H, R and K, for tile i of a lane."""
+        """Returns the index of the output's block in the step for tile i of a lane (a row of the
+        batch).
+
+        The output is an array [A, B, H, R, K] as `wide.Wide` describes it, and the index has an
+        entry for each axis.
+        """
         a, h, k = wide.place(i)
         return a, lane, h, 0, k
 
@@ -168,14 +173,18 @@ def summed_matmul(
     steps = narrow // columns
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
-        """Returns the block spec of an input of which each step reads all heads of a lane."""
+        """Returns the block spec of an input [A, B, H, R, K], of which each step reads the rows of
+        one lane (index along B) for all heads.
+        """
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(
             shape, lambda _, lane: (0, lane, 0, 0, 0), pipeline_mode=pl.Buffered(_buffers(rows[0]))
         )
 
     def by_head(x: Array, wide: Wide) -> Array:
-        """Returns [B, R, *inputs] in the layout of the kernel, as bits if `as_bits`."""
+        """Reshapes an input [B, R, *inputs] to [A, B, H, R, K]; converts it to integers with the
+        same bits if `as_bits` is True.
+        """
         return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 
     weights = Weights.of(kernels, wides, dtype, narrow_first=transposed)
@@ -200,7 +209,7 @@ def _summed_kernel(
     xs: list[Any], kernels: list[Any], output: Any, *, axes: tuple, dtype: jnp.dtype
 ) -> None:
     def as_numbers(x: Array) -> Array:
-        """Returns x, or the numbers whose bits x has."""
+        """Returns x unchanged, or the floating-point numbers whose bits the integers x contain."""
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 
     total = functools.reduce(

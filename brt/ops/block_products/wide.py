@@ -27,13 +27,15 @@ class Wide(NamedTuple):
     """The layout of the wide side: an array [A, B, H, R, K], divided into tiles of some heads or
     columns.
 
-    B is the number of lanes (rows of the batch), and R the number of rows of a lane.
+    B is the number of lanes (rows of the batch), and R the number of rows of a lane. One of these
+    rows has A * H * K numbers.
 
     Attributes:
       groups: A, the product of all axes before the heads.
-      heads: H.
-      width: K, the numbers of a head.
-      tile: the number of heads and the number of columns of a tile.
+      heads: H, the number of heads of a group.
+      width: K, the size of a head.
+      tile: the number of heads of a tile, and the number of columns that the tile has of each of
+        these heads.
     """
 
     groups: int
@@ -56,8 +58,8 @@ class Wide(NamedTuple):
         return cls(math.prod(first), heads, width, (heads, width))
 
     def cut(self, columns: int) -> "Wide":
-        """Returns the layout with tiles of at most the given number of columns
-        (heads times width).
+        """Returns the same layout, divided into tiles of at most `columns` columns; each head of a
+        tile counts with its own columns.
         """
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
@@ -65,12 +67,12 @@ class Wide(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """The sizes of the axes A, H and K, which each row has."""
+        """The sizes of the axes A, H and K, which together are the numbers of one row."""
         return self.groups, self.heads, self.width
 
     @property
     def size(self) -> int:
-        """The number of numbers of one row."""
+        """The number of numbers of one row, A * H * K."""
         return math.prod(self.axes)
 
     @property
@@ -94,7 +96,9 @@ class Wide(NamedTuple):
         return x[:, :, 0].swapaxes(1, 2)[None] if self.groups == 1 else x.transpose(2, 0, 3, 1, 4)
 
     def by_row(self, x: Shaped[Array, "A B H R K"], axes: Sequence[int]) -> Array:
-        """Reshapes x from [A, B, H, R, K] to [B, R, *axes]."""
+        """Reshapes x from [A, B, H, R, K] to [B, R, *axes], where the product of `axes` is A * H *
+        K.
+        """
         y = x[0].swapaxes(1, 2) if self.groups == 1 else x.transpose(1, 3, 0, 2, 4)
         return y.reshape(*y.shape[:2], *axes)
 
@@ -120,12 +124,24 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Returns the kernels [C, *axes] (`narrow_first`) or [*axes, C], or one array of them, in
-        the layout of the class.
+        """Returns kernels in the layout of this class, converted to `dtype`.
+
+        Args:
+          kernels: a sequence of kernels, each [C, *axes] if `narrow_first` and otherwise [*axes,
+            C]; or one array with all kernels stacked on axis 0.
+          wides: the layout of the wide side of each kernel. If `kernels` is one array, only the
+            first layout is used.
+          dtype: the dtype of the result.
+          narrow_first: True if the axis C of the narrow side is the first axis of a kernel.
         """
 
         def by_head(kernel: Array, wide: Wide) -> Array:
-            """Returns kernels [P, C, *axes] or [P, *axes, C] with groups and heads behind P."""
+            """Returns P stacked kernels with the axes of groups and heads directly after the axis
+            P.
+
+            A kernel [C, *axes] becomes [A, H, C, K] if `narrow_first`; a kernel [*axes, C] becomes
+            [A, H, K, C].
+            """
             kernel = kernel.astype(dtype)
             if narrow_first:
                 return kernel.reshape(len(kernel), -1, *wide.axes).transpose(0, 2, 3, 1, 4)
@@ -144,7 +160,7 @@ class Weights(NamedTuple):
         heads, columns = wide.tile
 
         def kernel_spec(p: int) -> pl.BlockSpec:
-            """Returns the block spec of kernel p of an array."""
+            """Returns the block spec of a kernel, which has the index p on axis 0 of its array."""
 
             def kernel_index(i: Any, _: Any) -> tuple:
                 """Returns the index, along the axes of the array, of the kernel's block in the i-th
@@ -165,7 +181,7 @@ class Weights(NamedTuple):
         """
 
         def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
-            """Returns the block spec of kernel p of an array."""
+            """Returns the block spec of a kernel, which has the index p on axis 0 of its array."""
 
             def kernel_index(i: Any, _: Any) -> tuple:
                 """Returns the index, along the axes of the array, of the kernel's block in the i-th

@@ -67,10 +67,15 @@ def nearest_centroids(
 
 
 def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
-    """Returns the memory, emptied in those rows of the batch where `lanes` is False or where no
-    slot holds a key.
+    """Returns the memory, emptied in some rows of the batch.
 
-    An empty memory has zeros, and log-sum-exps so small that the rest has no weight.
+    A row is emptied where `lanes` is False, and also where no slot holds a key, because the other
+    arrays of such a row have no meaning. In an emptied row, all keys and values are zeros, and the
+    log-sum-exps are so small that `rest` has no weight.
+
+    Args:
+      past: the memory.
+      lanes: False for rows to empty, because a new document begins there.
     """
     keep = lanes & (past.filled > 0)
 

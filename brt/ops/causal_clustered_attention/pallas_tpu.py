@@ -148,8 +148,10 @@ class _Arguments(NamedTuple):
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the arrays in the form that the kernels take; `others` are the additional inputs
-        of the backward kernel: `gradient`, `lse` and `along`.
+        """Returns the arrays in the form that the kernels take.
+
+        `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and `along`,
+        which `FarKernelInputs` describes.
         """
         return FarKernelInputs(*self[:-2], **others)
 

@@ -93,8 +93,10 @@ def _memory_of_block(
     there = there[:, None, None]
 
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
-        """Returns the vectors that the initial memory holds for each centroid, followed by the
-        vectors of all blocks added since then.
+        """Returns the vectors that compete for the slots of each centroid.
+
+        These are the vectors in the slots of the initial memory (`past_part`), followed by the
+        vectors of all blocks that have been added since then (`new_part`).
         """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))

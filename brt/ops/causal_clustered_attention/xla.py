@@ -50,8 +50,10 @@ def memory_scan(
     ) -> tuple[CentroidMemory, CentroidMemory]:
         """Returns the memory that the next block reads, and the memory that this block reads.
 
-        `past` is the memory of this block before it is emptied at document starts. `block` has the
-        keys and values of the previous block, and a mask that is False at document starts.
+        Args:
+          past: the memory of this block before it is emptied at document starts.
+          block: the keys and the values of the previous block, and a mask that is False in rows of
+            the batch in which this block starts a document.
         """
         past = reset_unless(past, block[2])
         return memory_after(past, *block, centroids), past
@@ -89,8 +91,14 @@ def causal_clustered_attention(
         cache_mask: Bool[Array, " B"],
         past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
-        """Returns the attention output of the queries of one block; `before` has the keys and
-        values of the previous block.
+        """Returns the attention output of the queries of one block over all earlier tokens.
+
+        Args:
+          queries: the queries of the block.
+          window: the attention of these queries to their windows.
+          before: the keys and the values of the previous block, each [B, H, W, K].
+          cache_mask: True if the block may read the previous block.
+          past: the memory that the block reads.
         """
         mask = left[None] & cache_mask[:, None, None]
         return attend_block(queries, window, *before, mask, past, centroids, bias)

@@ -36,12 +36,20 @@ PerCluster = Float[Array, "8 C"]
 
 
 def step_rows(x: Any, step: Any) -> KeyLists:
-    """Returns the rows of x [X, C] that belong to the 256 keys of a step, [32, 8, C]."""
+    """Returns the rows of x [X, C] that belong to the 256 keys of a step, as an array [32, 8, C].
+
+    Row 8 i + j of these 256 rows is entry [i, j], so that each vector register has 8 consecutive
+    keys.
+    """
     return x[pl.ds(step * STEP_KEYS, STEP_KEYS)].reshape(LIST_LENGTH, SUBLANES, -1)
 
 
 def step_places(step: Any, lanes: int) -> KeyLists:
-    """Returns the positions, from 0 on, of the 256 keys of a step, float32 [32, 8, lanes]."""
+    """Returns the positions of the 256 keys of a step as float32 numbers, in the layout of
+    `step_rows`.
+
+    All `lanes` columns are equal. The first key of step 0 has position 0.
+    """
     row, sublane = (
         jax.lax.broadcasted_iota(jnp.int32, (LIST_LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
     )
@@ -88,8 +96,11 @@ def best_threshold(
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
     def count_best(end: PerCluster) -> PerCluster:
-        """Returns, for each cluster, the number of best keys if `end` is the position limit of
-        keys whose logit equals the threshold.
+        """Returns the number of keys of each cluster that would be best keys with the position
+        limit `end`.
+
+        Of the keys whose logit equals the threshold, only those at a position below `end` are
+        counted.
         """
 
         def add_step(step: Any, count: Array) -> Array:
@@ -105,8 +116,12 @@ def best_threshold(
     bits = logits.shape[0].bit_length()
 
     def bisect(step: Any, end: PerCluster) -> PerCluster:
-        """Returns the position limits `end` with one more bit determined, from the highest bit
-        down. The bit is set where at most `top_k` keys are best with the larger limit.
+        """Returns the position limits after one step of a binary search, which decides one bit of
+        each limit.
+
+        The steps go from the highest bit to the lowest. A bit is set if at most `top_k` keys are
+        best keys with the larger limit. The result is the largest limit with at most `top_k` best
+        keys.
         """
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(count_best(further) > top_k, end, further)

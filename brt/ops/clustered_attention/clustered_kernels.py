@@ -111,10 +111,10 @@ def forward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
-    """Writes the centroids, the attention output of each centroid, and the output of each query,
-    which is that of its cluster's centroid.
+    """Writes the centroids, the attention output of each centroid, and the output of each query.
 
-    The arguments after `inputs` are references to the outputs, as in `ClusteredKernelOutputs`.
+    The output of a query is the attention output of the centroid of the query's cluster. The
+    arguments after `inputs` are references to the outputs, as in `ClusteredKernelOutputs`.
     """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile

@@ -16,10 +16,11 @@ class ClusteredConfig:
       iterations: the number of iterations of k-means.
       fit_queries: the number of random queries that k-means is fitted to; 0 stands for all.
       top_k: the number of keys for which the members of a cluster compute their own logits.
-      mass_rule: the rule for the total weight of these keys relative to all others. "paper" takes
-        the centroid's weights; "lse_jensen" compares log-sum-exps, of which that of the other keys
-        is corrected by the variance of the cluster's queries.
-      mass_stop_gradient: True gives the total weight of these keys no gradient.
+      mass_rule: how much of a member's attention goes to these `top_k` keys, and how much to all
+        other keys. "paper" takes the sum of the centroid's weights of the `top_k` keys.
+        "lse_jensen" compares two log-sum-exps: the member's own for the `top_k` keys, and the
+        centroid's for the other keys, corrected by the variance of the cluster's queries.
+      mass_stop_gradient: True gives the total weight of the `top_k` keys no gradient.
     """
 
     kind: str

@@ -25,10 +25,14 @@ class Planes(NamedTuple):
 
 
 def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Planes:
-    """Returns `bits` random planes for vectors of `width` numbers.
+    """Returns random planes for vectors of `width` numbers.
 
-    Normals and offsets are drawn from the standard normal distribution. If `offsets` is False, the
-    offsets are zeros.
+    Args:
+      key: the random key.
+      bits: the number of planes, which is the number of bits of a code.
+      width: the size of a vector.
+      offsets: True draws the offsets from the standard normal distribution, like the normals; False
+        sets them to zero.
     """
     numbers = jax.random.normal(key, (bits, width + 1))
     return Planes(numbers[:, :-1], numbers[:, -1] * offsets)

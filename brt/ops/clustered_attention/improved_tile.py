@@ -109,7 +109,9 @@ def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
     """Returns the membership matrix of clusters and queries: 1 where a query belongs to a cluster,
     0 elsewhere.
 
-    The dtype is that of the queries. `place` is the slice of the N queries.
+    Args:
+      inputs: the inputs of the kernel. The matrix has the dtype of the queries.
+      place: the slice of the N queries that the matrix is for.
     """
     return shared_tpu.membership(inputs.labels, place, CLUSTERS).astype(inputs.queries.dtype)
 
@@ -117,7 +119,13 @@ def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
 def centroid_logits(
     inputs: ImprovedKernelInputs, means: Float[Array, "K C"], place: Any
 ) -> Float[Array, "X C"]:
-    """Returns the logits of the keys in the slice `place` for all centroids, float32."""
+    """Returns the float32 logits of some keys for all centroids.
+
+    Args:
+      inputs: the inputs of the kernel.
+      means: the centroids.
+      place: the slice of the X keys that the logits are for.
+    """
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
     return dot_float32(inputs.keys[:, place], means, TN) + unseen.T

@@ -4,8 +4,8 @@ The queries of a head are sorted by cluster and laid out in tiles of M slots. Ea
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
 cluster share is therefore read once per tile, and products with it are dense.
 
-The functions come in pairs of which each is the transpose of the other, and therefore its backward
-pass. No backward pass of a permutation needs a scatter of T rows.
+The functions come in pairs. The two functions of a pair are transposes of each other, so each is
+the backward pass of the other one. No backward pass of a permutation needs a scatter of T rows.
 
 In shapes, C is the number of clusters, and N the number of tiles of M slots. The label of a query
 is the index of its cluster; padding has the label C.
@@ -44,10 +44,14 @@ def tile_size(tokens: int, clusters: int) -> int:
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Returns the slot of each query in tiles of `size` slots, and the query of each slot, for
-    labels of `clusters` clusters.
+    """Returns the assignment of queries to tiles of `size` slots.
 
     The number of tiles depends only on shapes; it suffices for the most uneven clusters.
+
+    Args:
+      labels: the cluster of each query; `clusters` for padding.
+      clusters: the number of clusters.
+      size: the number of slots of a tile.
     """
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)
@@ -134,7 +138,12 @@ def cluster_sums(
 ) -> Float[Array, "B H C K"]:
     """Returns the sum of x over the queries of each cluster, in the dtype of x.
 
-    The sums are computed in float32 or better. Padding is left out.
+    The sums are computed in float32 or better.
+
+    Args:
+      x: a vector for each query.
+      labels: the cluster of each query. Padding has the label `clusters` and is left out.
+      clusters: the number of clusters.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _segment_sums(wide, labels, clusters).astype(x.dtype)
@@ -170,7 +179,9 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     """
 
     def sum_rows(x: Array, indices: Array) -> Array:
-        """Returns the sums of the rows of one head's x, [count, ...]."""
+        """Returns, for one head, the sums of those rows of x that have the same index, [count,
+        ...].
+        """
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 
     return jax.vmap(jax.vmap(sum_rows))(x, indices)

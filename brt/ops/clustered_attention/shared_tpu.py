@@ -81,10 +81,13 @@ def pad_tokens(
 def padded_labels(
     labels: Int[Array, "B H T"], used: int, tile: int, beyond: int
 ) -> Int[Array, "B H 1 N"]:
-    """Returns the cluster of each query, with the axis of queries padded to a multiple of `tile`;
-    padding has the label `beyond`.
+    """Returns the cluster of each query, with the axis of queries padded to a multiple of `tile`.
 
-    `used` is the number of clusters. Labels that are not below this number are padding, too.
+    Args:
+      labels: the cluster of each query. A label of at least `used` means that the query is padding.
+      used: the number of clusters.
+      tile: the number of queries of a tile.
+      beyond: the label of all padding in the result.
     """
     return pad_tokens(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
 
@@ -93,7 +96,9 @@ def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]
     """Returns the float32 term that hides padding when it is added to the logits: 0 for valid keys
     and MASKED for padding.
 
-    The keys are padded to a multiple of a tile.
+    Args:
+      valid: True for valid keys.
+      tile: the number of keys of a tile, to a multiple of which the keys are padded.
     """
     return pad_tokens(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
 
@@ -134,13 +139,13 @@ def call_options(
 
 
 def membership(labels: Any, place: Any, clusters: int) -> Float[Array, "C N"]:
-    """Returns the membership matrix of clusters and queries: 1 where a query belongs to a cluster,
-    0 elsewhere.
+    """Returns the membership matrix of clusters and queries in float32: 1 where a query belongs to
+    a cluster, 0 elsewhere.
 
     Args:
       labels: [1, T], the cluster of each query.
-      place: the slice of the N queries.
-      clusters: C.
+      place: the slice of the N queries that the matrix is for.
+      clusters: C, the number of clusters.
     """
     labels = labels[:, place]
     cluster = jax.lax.broadcasted_iota(jnp.int32, (clusters, labels.shape[1]), 0)

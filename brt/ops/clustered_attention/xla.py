@@ -88,9 +88,18 @@ def improved_clustered(
     """Returns the attention output of all queries, with exact logits for the best keys of their
     clusters.
 
-    All other keys have the logits of the centroid (section 3.3 of the paper). The arguments are
-    those of `clustered`. The first part of the dropout applies to each query's weights of the best
-    keys, the second to the weights of clusters.
+    All other keys have the logits of the centroid (section 3.3 of the paper).
+
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      labels: int32, the cluster of each query; the number of clusters for padding, which gets
+        zeros.
+      config: the settings of clustered attention.
+      dropout: `dropout.part(0)` drops each query's weights of the best keys, and `dropout.part(1)`
+        the weights of clusters [B, H, C, X].
+      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
     """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)

@@ -105,7 +105,11 @@ def prefill(
 ) -> CrossCache:
     """Returns the cache of a source, which `step` reads; all beams of a source share one cache.
 
-    The arguments are those of `attend`.
+    Args:
+      keys, values: projections of the encoder's output.
+      valid: False for padding.
+      parameters: learned parameters of the kind.
+      config: settings of cross-attention.
     """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
@@ -115,7 +119,12 @@ def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> 
     """Returns the cache for steps at target position t and later.
 
     Only the kind `srformer` with `cache = "carry"` changes its cache, because this cache holds the
-    state of the recurrence at one position. `t` must not decrease from call to call.
+    state of the recurrence at one position.
+
+    Args:
+      cache: the cache from `prefill` or from an earlier call of `advance`.
+      t: the target position, which must not decrease from call to call.
+      config: settings of cross-attention.
     """
     return segmented.advance(cache, t, config)
 

@@ -53,14 +53,15 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
 def with_previous(
     segments: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Returns, for each segment, the memory of the previous segment followed by the segment; the
-    number of positions is Y = 2S.
+    """Puts the memory of the previous segment before each segment, so that a segment has Y = 2S
+    positions.
 
     Args:
       segments: the keys or values of each segment.
-      memory: the memory of each segment. The first segment follows its own memory, as in the
-        original code. With None, the memory of a segment is the segment itself, without a gradient;
-        zeros then precede the first segment, and `previous_mask` masks these zeros.
+      memory: the memory of each segment. There is no segment before the first one. The first
+        segment is therefore preceded by its own memory, as in the original code. With None, the
+        memory of a segment is the segment itself, without a gradient; zeros then precede the first
+        segment, and `previous_mask` masks these zeros.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(segments)

@@ -78,7 +78,13 @@ def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_siz
     """Returns the number of multiplications for one target position in decoding.
 
     The position reads a cache that has the state of the recurrence for every position, so no state
-    is computed. The arguments are those of `multiplications`.
+    is computed.
+
+    Args:
+      kind: the kind of cross-attention.
+      sources: the number of source positions.
+      head_dim: the size of a head.
+      segment_size: the number of source positions of a segment.
     """
     if kind == "srformer":
         return 2 * segment_size * head_dim + head_dim**2

@@ -44,10 +44,16 @@ class ParameterSpec(NamedTuple):
 def specifications(
     config: CrossConfig, heads: int, head_dim: int
 ) -> dict[str, dict[str, ParameterSpec]]:
-    """Returns the specification of each parameter of a layer, by its name in a part of the layer.
+    """Returns the shape, sharding and initial value of each parameter of a layer's cross-attention.
 
-    Example: {"raf": {"kernel": ..., "leak": ...}}. The dictionary is empty for kinds of attention
-    without parameters.
+    The keys of the outer dictionary are names of fields of `CrossParameters`, and the keys of an
+    inner dictionary are names of arrays, as in {"raf": {"kernel": ..., "leak": ...}}. The
+    dictionary is empty for kinds of cross-attention without parameters.
+
+    Args:
+      config: settings of cross-attention.
+      heads: the number of heads.
+      head_dim: the size of a head.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
@@ -58,7 +64,9 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns the parameters from a tree of arrays, which has the keys of `specifications`."""
+    """Returns the parameters as a `CrossParameters`, from nested dictionaries of arrays with the
+    keys that `specifications` returns.
+    """
     kinds = {
         "raf": segmented.RecurrenceParameters,
         "memory_keys": RnnWeights,
@@ -70,7 +78,14 @@ def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
 def initial_parameters(
     rng: Array, config: CrossConfig, heads: int, head_dim: int
 ) -> CrossParameters:
-    """Returns the initial parameters of a layer, float32, drawn with the random key `rng`."""
+    """Returns newly drawn float32 parameters of a layer's cross-attention.
+
+    Args:
+      rng: the random key.
+      config: settings of cross-attention.
+      heads: the number of heads.
+      head_dim: the size of a head.
+    """
     tree = specifications(config, heads, head_dim)
     names = [(part, name) for part, entries in tree.items() for name in entries]
     keys = dict(zip(names, jax.random.split(rng, max(len(names), 1)), strict=False))
@@ -87,7 +102,9 @@ def initial_parameters(
 
 def _uniform(bound: float) -> Callable[..., Array]:
     def initialize(rng: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        """Returns an array of uniform random numbers from -bound to bound."""
+        """Returns an array of uniform random numbers from -`bound` to `bound`, drawn with the key
+        `rng`.
+        """
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 
     return initialize

@@ -1,10 +1,12 @@
 """Bodies of the TPU kernels of token scores and cross-entropy, for one tile of logits.
 
-The forward grid is (rows of tokens, columns of the vocabulary), columns in sequence. Each row has a
-running maximum, equal in all lanes, and sums relative to it. The sums are over all tokens of the
-vocabulary except the target, so that neither 1 - p nor the gradient is a difference of two nearly
-equal numbers. The backward grid has the same tiles transposed, columns x rows, rows in sequence, so
-that numbers per token are row vectors.
+The forward kernel processes tiles of rows (tokens) and columns (entries of the vocabulary), one
+column of tiles after the other. For each row, the kernel keeps a running maximum, which is equal in
+all lanes of a register, and sums of exponentials relative to this maximum. The sums are over all
+entries of the vocabulary except the target. Otherwise 1 - p and the gradient would be differences
+of two nearly equal numbers if the target is likely. The backward kernel processes the same tiles
+transposed, as columns x rows, one row of tiles after the other, so that an array with a number per
+token is a row vector.
 """
 
 import functools

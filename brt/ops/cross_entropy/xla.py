@@ -157,8 +157,8 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Returns `total`, the summed loss and nats, after a chunk is added; and None, because a
-        step of the scan has no output of its own.
+        """Returns `total`, the summed loss and nats, after a chunk is added; and None, because
+        `lax.scan` also expects an output of each step.
         """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)

@@ -27,10 +27,11 @@ def dots(
     step.
 
     Args:
-      x: [*rows, *inputs].
+      x: [*rows, *inputs], where `rows` stands for any number of axes.
       kernels: [*inputs, *outputs] each.
       tap: the tap of this step, or None for ordinary weight gradients.
-      inputs: the number of axes that the products sum over.
+      inputs: the number of axes that the products sum over, which are the last axes of x and the
+        first axes of a kernel.
 
     Returns:
       One array [*rows, *outputs] for each kernel.
@@ -41,8 +42,16 @@ def dots(
 
 
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
-    """Returns the product [*rows, *outputs] of x with one kernel; the arguments are those of
-    `dots`.
+    """Returns the product of x with one kernel; the weight gradient goes into the tap of this step.
+
+    Args:
+      x: [*rows, *inputs], where `rows` stands for any number of axes.
+      kernel: [*inputs, *outputs].
+      tap: the tap of this step, or None for an ordinary weight gradient.
+      inputs: the number of axes that the product sums over.
+
+    Returns:
+      An array [*rows, *outputs].
     """
     return dots(x, (kernel,), tap, inputs)[0]
 
@@ -113,15 +122,19 @@ _dots.defvjp(_dots_forward, _dots_backward)
 def dot_of_parts(
     parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
-    """Returns the product of a kernel with inputs that lie one after another along its first axis.
+    """Returns the product of a kernel with the concatenation of several inputs.
 
-    The inputs are not concatenated if a product for each input is faster.
+    The inputs are not concatenated if a product for each input is faster. In this case each input
+    is multiplied with its own slice of the kernel's first axis, and the products are added.
 
     Args:
       parts: P inputs, each [*rows, *inputs[1:]].
       kernel: [P, *inputs[1:], *outputs].
       tap: the tap of this step, or None for ordinary weight gradients.
-      inputs: the number of axes that the product sums over, including the first.
+      inputs: the number of axes that the product sums over, including the first axis of the kernel.
+
+    Returns:
+      An array [*rows, *outputs].
     """
     if not multiplies_separately(len(parts)):
         return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
@@ -163,9 +176,12 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """Returns relu(x A) B for the kernels A [D, F] and B [F, D].
+    """Returns relu(x A) B; the weight gradients go into the taps of this step.
 
-    The weight gradients go into `taps`, the taps of this step for A and B.
+    Args:
+      x: the inputs, where R stands for any number of axes.
+      kernels: A [D, F] and B [F, D].
+      taps: the taps of this step for A and for B.
     """
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 

@@ -22,12 +22,13 @@ Kernels = tuple[Float[Array, "..."], ...]
 
 
 class Tap(NamedTuple):
-    """Inputs and output gradients of one x with several kernels, for N steps of a scan (the scan's
-    `xs`).
+    """Inputs and output gradients of one product with one or more kernels, for N steps of a scan.
+
+    A tap is an argument `xs` of the scan, so each step receives its own part of the arrays.
 
     Attributes:
-      inputs: [N, *rows, *inputs]; for `dot_of_parts`, one array for each part.
-      outputs: [N, *rows, *outputs] for each kernel.
+      inputs: [N, *rows, *inputs], the inputs x_t; for `dot_of_parts`, one array for each part.
+      outputs: [N, *rows, *outputs] for each kernel, the gradients dy_t of the products.
     """
 
     inputs: Float[Array, "N ..."] | tuple[Float[Array, "N ..."], ...]
@@ -67,13 +68,14 @@ def tap(
     The weight gradients that the tap collects become the gradients of `kernels`.
 
     Args:
-      kernels: the kernels.
+      kernels: the kernels that one call of `dots` multiplies with the same x.
       rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
-      parts: the number of inputs of a `dot_of_parts` that multiplies them one by one; 0 for a
+      parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
         single input.
-      as_bits: True if x is a `dispatch.output_residual` in the form of bits.
+      as_bits: True if x consists of integers with the bits of the numbers, as
+        `dispatch.output_residual` stores them.
     """
     shapes = tuple(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) for kernel in kernels)
     return _tap(kernels, _TapSpec(shapes, rows, dtype, inputs, parts, as_bits))
@@ -83,18 +85,20 @@ def layer_taps(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
     joins: bool = False, as_bits: bool = False,
 ) -> LayerTaps | None:  # fmt: skip
-    """Returns the taps of layers whose kernels have the layers on axis 0, or None.
+    """Returns a tap for each layer of a scan over layers, inside of a scan over steps, or None.
 
-    The result is None if taps would move more memory than adding gradients up: a step writes and
-    reads its pairs, or otherwise its float32 gradient and the sum.
+    With taps, each step's pairs of inputs and output gradients are written once and read once.
+    Without taps, a step writes and reads its float32 weight gradients and the sum of the gradients.
+    The result is None if taps would move more memory.
 
     Args:
-      kernels: the kernels [layers, *inputs, *outputs].
+      kernels: the kernels of all layers, each [layers, *inputs, *outputs].
       rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
       joins: True if the taps are for `dot_of_parts`.
-      as_bits: True if x is a `dispatch.output_residual` in the form of bits.
+      as_bits: True if x consists of integers with the bits of the numbers, as
+        `dispatch.output_residual` stores them.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -109,8 +113,10 @@ def layer_taps(
 
 
 def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
-    """Returns the taps of one step, with each `LayerTaps` stacked on axis 0 as a scan over layers
-    takes them.
+    """Returns the taps of one step in the form that a scan over layers takes.
+
+    Each `LayerTaps` in the tree `taps` becomes one tap whose arrays have the layers on axis 0; all
+    other taps are unchanged.
     """
 
     def stack(x: Any) -> Any:
@@ -129,7 +135,7 @@ def _tap(kernels: Kernels, spec: _TapSpec) -> Tap:
     inputs = spec.kernels[0].shape[: spec.inputs]
 
     def zeros(*shape: int) -> Array:
-        """Returns zeros for all rows."""
+        """Returns zeros with the axes `rows` of the tap, followed by `shape`."""
         return jnp.zeros((*spec.rows, *shape), spec.dtype)
 
     return Tap(
@@ -144,7 +150,9 @@ def _tap_forward(kernels: Kernels, spec: _TapSpec) -> tuple[Tap, None]:
 
 def _tap_backward(spec: _TapSpec, _: None, pairs: Tap) -> tuple[Kernels]:
     def kernel_gradient(kernel: jax.ShapeDtypeStruct, dy: Array) -> Array:
-        """Returns the gradient of a kernel with these output gradients."""
+        """Returns the gradient of a kernel; `dy` has the gradients of the kernel's outputs in all
+        steps.
+        """
         outputs = len(kernel.shape) - spec.inputs
         product = partial(weight_gradient, dy=dy, outputs=outputs, as_bits=spec.as_bits)
         if spec.parts:
@@ -160,7 +168,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 def multiplies_separately(parts: int) -> bool:
-    """Returns True if this many inputs of a product are multiplied one by one instead of
-    concatenated.
+    """Returns True if `dot_of_parts` multiplies this many inputs separately instead of
+    concatenating them.
     """
     return parts > 1 and dispatch.policy().multiplies_separately

@@ -19,8 +19,8 @@ class GlobalBlocks(NamedTuple):
     Attributes:
       ids: int32 [B, T], the index of the token's block; -1 for padding, and for all tokens of a
         source without global tokens.
-      exist: bool [B, G], True for the blocks that the source has; a source with fewer than G blocks
-        has False at the end.
+      exist: bool [B, G], True for the blocks that the source has. The blocks that a short source
+        lacks are at the end.
     """
 
     ids: Int[Array, "B T"]
@@ -66,14 +66,16 @@ def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "
 def side_bias(
     table: Float[Array, "R H"], blocks: GlobalBlocks, *, max_distance: int
 ) -> Float[Array, "B H T G"]:
-    """Returns the bias between each token and each global token, which depends on the distance of
-    blocks.
+    """Returns the bias between each token and each global token.
+
+    The bias depends on the distance between the block of the token and the block that the global
+    token stands for.
 
     Args:
       table: the bias of each of R buckets of distances.
       blocks: the block of each token.
-      max_distance: the number of blocks from which on all distances share a bucket; there is one
-        such bucket for each direction.
+      max_distance: a number of blocks. All larger distances share one bucket for blocks before the
+        token, and one bucket for blocks after the token.
     """
     count = blocks.exist.shape[1]
     # `jnp.take`, which the code below calls, cannot take rows from an empty array.

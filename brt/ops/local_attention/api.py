@@ -76,9 +76,9 @@ def local_attention_step(
 
     Args:
       query: the query, already normalized and multiplied by any scale.
-      keys, values: ring buffers. The token at place p of the open block has slot p % W, and a token
-        before the block keeps its slot until another token takes it. If tokens do not see
-        themselves, the slot of the token still has the token W places before it.
+      keys, values: ring buffers of W slots. The token at place p of the open block is written to
+        slot p % W, where it replaces the token W places before it. If tokens see themselves, the
+        token's own key and value have already been written; otherwise they have not.
       bias: as in `local_attention`.
       read: the number of tokens of the document before this token.
       position: the place of the token in the open block, the block that is not yet complete.

@@ -49,16 +49,20 @@ def local_attention(
     heads, groups = queries.shape[2], keys.shape[2]
 
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
-        """Puts the rows of all heads of queries that share a head of keys one after another."""
+        """Returns x with one row of logits or weights after the other, for all heads of queries
+        that share a head of keys.
+        """
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
     def by_query_head(x: Float[Array, "B G RQ X"]) -> Float[Array, "B H Q X"]:
-        """Undoes `by_key_head`."""
+        """Returns x with a separate axis for the heads of queries; the inverse of `by_key_head`."""
         return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
     @jax.checkpoint
     def attend_chunk(n: Int[Array, ""]) -> AttentionPart:
-        """Returns the result for the queries of chunk n."""
+        """Returns the attention of the queries of chunk n: the output [B, Q, H, K] and the
+        log-sum-exp [B, Q, H].
+        """
         rows = (jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk, axis=1) for x in (q, starts))
         columns = (
             jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk + window, axis=1) for x in (k, v)
@@ -79,7 +83,9 @@ def local_attention(
     parts = jax.lax.map(attend_chunk, jnp.arange(count))
 
     def join_chunks(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
-        """Returns the results of all chunks by token."""
+        """Returns the results of C chunks as one array of all T tokens, without the padding of the
+        last chunk.
+        """
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
     return AttentionPart(*map(join_chunks, parts))

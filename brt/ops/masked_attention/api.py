@@ -88,11 +88,16 @@ def attend_to_valid(
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask of visible keys: True for valid keys, and with `causal` only for those that
-    are not after the query.
+    """Returns the mask of visible keys for `attend`.
 
-    `tokens` is T, the number of queries. Without `causal`, the result has the shape [B, 1, X],
-    because all queries have the same mask.
+    Args:
+      valid: False for padding, which no query sees.
+      tokens: T, the number of queries.
+      causal: True hides the keys after a query.
+
+    Returns:
+      A mask [B, T, X] if `causal` is True. Otherwise all queries have the same mask, and the shape
+      is [B, 1, X].
     """
     if not causal:
         return valid[:, None]

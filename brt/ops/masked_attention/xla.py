@@ -33,8 +33,8 @@ def attend(
 
     Args:
       queries, keys, values, bias, mask, dropout: as for `api.attend`.
-      tile: the number of logits that may exist at once on a device. The logits of one query, for
-        all of its heads and leading axes, exist in any case.
+      tile: the number of logits that may exist at once on a device, from which the number of
+        queries of a tile follows. A tile has at least one query.
     """
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
@@ -57,10 +57,10 @@ def attend(
 
 
 class QueryTiles(NamedTuple):
-    """N tiles of queries with their biases and masks.
+    """The queries of an attention with their biases and masks, split into N tiles of Q queries.
 
     Attributes:
-      queries: the queries, Q for each tile.
+      queries: the queries of each tile.
       bias: the bias of each tile; None for no bias.
       mask: the mask of each tile; None for a mask that all queries share.
     """

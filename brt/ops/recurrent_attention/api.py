@@ -32,8 +32,10 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, normalize_qk: bool, **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function`, called with the tokens' keys after normalization if
-        `normalize_qk` is True, and with the keys unchanged otherwise.
+        """Returns the result of `function`.
+
+        If `normalize_qk` is True, `function` receives the tokens' keys (`keys` and the cached keys)
+        after normalization, and otherwise unchanged.
         """
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])

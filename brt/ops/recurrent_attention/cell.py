@@ -19,10 +19,12 @@ class CellWeights(NamedTuple):
 
     Attributes:
       norm: [D], scale of the norm before the projections.
-      ids: [S, D], learned identities of the states (section 3.3).
-      keys, values, queries, cross_queries: [D, H, K], projections of the states. The queries attend
-        to states, and the cross queries attend to tokens.
-      scale, cross_scale: [H], scales of the queries to states and to tokens.
+      ids: [S, D], learned identity vectors, which are added to the normalised states so that the
+        states differ (section 3.3).
+      keys, values: [D, H, K], projections of the states to keys and values.
+      queries: [D, H, K], projection of the states to the queries that attend to states.
+      cross_queries: [D, H, K], projection of the states to the queries that attend to tokens.
+      scale, cross_scale: [H], scales of `queries` and of `cross_queries`.
       output: [2, H, K, D], projection of both attention outputs; None in the single layout.
       output_gate: gate of the attention's residual connection; None in the single layout.
       mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.

@@ -144,8 +144,10 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns the inputs of the kernels; `others` are fields of `StateKernelInputs` that only
-        the backward kernel reads.
+        """Returns the inputs of the kernels.
+
+        `others` are the fields of `StateKernelInputs` that only the backward kernel reads, from
+        `gradient` on.
         """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)

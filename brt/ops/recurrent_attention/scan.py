@@ -61,20 +61,23 @@ def state_taps(
     """Returns the taps for `state_scan` if a scan over blocks contains a scan over layers.
 
     The taps collect, from all blocks, the inputs and output gradients of the products whose weight
-    gradients are computed after the scan. A field is None if a product does not exist or its
-    gradient is not deferred.
+    gradients are computed after the scan.
 
     Args:
       weights: the weights of all layers, stacked on axis 0.
       blocks: the number of blocks.
       vectors: the number of lanes (rows of the batch) and the number of states of each lane.
       dtype: dtype of the products.
+
+    Returns:
+      The taps of the four large products. A field is None if the cell has no such product, or if
+      the product has no taps.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product with a kernel that sums over `inputs` axes; None if the
-        kernel or the number of axes is None.
+        """Returns the taps of the product that sums over the first `inputs` axes of a kernel; None
+        if the kernel or `inputs` is None.
         """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
@@ -101,13 +104,14 @@ def state_update(
     Args:
       weights: the cell's weights.
       vectors: float32, the states before the block.
-      before, own: keys and values of the tokens of the previous block and of this block.
+      before: keys and values of the tokens of the previous block.
+      own: keys and values of the tokens of this block.
       cache_mask: True if the previous block may be read.
       kernels, taps: the kernels of the large products and their taps, which `state_scan` passes;
         other callers leave both None.
       kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
-      tanh: 'original' bounds the update of the single layout; 'paper' bounds the updates of lstm
-        gates.
+      tanh: the updates that a tanh bounds. 'original' bounds the update of the single layout, as in
+        the original code; 'paper' bounds the updates of lstm gates, as in the paper.
       read: a function that computes both attentions, such as `xla.state_attention`.
       options: passed to `read`.
     """
@@ -141,7 +145,9 @@ def _apply_gates(
     inputs = _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        """Returns the next states: the MLP of x is the update, which the gate adds."""
+        """Returns the next states: the gate combines the states `vectors` with the update, which is
+        the MLP of x.
+        """
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
         z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
@@ -200,11 +206,17 @@ def state_scan(
         carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
     ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
-        """Returns the carry and the state keys and values for a block's tokens.
+        """Updates the states with one block.
 
-        The carry has the states after the block and the keys and values of the block's tokens. The
-        arguments are the carry of the previous block, and the block's tokens, its cache mask, its
-        document starts and its taps.
+        Args:
+          carry: the states before the block, and the keys and values of the previous block's
+            tokens.
+          block: the keys and values of the block's tokens, its entries of `cache_mask` and of
+            `document_start`, and its part of the taps.
+
+        Returns:
+          The states after the block, and the keys and values of the block's tokens, as the next
+          carry; and the state keys and values that the tokens of the block read.
         """
         s, before = carry
         own, may_read, starts, block_taps = block

@@ -113,7 +113,8 @@ class CellKernelSums(NamedTuple):
 
 
 class CellKernelGradients(NamedTuple):
-    """Gradients that the backward kernel writes for a step, block or lane.
+    """Gradients that the backward kernel writes. Some belong to one head of a block, others are
+    sums over heads or blocks.
 
     Attributes:
       projected: [4, S, K], the gradient of keys, both kinds of queries, and values of the states.

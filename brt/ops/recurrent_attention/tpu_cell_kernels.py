@@ -36,7 +36,7 @@ def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     rows = math.gcd(_ROWS, x.shape[0])
 
     def call_body(i: Array, _: None) -> None:
-        """Calls `body` with the slice of the i-th group of rows."""
+        """Calls `body` with the slice of the indices of the i-th group of rows."""
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
     jax.lax.fori_loop(0, x.shape[0] // rows, call_body, None)
@@ -90,8 +90,10 @@ def forward_kernel(
         restarts = flags.starts[lane, n] > 0
 
         def normalize_rows(rows: Any) -> None:
-            """Writes the states and the projection's input for a group of states (`rows`), and sets
-            their update to zero.
+            """Prepares a group of states for the block; `rows` is the slice of the states' indices.
+
+            The states before the block and the input of the projection are written, and the sum of
+            the heads' updates is set to zero.
             """
             s = jnp.where(restarts, weights.initial[rows], state[rows])
             h = s * _inverse_rms(s) * weights.norm[...] + weights.ids[rows]
@@ -120,7 +122,9 @@ def forward_kernel(
         keep = jax.nn.sigmoid(weights.gate[...])
 
         def apply_gate(rows: Any) -> None:
-            """Writes the states after the block for a group of states (`rows`)."""
+            """Writes the states after the block for a group of states; `rows` is the slice of their
+            indices.
+            """
             state[rows] = final[rows] = keep * state[rows] + (1 - keep) * update[rows]
 
         _for_rows(state, apply_gate)
@@ -161,8 +165,11 @@ def backward_kernel(
     @pl.when((step == 0) & (head == 0))
     def _start_segment() -> None:
         def initialize_rows(rows: Any) -> None:
-            """Copies the gradient and the final states of a group of states (`rows`), and sets the
-            sums over blocks to zero.
+            """Prepares the backward pass of a segment for a group of states; `rows` is the slice of
+            their indices.
+
+            The gradient of the final states and the final states themselves are copied to scratch
+            memory, and the gradients that are summed over blocks are set to zero.
             """
             sums.carry[rows], sums.after[rows] = gradient[rows], final[rows]
             results.initial[rows] = results.ids[rows] = jnp.zeros_like(gradient[rows])
@@ -216,8 +223,11 @@ def _gate_backward(
     keep = jax.nn.sigmoid(weights.gate[...])
 
     def gate_backward_of_rows(rows: Any) -> None:
-        """Writes the gradient of the update for a group of states (`rows`), and adds the group's
-        contribution to the gate's gradient.
+        """Computes the gradients of the gate's inputs for a group of states; `rows` is the slice of
+        their indices.
+
+        The gradient of the update is written. The gradient of the gate's bias is a sum over states
+        and blocks, to which the group's contribution is added.
         """
         gradient, s = sums.carry[rows], residuals.vectors[rows]
         results.update[rows] = ((1 - keep) * gradient).astype(results.update.dtype)

@@ -64,26 +64,27 @@ class CellGrid(NamedTuple):
         )
 
     def tokens(self, cached: Any, own: Any) -> TokenBlocks:
-        """Returns the block specs of the tokens' keys or values.
+        """Returns the block specs of the tokens' keys, or of their values.
 
-        `cached` [B, H, W, K] belongs to the cached tokens and `own` [B, H, T, K] to the segment's
-        tokens.
+        Only the first block of a segment reads the cached tokens. In the steps of all other blocks,
+        the spec of the cache names the same head, so that the cache is not copied again.
 
-        The index of the cache changes with the head only in the first block, so the cache is copied
-        for that block alone.
+        Args:
+          cached: [B, H, W, K], the keys or values of the cached tokens.
+          own: [B, H, T, K], the keys or values of the segment's tokens.
         """
         shape = None, None, *cached.shape[2:]
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the index (along B, H, W and K) of the block of the cache that the step for
-            lane b, block n and head h reads.
+            """Returns the index, along B, H, W and K, of the part of the cache for the step of lane
+            b, step n of the second axis, and head h.
             """
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 
         def segment_spec(place: Callable[[Any], Any]) -> pl.BlockSpec:
-            """Returns the block spec with which the step for block n reads block place(n) of the
-            segment's tokens.
+            """Returns a block spec for the segment's tokens: the step for block n reads the tokens
+            of block `place(n)`.
             """
             return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.block_of_step(n)), 0))
 

@@ -163,7 +163,11 @@ def forward_kernel(
 ) -> None:
     """Writes the results of both attentions of the states of one head and lane to `outputs`.
 
-    `cache_mask` [B] is not zero if the lane's previous block is readable.
+    Args:
+      cache_mask: [B], not zero if the lane's previous block is readable.
+      inputs: the inputs of the step.
+      outputs: references to the outputs.
+      settings: static settings.
     """
     attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
@@ -176,8 +180,14 @@ def attend_states(
 ) -> None:
     """Writes the results of both attentions of the states of one head and lane to `outputs`.
 
-    The states attend to themselves, and to the tokens of two blocks. `seen` is True if the previous
-    block is readable.
+    The states attend to themselves, and to the tokens of two blocks. This function is the forward
+    pass of two kernels: of `forward_kernel` and of the kernel of the complete cell.
+
+    Args:
+      seen: True if the previous block is readable.
+      inputs: the inputs of the step.
+      outputs: references to the outputs.
+      settings: static settings.
     """
     both = _key_parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys

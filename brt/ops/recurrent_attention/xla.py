@@ -32,8 +32,9 @@ def state_attention(
       projected: keys, queries to states, queries to tokens, and values of the states, from one
         product.
       scales: the scales of the two kinds of queries.
-      before, own: keys and values of the tokens of the previous block and of this block; the keys
-        are normalized already if `normalize_qk` is set.
+      before: keys and values of the tokens of the previous block.
+      own: keys and values of the tokens of this block. If `normalize_qk` is True, the keys of all
+        tokens are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.
       normalize_qk: True normalizes keys and queries of the states.
       null_keys: True makes unreadable keys count as zero keys.
@@ -41,7 +42,7 @@ def state_attention(
 
     Returns:
       The outputs [B, S, 2, H, K], first over states and then over tokens, in the dtype of
-        `projected`; and the keys and values of the states.
+      `projected`; and the keys and values of the states.
     """
     scaled, v = projected[:, :, :-1], projected[:, :, -1]
     scales = jnp.concatenate([jnp.ones_like(scales[:1]), scales])

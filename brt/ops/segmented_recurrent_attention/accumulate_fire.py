@@ -3,11 +3,13 @@
 A neuron has a membrane potential U, which adds up the inputs X_j of segments j. Its output R is the
 amount by which the potential exceeds the threshold, relative to the threshold:
 
-    U_j = leak U_{j-1} + X_j;  Y_j = U_j / threshold - 1;  R_j = relu(Y_j) U_j <- U_j - threshold
-      [Y_j > 0]
+    U_j = leak U_{j-1} + X_j
+    Y_j = U_j / threshold - 1
+    R_j = relu(Y_j)
+    U_j <- U_j - threshold [Y_j > 0]
 
-The last assignment is the reset of neurons that fired. The comparison Y_j > 0 has no gradient. The
-backward pass is hand-written and saves only U.
+The last line is the reset: a neuron that has fired loses the threshold. The comparison Y_j > 0 has
+no gradient. The backward pass is hand-written and saves only U.
 
 In shapes, M is the number of segments.
 """
@@ -67,8 +69,8 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
     def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the potential after a segment's input x is added, twice: as the scan's carry and
-        as the output for the segment.
+        """Returns the potential after the input x of a segment is added, twice: as the scan's carry
+        and as the segment's output.
         """
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane
@@ -99,11 +101,12 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
     direct = jnp.where(fired, gradient / threshold, 0)
 
     def add_segment(later: Array, direct: Array) -> tuple[Array, Array]:
-        """Returns the gradient of a segment's potential U twice: as the scan's carry and as the
-        output for the segment.
+        """Returns the gradient of a segment's potential U, twice: as the scan's carry and as the
+        segment's output.
 
-        `later` is the gradient of the next segment's potential, and `direct` the gradient that
-        comes from this segment's output.
+        Args:
+          later: the gradient of the next segment's potential.
+          direct: the part of the gradient of U that comes from this segment's output R.
         """
         d_membrane = direct + leak * later
         return d_membrane, d_membrane

@@ -154,8 +154,8 @@ def _advance_one(
         states = fire(membrane, threshold)
 
     def select(new: Array, old: Array) -> Array:
-        """Returns an array with the new values of sources that advance and the old values of
-        sources that do not.
+        """Returns `new` for sources that advance to the next segment, and `old` for all others, in
+        the dtype of `old`.
         """
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
@@ -181,7 +181,11 @@ def step(
     """Returns the attention output of T target positions, from position t on, for N beams of every
     source.
 
-    The arguments are those of `api.step`.
+    Args:
+      queries: queries of each beam, already multiplied by any scale.
+      cache: the cache of each source, which all beams of the source share.
+      t: the first target position.
+      config: settings of cross-attention.
     """
     batch, beams, length, heads, width = queries.shape
     # If there is only one segment, all queries of a source read the same window.
@@ -228,8 +232,8 @@ def _states_at(
     def advance_to(
         carry: NeuronCarry, t: Int[Array, ""]
     ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
-        """Returns the neurons at target position t, as the scan's carry, and their states R, as the
-        output for the position.
+        """Returns the neurons at target position t as the scan's carry, and the neurons' states R
+        as the output for the position.
         """
         carry = _advance(cache, carry, t, config)
         return carry, carry.states

@@ -194,8 +194,9 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the block spec and the shape of an output with `rows` rows for each group of
-        heads, which is a sum over all sources.
+        """Describes an output that is a sum over all sources, as its block spec and its shape.
+
+        The output has `rows` rows for each group of heads.
         """
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)

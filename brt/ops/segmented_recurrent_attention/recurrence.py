@@ -115,7 +115,13 @@ def key_value_sums(
 ) -> Float[Array, "*B K K"]:
     """Returns the product A_j = K_j^T V_j of each segment's keys and values, in float32.
 
-    The kernel W is already applied to the values, unless the sums are clamped before W.
+    With neurons, the values are first multiplied by the matrix W. If `config.clamp` is set, they
+    are not, because sums of the products have to be clamped before the multiplication by W.
+
+    Args:
+      keys, values: the keys and values of each segment.
+      parameters: the layer's parameters.
+      config: settings of cross-attention.
     """
     if config.use_raf and not config.clamp:
         values = _matmul(values, parameters.kernel)
@@ -156,9 +162,10 @@ def output_scale(
     config: CrossConfig,
     squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
-    """Returns the factor of the recurrence's output for each feature, or None for the factor 1.
+    """Returns the factor by which each feature of the recurrence's output is multiplied, or None
+    for the factor 1.
 
-    The factor is the gate times the inverse of the norm of the keys' feature.
+    The factor is the gate, divided by the norm of the feature over all keys of the source.
 
     Args:
       keys: the keys.

@@ -1,12 +1,11 @@
 """The segment of the source that a target position reads, computed with integers (section 3.4).
 
-In shapes:
+In shapes, B is the number of sources, X of source positions after padding, M of segments, S of
+source positions of a segment (M * S >= X), T of target positions, N of beams of a source, H of
+heads, and K of numbers of a head.
 
-    B  sources        T  target positions     N  beams of a source H  heads          K  size of a
-      head       X  source positions, padded M  segments       S  source positions of one segment (M
-      * S >= X)
-
-In float32, t * (m / q) gives another segment than t * m / q in every fortieth case.
+The computation uses integers because in float32 t * (m / q) gives another segment than t * m / q in
+every fortieth case.
 """
 
 from typing import NamedTuple
@@ -18,30 +17,35 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Pace(NamedTuple):
-    """The number of target positions that read the same segment; known at trace time.
+    """How fast the target moves through the segments of a source; known at trace time.
 
     Attributes:
-      positions: the number of target positions that read all segments of a source together, or the
-        number that read each segment.
-      over_all: True if `positions` is the number for all segments together.
+      positions: a number of target positions. If `over_all` is True, these positions read all
+        segments of a source, and each segment has an equal share of them. Otherwise, each segment
+        is read by this many positions.
+      over_all: see `positions`.
     """
 
     positions: int
     over_all: bool
 
     def first_position(self, segment: Array | int, count: Array | int) -> Array | int:
-        """Returns the first target position that reads the given segment of a source with `count`
-        segments.
+        """Returns the first target position that reads a segment.
+
+        Args:
+          segment: the index of the segment.
+          count: the number of segments of the source.
         """
         if self.over_all:
             return -(-segment * self.positions // count)
         return segment * self.positions
 
     def most_positions(self, count: int, end: int) -> int:
-        """Returns an upper bound of the number of target positions that read the same segment, for
-        sources with `count` segments.
+        """Returns an upper bound of the number of target positions that read the same segment.
 
-        Only target positions before `end` are counted.
+        Args:
+          count: the number of segments of the source.
+          end: only target positions before this one are counted.
         """
         usual = -(-self.positions // count) if self.over_all else self.positions
         return min(max(usual, end - int(self.first_position(count - 1, count))), end)
@@ -61,8 +65,11 @@ def pace(config: CrossConfig, target_length: int | None) -> Pace:
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
     """Returns the number of segments of each source, int32, at least 1.
 
-    The segments have `size` positions and extend to the last valid position, or to the padded end
-    with `segment_count = "static"`.
+    Args:
+      valid: False for padding.
+      config: settings of cross-attention. With `segment_count = "static"`, the segments extend to
+        the end of the padded source, and otherwise to the last valid position.
+      size: the number of positions of a segment.
     """
     batch, length = valid.shape
     if config.segment_count == "static":
@@ -88,8 +95,8 @@ def segment_index(
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Returns the segments of a padded source, each of `size` positions; the last segment is padded
-    with zeros.
+    """Returns a padded source divided into segments of `size` positions; the last segment is filled
+    up with zeros.
     """
     batch, length, *rest = x.shape
     count = -(-length // size)

@@ -109,8 +109,10 @@ def forward_kernel(
     total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes the states of segment j. Returns the membrane potentials after segment j, and the
-        numbers of states above 0 up to segment j.
+        """Writes the states R of segment j.
+
+        Returns the membrane potentials after the reset at segment j; and, for each neuron, the
+        number of existing segments up to j in which the neuron fired.
         """
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
@@ -164,8 +166,8 @@ def backward_kernel(
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         """Writes the gradient of U_j to `own[j]`; i counts segments from the last one.
 
-        Returns the gradient of U_j and the sums of the gradients of the inputs, the leak and the
-        threshold.
+        Returns the next carry: the gradient of U_j, and the sums so far of the gradients of the
+        neurons' inputs, of the leak and of the threshold.
         """
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
@@ -187,8 +189,9 @@ def backward_kernel(
         results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
     def products_backward(j: Any, d_kernel: Array) -> Array:
-        """Writes the gradients of the keys and values of segment j, and returns the gradient of the
-        kernel after the segment's contribution is added.
+        """Writes the gradients of the keys and values of segment j.
+
+        Returns `d_kernel`, the gradient of W, after the segment's contribution is added.
         """
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
@@ -210,8 +213,9 @@ def _segment_sums(
     """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes A_j of segment j; returns the sum of all A_j so far and the sum of squared keys so
-        far.
+        """Writes A_j of segment j to `own[j]`.
+
+        Returns the sum of all A_j and the sum of the squared keys, both up to segment j.
         """
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)

@@ -52,17 +52,24 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """Returns the keys, values and mask of every window after the shared keys are appended to each
-    window.
+    """Appends shared keys and values to every window.
 
-    `axis` is the axis of the windows in keys, values and mask. If `shared` is None, keys, values
-    and mask are returned unchanged.
+    Args:
+      keys, values, mask: the windows; S is the number of keys of a window.
+      shared: the keys and values to append, whose mask is appended to `mask`. With None, keys,
+        values and mask are returned unchanged.
+      axis: the axis of keys, values and mask along which the windows are.
+
+    Returns:
+      The keys, values and mask of the longer windows.
     """
     if shared is None:
         return keys, values, mask
 
     def append_shared(window_part: Array, shared_part: Array, keys_axis: int) -> Array:
-        """Returns an array of the windows with the shared array appended to each window."""
+        """Returns `window_part` with `shared_part`, which is the same for all windows, appended to
+        each window along the axis `keys_axis`.
+        """
         shared_part = jnp.expand_dims(shared_part, axis)
         shared_part = jnp.broadcast_to(
             shared_part, (*mask.shape[:-1], *shared_part.shape[mask.ndim - 1 :])
@@ -94,8 +101,8 @@ def attend_to_window(
       keys, values: keys and values of the windows.
       mask: True for usable keys.
       dropout: dropout of the softmax weights.
-      lanes: the axis of the queries that has the rows of the batch; dropout draws separate numbers
-        for each row.
+      lanes: the index of the queries' axis that is the rows of the batch. Dropout draws separate
+        random numbers for each row.
     """
     factors = None
     if dropout is not None:

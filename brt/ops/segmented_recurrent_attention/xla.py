@@ -98,12 +98,12 @@ def _attend_by_form(
 
 
 def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
-    """Returns G, the number of slots of a row. G suffices for every source of 1 to `count`
+    """Returns G, the number of slots of a row, which suffices for every source of 1 to `count`
     segments.
 
     Args:
-      count: M, the number of rows.
-      length: the number of target positions.
+      count: M, the number of rows of a source.
+      length: T, the number of target positions.
       t0: the first target position.
       pace: the number of target positions that read a segment.
     """
@@ -117,7 +117,7 @@ def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
 
 
 class SlotAssignment(NamedTuple):
-    """The assignment of queries to the slots of M rows, for each source.
+    """The assignment of the queries of each source to slots; a source has M rows of G slots.
 
     Attributes:
       segment: the index of the segment that each row reads.
@@ -136,8 +136,14 @@ def plan_slots(
     """Returns the assignment of queries to slots.
 
     A source with m segments has `rows` // m rows for each segment. The queries of a segment are
-    assigned to the slots of the segment's rows. The arguments are the numbers of segments m of each
-    source (`counts`), the number of rows M, and the last three arguments of `row_size`.
+    assigned to the slots of the segment's rows.
+
+    Args:
+      counts: m, the number of segments of each source.
+      rows: M, the number of rows of a source.
+      length: T, the number of target positions.
+      t0: the first target position.
+      pace: the number of target positions that read a segment.
     """
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]

@@ -32,8 +32,20 @@ def _by_head_and_block(
     def attend_by_token(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
     ) -> Array:
-        """Returns the output [B, T, H, K] of `function` for queries [B, T, H, K] and for keys k and
-        values that have heads before tokens. With a scale, the queries are normalized first.
+        """Calls `function`, which expects heads before tokens, for queries with tokens before
+        heads.
+
+        Args:
+          queries: [B, T, H, K].
+          k: keys with heads before tokens.
+          others: the values with heads before tokens, followed by the other arguments of
+            `function`.
+          scale: the length to which the queries are normalized first; None for queries that are not
+            normalized.
+          options: passed to `function`.
+
+        Returns:
+          The attention output [B, T, H, K].
         """
         if scale is not None:
             queries = scaled_unit(queries, scale)
@@ -96,18 +108,17 @@ def attend_to_blocks(
     null_keys: bool,
     implementation: str | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Returns the attention output of every query over the X = 2W tokens of two blocks.
+    """Returns the attention output of every query over the X = 2W tokens of two blocks, in the
+    dtype of `values`.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: keys and values of both blocks.
+      keys, values: keys and values of both blocks, those of the previous block first; the heads are
+        before the tokens.
       cache_mask: True if the queries of a row may read the first block.
       null_keys: True makes unreadable keys count as zero keys with zero values.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-
-    Returns:
-      The outputs in the dtype of `values`.
     """
     return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
 

@@ -137,7 +137,7 @@ class _Arguments(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of a lane."""
+        """The number of blocks of a row of the batch."""
         return len(self.k) // len(self.q)
 
     @property
@@ -268,7 +268,9 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns x, with zeros in the first half if the first half of the keys is unreadable."""
+        """Returns the keys or values x, where the first half is replaced by zeros if it is
+        unreadable.
+        """
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 

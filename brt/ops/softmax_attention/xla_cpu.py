@@ -30,8 +30,13 @@ def attention(
 ) -> Float[Array, "*B H Q K"]:
     """Returns the attention output of every query over all readable keys, in the dtype of v.
 
-    The arguments are those of `api.attend_to_blocks`, with heads before tokens. If `cache_mask` is
-    None, every key is readable.
+    Args:
+      q: the queries, already multiplied by any scale.
+      k, v: the keys and values.
+      cache_mask: True if the queries of a row may read the first half of the keys; None if every
+        key is readable.
+      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
+        unreadable keys from the softmax.
     """
     if cache_mask is None:
         return _attend(q, k, v, None)

@@ -33,11 +33,12 @@ def weight_gradient(
     The gradient is the sum of x^T dy over all steps and rows.
 
     Args:
-      x: [N, *rows, *inputs], the kernel's inputs in each step.
-      dy: [N, *rows, *outputs], the gradients of the kernel's outputs in each step.
-      inputs, outputs: the number of axes in `inputs` and in `outputs`.
-      as_bits: True if x is the bits of a `dispatch.output_residual`, which are then read without
-        conversion.
+      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
+      dy: [N, *rows, *outputs], the gradients of the products in each step.
+      inputs: the number of the kernel's input axes.
+      outputs: the number of the kernel's output axes.
+      as_bits: True if x consists of integers with the bits of the numbers, as
+        `dispatch.output_residual` stores them.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 

@@ -31,13 +31,17 @@ _STEPS = 8
 
 
 class _Side(NamedTuple):
-    """The layout [A, B, H, R, K] of one side of the products in a step, with the rows of a head
-    together.
+    """The layout [A, B, H, R, K] of one side of the products in a step: of the inputs or of the
+    output gradients.
+
+    A step has B lanes (rows of the batch) of R rows. One of these rows has A groups of H heads with
+    K numbers. The R rows of a head lie together in memory.
 
     Attributes:
-      groups: A, H.
-      lanes, rows, width: B, R, K.
-      heads, columns: those of a tile.
+      groups: A and H.
+      lanes, rows, width: B, R and K.
+      heads: the number of heads of a tile.
+      columns: the number of columns that a tile has of each of its heads.
     """
 
     groups: tuple[int, int]
@@ -49,7 +53,13 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, axes: int, most: int) -> "_Side":
-        """Returns the layout for x [N, *rows, *axes] with tiles of at most `most` columns."""
+        """Returns the layout of an array, divided into tiles.
+
+        Args:
+          x: [N, *rows, *axes], the inputs or the output gradients of N steps.
+          axes: the number of axes in `axes`.
+          most: the largest number of columns of a tile.
+        """
         *others, width = x.shape[x.ndim - axes :]
         first, heads = (1,) * (2 - len(others)) + tuple(others)
         *lanes, rows = x.shape[1 : x.ndim - axes]
@@ -64,12 +74,14 @@ class _Side(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """The number of columns of a tile."""
+        """The number of columns of a tile, over all of its heads."""
         return self.heads * self.columns
 
     @property
     def cuts_well(self) -> bool:
-        """True if a tile has all columns of a head, or as many as fill complete registers."""
+        """True if a tile has all columns of a head, or as many columns as fill complete vector
+        registers.
+        """
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
@@ -78,7 +90,9 @@ class _Side(NamedTuple):
         return *_divided(there, self.groups[1] // self.heads), column
 
     def arrays_of_steps(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
-        """Returns the array of each step in the layout in which most producers write it."""
+        """Returns the arrays `parts`, one for each step, in this layout, in which the kernels that
+        compute most of these arrays already write them.
+        """
         shape = self.lanes, self.rows, *self.groups, self.width
         return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
 
@@ -143,11 +157,17 @@ def weight_gradient(
     xs = [dispatch.to_bits(part) if as_bits else part for part in jnp.unstack(x)]
 
     def side_spec(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
-        """Returns the block spec of a side whose tiles are along this axis of the grid."""
+        """Returns the block spec with which a step of the grid reads its tile of one side.
+
+        Args:
+          side: the layout of the side.
+          axis: the axis of the grid along which the tiles of this side are.
+          options: further arguments of `pl.BlockSpec`.
+        """
 
         def side_index(*tile: Any) -> tuple:
-            """Returns the index of the side's block, along A, B, H, R and K, for a step of the
-            grid.
+            """Returns the index of the side's block, along A, B, H, R and K; `tile` is the index of
+            the grid step.
             """
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column
@@ -156,8 +176,11 @@ def weight_gradient(
         return pl.BlockSpec(shape, side_index, **options)
 
     def output_index(i: Any, j: Any) -> tuple:
-        """Returns the index of the output's block, along the groups, heads and columns of both
-        sides.
+        """Returns the index of the output's block for tile i of the left side and tile j of the
+        right side.
+
+        The output [A, H, A', H', K, K'] has the groups, the heads and the columns of both sides; a
+        prime marks the right side.
         """
         (a, h, k), (b, g, m) = left.place(i), right.place(j)
         return a, h, b, g, k, m
@@ -196,7 +219,7 @@ def _kernel(x: list[Any], dy: list[Any], output: Any) -> None:
     lanes, left, right = x[0].shape[0], output.shape[0], output.shape[1]
 
     def as_numbers(x: Array) -> Array:
-        """Returns x, or the numbers whose bits x has."""
+        """Returns x unchanged, or the floating-point numbers whose bits the integers x contain."""
         dtype = dy[0].dtype
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 

@@ -41,8 +41,10 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function`, called with the cached and the new keys as one array,
-        and the values likewise. With a scale, queries and keys are normalized first.
+        """Returns the result of `function`, which takes one array of keys and one array of values.
+
+        The cached keys and the keys of the segment are concatenated, and so are the values. With a
+        scale, queries and keys are normalized first.
         """
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
@@ -58,8 +60,8 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an implementation as `_with_joined_keys` does; dropout masks become factors."""
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
-        """Returns the result of `function`, called with the factors of the dropout mask in place of
-        the mask, which is the last of `inputs`.
+        """Returns the result of `function`, which takes the factors of the weights instead of a
+        dropout mask; the mask is the last of `inputs`.
         """
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))

@@ -26,8 +26,9 @@ class WindowTileInputs(NamedTuple):
     Attributes:
       q: [T, K], queries.
       keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
-      band: float32, the bias times log2(e) by distance, the farthest key first. On both sides, the
-        band is padded with MASKED by as many entries as a tile has rows or columns.
+      band: float32, the bias times log2(e) by distance; the first entry is the bias of the farthest
+        key. On both sides, the band is padded with MASKED, by the number of rows or columns of a
+        tile.
       cache_mask: int32 [N], not zero where a block may read the block before it.
       dropout: int8 [W, W], not zero for weights that are kept.
       gradient: [T, K], gradient of the output.
@@ -81,8 +82,11 @@ class WindowTiles(NamedTuple):
         return pl.ds(j * self.columns, self.columns)
 
     def window_of(self, i: Array) -> tuple[Array, ...]:
-        """Returns three indices of key tiles for query tile i: the first tile of the tile's window,
-        the end of the window (exclusive), and the first tile that the queries may read.
+        """Returns the range of key tiles in the window of query tile i.
+
+        The three results are the index of the first key tile, the end of the range (exclusive), and
+        the index of the first key tile that the queries may read. The last one is greater than the
+        first one if a document starts within the window.
         """
         begin = i * self.rows
         block = jax.lax.div(begin, self.window)
@@ -114,8 +118,12 @@ class WindowTiles(NamedTuple):
         return LOG2E * products + self.inputs.band[nearest + column - row]
 
     def apply_dropout(self, i: Array, j: Array, weights: Array) -> Array:
-        """Returns `weights` after dropout; they are the weights of query tile i and key tile j, or
-        the gradients of these weights.
+        """Returns `weights` after dropout.
+
+        Args:
+          i: the index of the query tile.
+          j: the index of the key tile.
+          weights: the attention weights of both tiles, or the gradients of these weights.
         """
         if self.inputs.dropout is None:
             return weights
@@ -131,8 +139,9 @@ class WindowTiles(NamedTuple):
         Args:
           i: the index of the query tile.
           j: the index of the key tile.
-          products: the dot products of queries and keys.
-          d_weights: the dot products of the output's gradient and values.
+          products: the dot products of the tile's queries and keys.
+          d_weights: the dot products of the queries' output gradients and the tile's values, which
+            are the gradients of the weights.
         """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
@@ -183,18 +192,24 @@ def window_attention_forward(
     def update_softmax(
         logits: Array, top: Array, total: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Returns the weights of a tile, the factor by which sums of earlier tiles must be
-        multiplied, the new maximum of each row and the new sum of each row's weights.
+        """Adds the logits of a tile to the running softmax.
 
-        `top` and `total` are the maxima and the sums of earlier tiles.
+        Args:
+          logits: the logits of the tile, times log2(e).
+          top: the maximum logit of each row in earlier tiles.
+          total: the sum of the weights of each row in earlier tiles.
+
+        Returns:
+          The weights of the tile relative to the new maxima; the factor by which sums of earlier
+          tiles must be multiplied; the new maxima; and the new sums of weights.
         """
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
         weights, shrunk = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
         return weights, shrunk, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the maximum logits and the sums of weights after key tile j, whose keys count as
-        zero keys.
+        """Returns the maximum logits and the sums of weights after key tile j, all of whose keys
+        count as zero keys.
         """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total
@@ -227,7 +242,13 @@ def window_attention_queries(
 ) -> None:
     """Writes the gradient of a tile of queries, to which null keys contribute nothing.
 
-    `d_q` [T, K] is the output; the other arguments are those of `window_attention_forward`.
+    Args:
+      inputs: the arrays of one head and lane.
+      d_q: output, the gradient of the queries [T, K].
+      rows: the number of queries of a tile.
+      columns: the number of keys of a tile.
+      null_keys: True if unreadable keys count as zero keys.
+      scale: the factor of weights that dropout keeps.
     """
     del null_keys
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
@@ -249,17 +270,23 @@ def window_attention_keys(
     inputs: WindowTileInputs, d_keys: Any, d_values: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Writes the gradients of a tile of keys and values, from all queries that may read it.
+    """Writes the gradients of a tile of keys and values, to which all queries contribute that may
+    read the tile.
 
-    `d_keys` and `d_values` [Z, K] are the outputs; the other arguments are those of
-    `window_attention_forward`.
+    Args:
+      inputs: the arrays of one head and lane.
+      d_keys, d_values: outputs, the gradients of keys and values, each [Z, K].
+      rows: the number of queries of a tile.
+      columns: the number of keys of a tile.
+      null_keys: True if unreadable keys count as zero keys.
+      scale: the factor of weights that dropout keeps.
     """
     del null_keys
     tiles, j = WindowTiles(inputs, rows, columns, scale, transposed=True), pl.program_id(0)
     keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the gradients of keys and values after those from query tile i are added."""
+        """Returns the gradients of keys and values after query tile i has been added."""
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
@@ -276,17 +303,25 @@ def window_attention_band(
     inputs: WindowTileInputs, d_tile: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float, walk: int,
 ) -> None:  # fmt: skip
-    """Writes the gradient of the logits between query tiles and the key tiles at one distance from
-    them, summed over `walk` query tiles.
+    """Writes a sum of gradients of logits, from which the gradient of the bias is computed.
 
-    The gradient of the bias is computed from these sums. `d_tile` [R, C] is the output; the other
-    arguments are those of `window_attention_forward`.
+    The sum is over `walk` pairs of a query tile and a key tile. All pairs have the same distance
+    between the two tiles.
+
+    Args:
+      inputs: the arrays of one head and lane.
+      d_tile: output, the sum [R, C].
+      rows: R, the number of queries of a tile.
+      columns: C, the number of keys of a tile.
+      null_keys: True if unreadable keys count as zero keys.
+      scale: the factor of weights that dropout keeps.
+      walk: the number of pairs.
     """
     tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add_query_tile(i: Array, total: Array) -> Array:
-        """Returns the sum of logit gradients after those of query tile i are added."""
+        """Returns the sum of the logits' gradients after query tile i has been added."""
         farthest, _, first = tiles.window_of(i)
         j = farthest + distance
         pair = (

@@ -20,19 +20,19 @@ _ABOVE_ANY_TILE = 1 << 20  # This number is greater than the index of any tile.
 
 
 def vector_parts(x: Array) -> int:
-    """Returns the number of parts into which the vectors of x are split, so that each part fits
-    into registers.
+    """Returns the number of parts into which the columns of the vectors x [..., K] are split, so
+    that a tile of each part fits into registers.
     """
     return -(-x.shape[-1] // _MAX_PART)
 
 
 def opaque_zero(n: Array) -> Array:
-    """Returns zero in a form that the compiler cannot recognise as zero.
+    """Returns zero in a form that the compiler cannot recognise as zero, computed from `n`, a
+    number of tiles.
 
-    The zero is computed from n, a number of tiles. If the compiler knows an operand's index, it
-    keeps the operand's descriptor in registers during a loop, and the descriptors of all unrolled
-    iterations. The matrix products need these registers. Adding this zero to an index hides the
-    index from the compiler.
+    If the compiler knows the index of an operand, it computes the descriptors of this operand for
+    all unrolled iterations of a loop in advance and keeps them in registers, which the matrix
+    products need. A caller adds this zero to the index to hide the index from the compiler.
     """
     return jax.lax.div(n, _ABOVE_ANY_TILE)
 

@@ -63,15 +63,19 @@ def window_attention_forward(
     barrier_wait(ready)
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th key tile of the window to a slot."""
+        """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
+        to a slot.
+        """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
     def attend_to_window(*read: Any) -> tuple[Array, Array]:
-        """Adds the weighted values of all keys of the window to the accumulators `read`. Returns
-        the maximum logit and the sum of weights of each row.
+        """Adds the weighted values of all keys of the window to the accumulators `read`, one for
+        each part of the values' columns.
+
+        Returns the maximum logit and the sum of weights of each row.
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
@@ -140,15 +144,17 @@ def window_attention_queries(
     barrier_wait(ready)
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th key tile of the window to a slot."""
+        """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
+        to a slot.
+        """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
     def sum_gradients(*totals: Any) -> None:
-        """Adds the contributions of all key tiles to the accumulators `totals`, which are parts of
-        the queries' gradient.
+        """Adds the contributions of all key tiles to the accumulators `totals`, one for each part
+        of the columns of the queries' gradient.
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
@@ -209,7 +215,9 @@ def window_attention_keys(
     barrier_wait(ready)
 
     def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th query tile that reads the keys to a slot."""
+        """Starts the copies of the n-th query tile that reads the keys, with all arrays that belong
+        to it, to a slot.
+        """
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
         column = inputs.tiles_per_window + begin + n - j
@@ -274,7 +282,9 @@ def window_attention_band(
     barrier_wait(ready)
 
     def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th query tile and of its key tile to a slot."""
+        """Starts the copies of the n-th query tile, and of the key tile at the program's distance
+        from it, to a slot.
+        """
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, i, head), gradient.at[slot], barrier)
@@ -284,7 +294,9 @@ def window_attention_band(
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
     def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
-        """Returns the sum of logit gradients after those of the n-th query tile are added."""
+        """Returns the sum of the logits' gradients after the contribution of the n-th pair of tiles
+        is added.
+        """
         first, _ = inputs.window_of(lane, begin + n)
         may_read = begin + n + distance >= first
         pair = (

@@ -119,10 +119,15 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
 
 
 def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of an array [H, R, C] to shared memory.
+    """Starts the copy of a square tile of an array [H, R, C] to shared memory.
 
-    `row` and `column` are the indices of the tile along R and C; the copy arrives at the barrier
-    `arrived`.
+    Args:
+      array: the array in global memory.
+      head: the index along H.
+      row: the index of the tile along R, in tiles.
+      column: the index of the tile along C, in tiles.
+      to: shared memory for one tile.
+      arrived: the barrier at which the copy arrives.
     """
     source = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
     copy_gmem_to_smem(source, to, arrived)
@@ -137,10 +142,16 @@ def copy_factors(
     slot: Any,
     arrived: Any,
 ) -> None:
-    """Starts the copy of dropout's factors for a query tile and a key tile to a slot, if there is
+    """Starts the copy of the dropout factors of a query tile and a key tile to a slot, if there is
     dropout.
 
-    Without dropout, `to` is None. The copy arrives at the barrier `arrived`.
+    Args:
+      inputs: the inputs of the kernel.
+      head: the index of the head.
+      row, column: the indices of the two tiles, in the order of the axes of `inputs.dropout`.
+      to: shared memory with slots for square tiles; None without dropout.
+      slot: the index of the slot.
+      arrived: the barrier at which the copy arrives.
     """
     if to is not None:
         row, column = (jax.lax.rem(tile, inputs.tiles_per_window) for tile in (row, column))
@@ -148,10 +159,14 @@ def copy_factors(
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of an array [B, H, 2, T] to shared memory.
+    """Starts the copy of a tile of an array [B, H, 2, T], two numbers for each row, to shared
+    memory.
 
-    `place` has the indices of the lane, the tile and the head. `to` is the shared memory. The copy
-    arrives at the barrier `arrived`.
+    Args:
+      sums: the array in global memory.
+      place: the indices of the lane, the tile and the head.
+      to: shared memory for one tile of numbers.
+      arrived: the barrier at which the copy arrives.
     """
     lane, tile, head = place
     copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
@@ -160,14 +175,16 @@ def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> 
 def write_vectors(
     parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
 ) -> None:
-    """Writes the vectors of a tile to an array [B, T, H, K] in global memory.
+    """Writes the vectors of a tile, or some of their columns, to an array [B, T, H, K] in global
+    memory.
 
     Args:
-      parts: the parts of the vectors, from part `first` on.
-      through: shared memory that the vectors pass through.
+      parts: consecutive parts of the vectors' columns.
+      through: shared memory to which the parts are written first, because TMA copies only from
+        there.
       to: the array.
       place: the indices of the lane, the tile and the head.
-      first: the index of the first of these parts.
+      first: the index of the first of these parts among all parts of a vector.
     """
     lane, tile, head = place
     width = through.shape[2]
@@ -182,13 +199,13 @@ def write_vectors(
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a tile to an array [G, H, TILE, X] in global memory.
+    """Writes a square tile to an array [G, H, TILE, X] in global memory.
 
     Args:
       square: the numbers of the tile.
-      through: shared memory that the numbers pass through.
+      through: shared memory to which the tile is written first, because TMA copies only from there.
       to: the array.
-      place: the indices of the group, the head and the tile.
+      place: the indices of the group, of the head, and of the tile along X.
     """
     group, head, column = place
     through[...] = square
@@ -198,13 +215,13 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
 
 
 class CopyRing(NamedTuple):
-    """Slots in shared memory that are filled in turns: with S slots, the n-th copies go to slot n
+    """Slots in shared memory that are used again and again: with S slots, step n reads slot n
     modulo S.
 
     Attributes:
       arrived: a barrier for each slot.
-      copy: a function that starts the n-th copies. Its arguments are n, the slot and the slot's
-        barrier.
+      copy: a function that starts the copies for step n. Its arguments are n, the slot and the
+        slot's barrier.
     """
 
     arrived: Any
@@ -218,12 +235,12 @@ class CopyRing(NamedTuple):
         slots = self.arrived.shape[0]
 
         def start_copies(n: Any, slot: Any) -> None:
-            """Starts the n-th copies to a slot if n is less than `count`."""
+            """Starts the copies for step n to a slot, if there is a step n."""
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def run_step(n: Array, carry: Any) -> Any:
-            """Returns the carry after step n. Then the slot of step n is free, and the next copies
-            to this slot are started.
+            """Returns the carry after step n. Step n frees its slot, so the copies for a later step
+            are started to this slot.
             """
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
@@ -261,10 +278,15 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, walk: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Calls the function `walk` with `count` new accumulators of `width` columns.
+    """Runs a computation that adds up matrix products in accumulators.
+
+    Args:
+      count: the number of accumulators, which are zero at first.
+      width: the number of columns of an accumulator.
+      walk: the computation; its arguments are the accumulators.
 
     Returns:
-      The values of the accumulators after `walk`, and the result of `walk`.
+      The values of the accumulators afterwards, and the result of `walk`.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
@@ -276,9 +298,12 @@ def accumulate(
 
 
 def constant(value: float, *shape: int) -> Array:
-    """Returns a float32 array of the given shape with equal numbers.
+    """Returns a float32 array whose numbers are all `value`.
 
-    An array with one axis has one number for each row of a tile.
+    Args:
+      value: the number.
+      shape: (rows, columns) for a tile, or (rows,) for an array with a number for each row of a
+        tile.
     """
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -328,8 +353,10 @@ def call(
     arguments = [x for x in inputs if x is not None]
 
     def call_with_names(*refs: Any) -> None:
-        """Calls `function`; `refs` are the references to the inputs, the outputs and the shared
-        memory, which the function takes by field or by name.
+        """Calls `function` with the references `refs` to the inputs, the outputs and the shared
+        memory.
+
+        The inputs are passed as a `WindowMosaicInputs`, and the shared memory by name.
         """
         remaining = iter(refs)
         references = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))

@@ -184,7 +184,7 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def launch(self, kernel: str) -> _LaunchShape:
-        """Returns the launch parameters of a kernel.
+        """Returns the launch parameters of a kernel, which is given by its name.
 
         If the window is not a multiple of the tile's size, a tile has the size of the window.
         """
@@ -196,8 +196,13 @@ class _Arguments(NamedTuple):
     def kernel_inputs(
         self, settings: WindowGpuSettings, launch: _LaunchShape, **others: Array
     ) -> WindowTileInputs:
-        """Returns the inputs of a kernel with the given launch parameters; `others` are additional
-        inputs of the backward kernels.
+        """Returns the inputs of a kernel.
+
+        Args:
+          settings: static settings of the kernels.
+          launch: the launch parameters of the kernel, on whose tile sizes the padding of the inputs
+            depends.
+          others: fields of `WindowTileInputs` that only the backward kernels read.
         """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
@@ -329,7 +334,9 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec place(x, *options) of an array, or None if x is None."""
+        """Returns the block spec `place(x, *options)` of an input x, or None if the kernel does not
+        have this input.
+        """
         return None if x is None else place(x, *options)
 
     lane_block = (None, inputs.cache_mask.shape[1])

@@ -108,11 +108,11 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
-        """Returns the number of slots to which a kernel copies tiles in turns (see `_SLOTS`)."""
+        """Returns the number of slots for tiles in a kernel's shared memory (see `_SLOTS`)."""
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
-        """Returns a function that computes the two strips (see `_strips`) from the bias."""
+        """Returns a function from the bias to the strip and the transposed strip; see `_strips`."""
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
@@ -136,8 +136,11 @@ def _strips(
     length = window + 2 * TILE
 
     def skew(bias: Array, before: int) -> Array:
-        """Returns a strip whose row r has the bias shifted by r columns; the first row begins with
-        `before` MASKED entries.
+        """Returns one strip per head: row r has the bias, by distance, shifted by r columns.
+
+        Args:
+          bias: the bias of each distance.
+          before: the number of MASKED entries at the start of the first row.
         """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)

@@ -148,20 +148,28 @@ class _Arguments(NamedTuple):
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
-        """Returns x, which has a number for each token, with a row vector for each block."""
+        """Returns x, which has a number for each token, as one row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
     def bias_tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
-        """Returns the bias of the slots of a block's first rows, for tiles of `rows` rows; None
-        without a bias.
+        """Returns the bias of the first tile of a block, or None without a bias.
+
+        The biases of the block's other tiles are the same matrix, rolled along the slots.
+
+        Args:
+          rows: R, the number of rows of a tile.
+          settings: static settings of the kernels.
         """
         if self.bias is None:
             return None
         return tpu_bias.bias_tile(self.bias, rows, settings.attend_to_self, settings.interpret)
 
     def kernel_inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
-        """Returns the inputs of the kernels. `tile` is the result of `bias_tile`, and `others` are
-        additional inputs of the backward kernel.
+        """Returns the inputs of the kernels.
+
+        Args:
+          tile: the result of `bias_tile`.
+          others: the fields of `WindowKernelInputs` that only the backward kernel reads.
         """
         scale = None
         if self.scale is not None:
@@ -185,13 +193,15 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
     def existing(n: Array) -> Array:
-        """Returns the index of the block of step n; the step after the last block gets the last
-        block.
+        """Returns the index of the block that step n reads: n, or the last block in the additional
+        step after the last block.
         """
         return jnp.minimum(n, blocks - 1)
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n reads block place(n) of an array of tokens."""
+        """Returns the block spec with which step n reads block `place(n)` of an array x [B, H, T,
+        K] of tokens.
+        """
         window = inputs.q.shape[2] // blocks
         shape = (None, None, window, x.shape[3])
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))

@@ -119,20 +119,23 @@ class _RowTile(NamedTuple):
         return slot <= row if self.attend_to_self else slot < row
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """Returns the number of each slot's key, from the numbers of the keys of both blocks.
+        """Returns the numbers of both blocks' keys as the numbers of W slots; the module docstring
+        says which key is in a slot.
 
-        `current` has a number for each row and key of the current block, and `before` for each row
-        and key of the previous block.
+        Args:
+          current: a number for each key of the current block that the tile sees, and each row.
+          before: a number for each key of the previous block that the tile sees, and each row.
         """
         begin, rows = self.i * self.rows, self.rows
         middle = jnp.where(self._own(), current[begin:], before[:rows])
         return _stack([current[:begin], middle, before[rows:]])
 
     def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the numbers x of slots as two arrays, for the keys of the current block and for
-        the keys of the previous block; the inverse of `fold`.
+        """Returns the numbers of slots as the numbers of keys: one array for the current block and
+        one for the previous block.
 
-        A key that is in no slot of a row gets zero.
+        This is the inverse of `fold`. Keys that are in no slot of a row get zero. The results have
+        the dtype `dtype`.
         """
         middle, own = x[self.all], self._own()
         current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
@@ -140,16 +143,14 @@ class _RowTile(NamedTuple):
         return current.astype(dtype), before.astype(dtype)
 
     def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns the mask of the tile's weights, True for weights that dropout keeps; `words` are
-        the packed bits of the block's mask.
+        """Returns the dropout mask of the tile, True for weights that are kept; `words` has the
+        packed bits of the block's mask.
         """
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
-        """Returns the bias of this tile's slots and rows.
-
-        `tile` has the bias of the block's first rows. The bias of other rows is the same matrix,
-        rolled by i tiles along the slots.
+        """Returns the bias of this tile's slots and rows, which is the bias of the block's first
+        tile (`tile`), rolled by the index of this tile along the slots.
         """
         if not self.i:
             return tile[...]
@@ -157,8 +158,11 @@ class _RowTile(NamedTuple):
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds x, the gradient of this tile's bias, to `tile`, the gradient of the bias of the
-        block's first rows.
+        """Adds the gradient x of this tile's bias to `tile`, the gradient of the bias of the
+        block's first tile.
+
+        x is first rolled back, because this tile's bias is the bias of the first tile, rolled along
+        the slots.
         """
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
@@ -170,7 +174,10 @@ class _RowTile(NamedTuple):
     ) -> Float[Array, "W R"]:
         """Returns the logits of the tile's slots and rows, with bias and mask.
 
-        `own` has the queries of the tile's rows, and `tile` the bias of the block's first rows.
+        Args:
+          block: the keys of the previous block and of the current block, as they have been loaded.
+          own: the queries of the tile's rows.
+          tile: the bias of the block's first tile, or None without a bias.
         """
         results = self.folded_products(block.keys, own, block.unseen)
         return results if tile is None else results + self.rolled_bias(tile)
@@ -178,10 +185,13 @@ class _RowTile(NamedTuple):
     def folded_products(
         self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0
     ) -> Float[Array, "W R"]:
-        """Returns the dot product of each row of x and the key (or value) of each slot.
+        """Returns the dot product of each row of x and the vector of each slot.
 
-        `pair` has the keys (or values) of the previous block and of the current block. `unseen` is
-        added to the products with the previous block.
+        Args:
+          pair: the keys (or values) of the previous block and of the current block, each [W, K].
+          x: a vector for each row of the tile.
+          unseen: a number that is added to the products with the previous block, to mask an
+            unreadable block.
         """
         before, current = pair
         return self.fold(
@@ -192,9 +202,13 @@ class _RowTile(NamedTuple):
     def weighted_sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
-        """Returns the weighted sums of the columns [K, W] of both blocks.
+        """Returns, for each row of the tile, the sum of the columns of both blocks, weighted by
+        attention weights.
 
-        `current` and `before` are the weights of the two blocks.
+        Args:
+          columns: the values of the previous block and of the current block, each [K, W].
+          current: the weights of the current block's columns that the tile sees.
+          before: the weights of the previous block's columns that the tile sees.
         """
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
