@@ -17,11 +17,12 @@ from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import session as sessions
+from brt.generation import state_files
 from brt.generation.session import Session
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
-from brt.training import loop, run_summary
+from brt.training import imports, loop, run_summary
 from brt.training.start import saved_model
 
 StrPath = str | Path
@@ -77,21 +78,20 @@ def load(
     step: int | None = None,
     bindings: Mapping[str, Any] | Sequence[str] = (),
 ) -> "Model":
-    """Returns the trained model of a run.
+    """Returns the trained model of a run, or a pretrained decoder.
 
     Args:
-      workdir: the directory of the run.
+      workdir: the directory of the run, or of a decoder in Hugging Face's format.
       step: the step of the checkpoint; None takes the newest one.
-      bindings: settings to change, as for `config_from_gin`.
+      bindings: settings to change, as for `config_from_gin`; for a decoder in Hugging Face's
+        format, for example {"Model.window": 512, "Model.sinks": 4}.
 
     Raises:
       ConfigError: there is no such directory, or a binding would change the model.
-      CheckpointError: there is no complete checkpoint, or none of this step.
+      CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
-    if not Path(workdir).is_dir():
-        raise ConfigError(f"there is no directory {workdir}; name the directory of a run")
-    place, found, config = saved_model.load_config(Path(workdir), step)
-    return Model(saved_model.load(place, found, config_from_gin((), bindings, base=config)))
+    change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
+    return Model(imports.open_model(Path(workdir), step, change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        sessions.save(self.state, Path(path), self._model._identity)
+        state_files.save(self.state, Path(path), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -310,7 +310,8 @@ class Model:
             "cache", "memory" or "both"; None for none.
 
         Raises:
-          ConfigError: the model does not have the memory that `ablate` names.
+          ConfigError: the model does not have the memory that `ablate` names, or it was loaded from
+            a directory in Hugging Face's format.
           DataError: there is no such split.
         """
         return job.evaluate(self._saved, split, ablate).report

@@ -145,10 +145,7 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
     earlier: list[tuple[str, Any]] = []
     for section, fields in without_removed(saved).items():
         if section not in section_types():
-            raise ConfigError(
-                f"the saved config has {unknown_name(section)}; if it is the section of a file of "
-                "yours, add --import=FILE.py"
-            )
+            raise ConfigError(f"the saved config has {unknown_name(section)}")
         if not isinstance(fields, Mapping):
             raise ConfigError(f"the saved config has {section} = {fields!r}, not its fields")
         for field, value in fields.items():

@@ -38,16 +38,17 @@ def main(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     from brt.interop.huggingface import convert
+    from brt.interop.huggingface.causal import reading
     from brt.interop.huggingface.causal.config import Window
     from brt.training import exports, imports
 
     source, target = Path(args.source), Path(args.target)
-    reading = Window(args.window, args.sinks)
-    decoder = args.source_form == "hf" and imports.is_decoder(source)
-    if not decoder and reading != Window():
+    window = Window(args.window, args.sinks)
+    decoder = args.source_form == "hf" and reading.is_decoder(source)
+    if not decoder and window != Window():
         raise ConfigError("--window and --sinks are for decoders with --from=hf")
     if decoder:
-        lines = imports.from_hf(source, target, verified=args.verify, reading=reading)
+        lines = imports.from_hf(source, target, verified=args.verify, window=window)
     elif args.source_form == "hf":
         lines = convert.from_hf(
             source, target, verified=args.verify, positions=args.extend_positions,

@@ -81,6 +81,7 @@ def test_a_file_with_all_settings_of_an_earlier_version_is_read(tmp_path: Path) 
             f"{name}.{own} = {getattr(section, own)!r}"
             for name, section in sections
             for own in settings(type(section))
+            if own != "end_ids"  # Earlier versions did not have this field.
         ]
         file = tmp_path / f"{task}.gin"
         file.write_text("\n".join(earlier))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import RematPolicy, adaptable, fixed, free, inherited, nested
+from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, placed_kinds
 from brt.config.norm import Norm
 from brt.config.rotary import Rotary
@@ -52,6 +52,8 @@ class Model:
     # False lets a block attend only to itself, as in a vanilla transformer.
     cache: bool = adaptable(True)
     vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
+    # Ids of tokens that end a generated text, which pretrained models name.
+    end_ids: tuple[int, ...] = derived(())
     # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, or not at all.
     positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.

@@ -12,7 +12,7 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
-from brt.errors import DataError, NonFiniteError
+from brt.errors import ConfigError, DataError, NonFiniteError
 from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
@@ -116,11 +116,16 @@ def evaluate(
 
     Raises:
       CheckpointError: the run lacks its tokenizer.
-      ConfigError: the model does not have the part `ablate`, or the run directory cannot be
-        written.
+      ConfigError: the model does not have the part `ablate`, its run directory cannot be written,
+        or it has no run directory.
       DataError: the data have no such split.
       NonFiniteError: the primary metric is not finite.
     """
+    if model.own_tokenizer is not None:
+        raise ConfigError(
+            f"{model.workdir.path} is in Hugging Face's format, and evaluations are stored in run "
+            "directories; convert it with brt.convert, or call bits_per_byte"
+        )
     return SplitEvaluator(model.config, split, ablate, on_result, windows=windows)(model)
 
 

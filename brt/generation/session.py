@@ -5,7 +5,6 @@ can be saved to a file. Caches and recurrent states advance at block boundaries 
 the logits equal those of one long segment.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from brt import durable, untrusted
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
-from brt.errors import DataError
+from brt.generation import state_files
 from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
 from brt.generation.sampling import choose
@@ -109,7 +107,7 @@ def _read_and_write(
     key: Array,
     *,
     sampling: Sampling,
-) -> tuple[Memory, Int[Array, "B C"]]:  # fmt: skip
+) -> tuple[Memory, Int[Array, "B C"], Int[Array, ""]]:  # fmt: skip
     """Reads a prompt, and continues it with sampled tokens.
 
     One compiled program reads prompts of any length and samples any number of tokens, because
@@ -121,12 +119,21 @@ def _read_and_write(
       count: number of tokens of the prompt and of sampled tokens together.
 
     Returns:
-      The new memory; and an array whose first `count` tokens are the prompt and the sampled tokens.
+      The new memory; an array that begins with the prompt and the sampled tokens; and their number,
+      which is smaller than `count` if the text has ended (see `Session.write`).
     """
+    end_ids = decoder.model.end_ids
 
-    def add_token(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
-        """Returns the memory and the tokens after reading or sampling the token `i`."""
-        memory, tokens = so_far
+    def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
+        i, _, tokens = so_far
+        if not end_ids:
+            return i < count
+        last = jax.lax.dynamic_index_in_dim(tokens, i - 1, axis=1)
+        return (i < count) & ~((i > prompt_length) & jnp.isin(last, jnp.asarray(end_ids)).all())
+
+    def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
+        """Returns the next index, and memory and tokens after reading or sampling a token."""
+        i, memory, tokens = so_far
 
         def read() -> Int[Array, " B"]:
             """Returns the token `i` of the prompt."""
@@ -139,9 +146,11 @@ def _read_and_write(
 
         next_tokens = jax.lax.cond(i < prompt_length, read, write)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
-        return _advance(decoder, variables, memory, next_tokens), tokens
+        return i + 1, _advance(decoder, variables, memory, next_tokens), tokens
 
-    return jax.lax.fori_loop(0, count, add_token, (memory, tokens))
+    start = jnp.zeros((), jnp.int32), memory, tokens
+    length, memory, tokens = jax.lax.while_loop(is_unfinished, add_token, start)
+    return memory, tokens, length
 
 
 class _Beams(NamedTuple):
@@ -256,10 +265,11 @@ class Session:
 
         The random number of a token depends only on `key` and on the token's position in the text.
         Two calls for 10 tokens with the same key therefore generate the same text as one call for
-        20 tokens.
+        20 tokens. A text ends early after a token of Model.end_ids, or with several lanes if all of
+        them sample such a token at the same time.
 
         Args:
-          count: number of tokens.
+          count: largest number of tokens.
           sampling: temperature, top-k and top-p.
           key: random key.
         """
@@ -267,20 +277,24 @@ class Session:
             self.read([])
         while count > 0:
             size = min(count, CHUNK)
-            yield self._step(np.zeros(0, np.int32), size, sampling, key)
-            count -= size
+            piece = self._step(np.zeros(0, np.int32), size, sampling, key)
+            yield piece
+            ended = bool(np.isin(piece[:, -1], self._config.model.end_ids).all())
+            count = 0 if ended else count - size
 
     def _step(
         self, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
-    ) -> Int[np.ndarray, "B count"]:
-        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens."""
+    ) -> Int[np.ndarray, "B C"]:
+        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens or the
+        text ends.
+        """
         tokens = np.zeros((self._lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
-        self.memory, read = self._read_and_write(
+        self.memory, read, length = self._read_and_write(
             self._variables, self.memory, tokens, np.int32(len(prompt)), np.int32(count), key,
             sampling=sampling,
         )  # fmt: skip
-        return np.asarray(read)[:, :count]
+        return np.asarray(read)[:, : int(length)]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text by beam search.
@@ -305,7 +319,7 @@ class Session:
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
         """Writes the memory and `identity`, a description of the model, to a file for `load`."""
-        save(self.memory, path, identity)
+        state_files.save(self.memory, path, identity)
 
     def load(
         self,
@@ -323,77 +337,6 @@ class Session:
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
         """
-        old, structure = jax.tree.flatten(self.memory)
-        try:
-            with untrusted.npz(path) as arrays:
-                saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
-                untrusted.check(saved_identity, {str: object})
-                _check_identity(path, translate(saved_identity), identity)
-                stored = [arrays[f"leaf{i}"] for i in range(len(old))]
-                if [array.shape for array in stored] != [leaf.shape for leaf in old]:
-                    raise DataError(
-                        f"{path} holds arrays of other shapes; load it with as many lanes"
-                    )
-                leaves = [_leaf(*pair) for pair in zip(stored, old, strict=True)]
-            memory = jax.tree.unflatten(structure, leaves)
-            if memory.count < 0 or not 0 <= memory.position < self._config.model.block_length:
-                raise ValueError("its position or count is out of range")
-        except FileNotFoundError as error:
-            raise DataError(f"there is no state file {path}") from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(
-                f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
-                "with --load_state"
-            ) from error
-        self.memory = memory
-
-
-def _check_identity(
-    path: Path, saved: Mapping[str, object], identity: Mapping[str, object]
-) -> None:
-    different = [k for k in {**identity, **saved} if saved.get(k) != identity.get(k)]
-    if different:
-        facts = [f"{k} was {saved.get(k)} and is {identity.get(k)}" for k in different[:4]]
-        if len(different) > len(facts):
-            facts.append(f"{len(different) - len(facts)} more")
-        raise DataError(f"{path} belongs to another model: {', '.join(facts)}")
-
-
-def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
-    """Returns a saved array of the memory; raises ValueError if its dtype or values are invalid."""
-    array = stored.read()
-    counts = array.dtype.kind == "i"
-    if (
-        array.dtype != _file_dtype(old.dtype)
-        or not (array >= 0 if counts else np.isfinite(array)).all()
-    ):
-        raise ValueError(f"it has {array.dtype} for {old.dtype}, or numbers that are not finite")
-    return jnp.asarray(array, old.dtype)
-
-
-def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a memory to an .npz file.
-
-    Args:
-      memory: the memory.
-      path: the file.
-      identity: description of the model that the memory belongs to.
-
-    Raises:
-      OSError: the file cannot be written; see `durable.named_by_user`.
-    """
-    arrays = {
-        f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
-        for i, leaf in enumerate(jax.tree.leaves(memory))
-    }
-    with durable.named_by_user(path) as file:
-        np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
-
-
-def _file_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in the file: float32 for bfloat16, which NumPy's file format lacks."""
-    return np.dtype("float32") if dtype == jnp.bfloat16 else dtype
+        self.memory = state_files.load(
+            path, self.memory, self._config.model.block_length, identity, translate
+        )

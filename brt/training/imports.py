@@ -1,73 +1,56 @@
-"""Writes a decoder of Hugging Face as a run at step 0, which every command of brt opens."""
+"""Opens decoders in Hugging Face's format, and writes them as runs that every command opens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
-from brt.data import tokenizers
-from brt.data.tokenizers import Tokenizer
-from brt.errors import CheckpointError, DataError
+from brt.errors import ConfigError
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import config as causal_config
-from brt.interop.huggingface.causal import verify, weights
+from brt.interop.huggingface.causal import reading, verify, weights
 from brt.interop.huggingface.causal.config import Window
+from brt.interop.huggingface.causal.reading import PretrainedDecoder
 from brt.interop.pretrained import parameter_count
 from brt.training import workdir as workdirs
+from brt.training.start import saved_model
+from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 
-def is_decoder(directory: Path) -> bool:
-    """Returns True if a directory in Hugging Face's format has a decoder that brt reads."""
-    path = directory / "config.json"
-    return path.is_file() and files.read_json(path).get("model_type") in causal_config.FAMILIES
-
-
-def from_hf(source: Path, target: Path, *, verified: bool, reading: Window) -> Iterator[str]:
-    """Converts a decoder of Hugging Face to a run, and yields lines that report what was done.
+def from_hf(source: Path, target: Path, *, verified: bool, window: Window) -> Iterator[str]:
+    """Converts a decoder of Hugging Face to a run at step 0, and yields lines that report what was
+    done.
 
     Args:
       source: the directory in Hugging Face's format.
       target: the run directory to write.
       verified: compare arrays and logits with those of the original.
-      reading: the window and the sinks of the layers that have no window of their own.
+      window: the window and the sinks of the layers that have no window of their own.
 
     Raises:
       ConfigError: `target` is not empty.
       CheckpointError: `source` cannot be converted, or with `verified` the result differs.
       DataError: the tokenizer of `source` cannot be used.
     """
-    described = files.read_json(source / "config.json")
-    model = causal_config.from_theirs(described, reading)
-    arrays = files.read_tensors(source)
+    decoder = reading.describe(source, window)
+    model, tokenizer = decoder.model, decoder.tokenizer
+    arrays = decoder.arrays()
     params = weights.import_arrays(arrays, model)
-    tokenizer = read_tokenizer(source)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {source} has {tokenizer.vocab_size:,} ids, but config.json says "
-            f"vocab_size = {model.vocab_size:,}"
-        )
     with files.new_directory(target) as directory:
         run = Workdir(directory)
         run.tokenizer.mkdir()
         name, content = tokenizer.file
         workdirs.write_bytes(run.tokenizer / name, content)
-        config = Config(
-            model=model,
-            data=Data(tokenizer=str((Workdir(target).tokenizer / name).absolute())),
-            training=Training(
-                segment_length=max(model.window, model.block_length), batch_size=1, loss_chunk=256
-            ),
-        )
+        config = config_of(decoder, Workdir(target).tokenizer / name)
         workdirs.write_text(run.config_gin, config_text(config))
         workdirs.write_json(run.config_json, saved_json(config))
-        meta = {"config": saved_json(config), "tokenizer": tokenizer.fingerprint, "seed": 0}
         with CheckpointWriter(run.checkpoints) as writer:
-            writer.save(0, {"params": params, "model_state": {}}, meta)
+            writer.save(0, {"params": params, "model_state": {}}, metadata(decoder, config))
         yield (
-            f"{source}: {described['model_type']}, {model.layers} layers, width {model.model_dim}, "
-            f"{parameter_count(params):,} parameters"
+            f"{source}: {decoder.described['model_type']}, {model.layers} layers, width "
+            f"{model.model_dim}, {parameter_count(params):,} parameters"
         )
         yield f"window {model.window}, sinks {model.sinks}, blocks of {model.block_length} tokens"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"
@@ -77,19 +60,50 @@ def from_hf(source: Path, target: Path, *, verified: bool, reading: Window) -> I
     yield f"wrote {target}"
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a directory in Hugging Face's format.
+def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
+    """Returns the config of a run with this decoder at step 0, and with this tokenizer's file."""
+    length = max(decoder.model.window, decoder.model.block_length)
+    return Config(
+        model=decoder.model,
+        data=Data(tokenizer=str(tokenizer.absolute())),
+        training=Training(segment_length=length, batch_size=1, loss_chunk=256),
+    )
+
+
+def open_model(directory: Path, step: int | None, change: Callable[[Config], Config]) -> SavedModel:
+    """Returns the trained model of a run, or a decoder in Hugging Face's format.
+
+    Args:
+      directory: the directory of the run, or the one in Hugging Face's format.
+      step: the step of the checkpoint; None takes the newest one.
+      change: a function that returns the config with the changes that the user requests.
 
     Raises:
-      DataError: the directory has none that keeps every byte of a text.
+      ConfigError: the directory does not exist, or the requested config is not valid or would
+        change the model of the run.
+      CheckpointError: there is no complete checkpoint, or none of this step; or the decoder cannot
+        be read.
     """
-    reasons = []
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (directory / name).is_file():
-            try:
-                return tokenizers.load(str(directory / name))
-            except DataError as error:
-                reasons.append(str(error))
-    if reasons:
-        raise DataError("; ".join(reasons))
-    raise DataError(f"{directory} has neither tokenizer.json nor tokenizer.model")
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}; name the directory of a run")
+    if not Workdir(directory).checkpoints.is_dir() and reading.is_decoder(directory):
+        return _load(directory, change)
+    workdir, found, config = saved_model.load_config(directory, step)
+    return saved_model.load(workdir, found, change(config))
+
+
+def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
+    """Returns a decoder in Hugging Face's format as a model, on the default device."""
+    decoder = reading.describe(directory)
+    config = config_of(decoder, decoder.tokenizer_file)
+    changed = change(config)
+    params = decoder._replace(model=changed.model).params()
+    return SavedModel(
+        Workdir(directory), 0, changed, metadata(decoder, config), params,
+        own_tokenizer=decoder.tokenizer,
+    )  # fmt: skip
+
+
+def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
+    """Returns the metadata of a checkpoint with the weights of this decoder."""
+    return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

@@ -14,6 +14,7 @@ import pytest
 from brt.config import Config, Decoding, Sampling, Training
 from brt.errors import DataError
 from brt.generation import session as sessions
+from brt.generation import state_files
 from brt.generation.session import CHUNK, Session
 from brt.layers.runs import new_model_state
 from brt.models import decoder
@@ -278,10 +279,31 @@ def test_a_memory_that_no_session_has_is_refused(
     changed = before._replace(**{name: np.full(old.shape, value, np.asarray(value).dtype)})
     if name == "logits" and np.isnan(value):
         changed = before._replace(logits=np.full_like(old, np.nan))
-    sessions.save(changed, tmp_path / "s.npz", IDENTITY)
+    state_files.save(changed, tmp_path / "s.npz", IDENTITY)
     with pytest.raises(
         DataError, match=r"s\.npz is no state that --save_state wrote, or it is dam"
     ):
         session.load(tmp_path / "s.npz", IDENTITY)
     for new, old in zip(*map(jax.tree.leaves, (session.memory, before)), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4])
+def test_a_text_ends_after_a_token_that_ends_it(
+    build: Callable[[str], Case], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session has then read this token and nothing more. It may be the last of a chunk."""
+    case, place = build("window"), 3
+    case.session.forget()
+    endless = np.concatenate([*case.session.write(8, GREEDY, KEY)], axis=1)
+    assert endless[0, place] not in endless[0, :place]
+    monkeypatch.setattr(sessions, "CHUNK", chunk)
+    model = dataclasses.replace(MODELS["window"], end_ids=(BOS, int(endless[0, place])))
+    config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
+    session = Session(config, Variables(case.params, case.learnt), bos_id=BOS, lanes=LANES)
+    found = np.concatenate([*session.write(8, GREEDY, KEY)], axis=1)
+    np.testing.assert_array_equal(found, endless[:, : place + 1])
+    assert int(session.memory.count) == 1 + place + 1
+    # Another call goes on as if nothing had ended.
+    more = np.concatenate([*session.write(1, GREEDY, KEY)], axis=1)
+    np.testing.assert_array_equal(more[:, 0], endless[:, place + 1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from brt.errors import DataError
-from brt.generation.session import Session
+from brt.generation import state_files
 
 
 @pytest.mark.parametrize("kind", ["text", "pickle", "npy", "npz", "cut", "empty"])
@@ -27,10 +27,8 @@ def test_a_file_that_is_no_state_is_refused_in_our_own_words(kind: str, tmp_path
             np.savez(path, a=np.zeros(3))
             if kind == "cut":
                 path.write_bytes(path.read_bytes()[:-20])
-    session = object.__new__(Session)
-    session.memory = None
     with pytest.raises(DataError) as error:
-        session.load(path, {})
+        state_files.load(path, None, 1, {}, dict)
     said = str(error.value)
     assert said == (
         f"{path} is no state that --save_state wrote, or it is damaged; name such a file with "

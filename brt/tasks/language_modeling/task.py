@@ -19,6 +19,7 @@ from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported, ExportSource
 from brt.interop.huggingface.causal import export as causal
+from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.runs import (
@@ -237,6 +238,21 @@ class LanguageModeling(Task):
         model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
         write = causal.to_format if causal.family_of(model.model) else to_format
         return Exported(source.path, model, write, partial(exported_tokenizer.write, opened))
+
+    def load_converted(self, config: Config, where: Path) -> Weights:
+        """Returns the weights of a decoder in Hugging Face's format.
+
+        Raises:
+          CheckpointError: the directory `where` has no such decoder.
+          DataError: the tokenizer of the directory cannot be used.
+        """
+        if not reading.is_decoder(where):
+            return super().load_converted(config, where)
+        decoder = reading.describe(where)
+        return Weights(
+            str(where), decoder.model, decoder.tokenizer.fingerprint, self.name, decoder.params,
+            tokenizer_file=str(decoder.tokenizer_file),
+        )  # fmt: skip
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
         """Returns the initial parameters of a warm start; see `warm_start.start`."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from brt.config import Config
 from brt.data.tokenizers import StreamDecoder, Tokenizer
@@ -30,6 +31,8 @@ class TextWriter(Writer):
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
 
+        The text ends early at a token of Model.end_ids, which is not part of the text.
+
         Args:
           prompt: text that follows the text that the session has read; "" continues that text.
           options: maximum number of tokens, and settings of sampling or of the beam search.
@@ -49,5 +52,5 @@ class TextWriter(Writer):
             key = jax.random.key(options.seed or 0)
             pieces = (tokens[0] for tokens in session.write(count, sampling, key))
         for piece in pieces:
-            yield decoder.decode(piece)
+            yield decoder.decode(piece[~np.isin(piece, config.model.end_ids)])
         yield decoder.decode([], final=True)

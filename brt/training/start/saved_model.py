@@ -15,6 +15,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, to_read_with
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
+from brt.interop.huggingface.causal import reading
 from brt.tasks.interface import Dataset
 from brt.tasks.weights import Tokenizer
 from brt.training import compilation
@@ -38,6 +39,8 @@ class SavedModel(NamedTuple):
       params: the parameters, on the devices of `mesh`.
       model_state: arrays that the model learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
+      own_tokenizer: the tokenizer of a model that no run has; None for the tokenizer that the run
+        directory stores.
     """
 
     workdir: Workdir
@@ -47,6 +50,7 @@ class SavedModel(NamedTuple):
     params: PyTree[Array]
     model_state: PyTree[Array] = {}
     mesh: jax.sharding.Mesh | None = None
+    own_tokenizer: Tokenizer | None = None
 
     @property
     def variables(self) -> Variables:
@@ -73,12 +77,17 @@ def load_config(
       A tuple: the paths of the run directory, the checkpoint, and the config.
 
     Raises:
-      ConfigError: the workdir does not exist.
+      ConfigError: the workdir does not exist, or has a decoder in Hugging Face's format.
       CheckpointError: the workdir has no intact checkpoint, or none of this step.
     """
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
     run = Workdir(workdir)
+    if not reader.present(run.checkpoints) and reading.is_decoder(workdir):
+        raise ConfigError(
+            f"{workdir} is a model in Hugging Face's format; make it a run with python -m "
+            f"brt.convert --from=hf {workdir} --to=brt OUT, and name OUT"
+        )
     checkpoint = checkpoints.find(run.checkpoints, step)
     return run, checkpoint, to_read_with(config_from_json(checkpoint.meta["config"]))
 
@@ -142,12 +151,14 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Returns the tokenizer that is stored in the run directory of a model.
+    """Returns the tokenizer of a model, which the run directory stores.
 
     Raises:
       CheckpointError: the tokenizer is missing, or is not the tokenizer of the checkpoint.
       DataError: the file of the tokenizer is damaged.
     """
+    if model.own_tokenizer is not None:
+        return model.own_tokenizer
     task = tasks.from_config(model.config)
     return data_manifest.read_tokenizer(model.workdir, task, model.meta["tokenizer"])
 

@@ -196,9 +196,26 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
         if scalar <= 0:
             raise CheckpointError(f"config.json: query_pre_attn_scalar = {scalar} must be above 0")
         settings["query_scale"] = scalar**-0.5
+    settings["end_ids"] = end_ids(config, settings["vocab_size"])
     settings |= _windows(keys, layers, reading, context)
     keys.refuse_rest()
     return Model(**settings)
+
+
+def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids that end a generated text, from config.json or generation_config.json.
+
+    Raises:
+      CheckpointError: an id is not in the vocabulary.
+    """
+    ids = config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"eos_token_id = {token!r} is none of the {vocab_size:,} ids of the vocabulary"
+            )
+    return tuple(ids)
 
 
 def _check_structure(config: Mapping[str, Any]) -> None:

@@ -65,6 +65,7 @@ def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
         "head_dim": m.head_dim, "intermediate_size": m.mlp_dim, "rms_norm_eps": m.norm.epsilon,
         "max_position_embeddings": m.rotary.context or m.window,
         "tie_word_embeddings": m.tied_output, "bos_token_id": bos_id,
+        "eos_token_id": list(m.end_ids) or None,
     }  # fmt: skip
     settings["hidden_activation" if family == "gemma3_text" else "hidden_act"] = activation
     if family in ("llama", "qwen3"):
@@ -127,4 +128,6 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
         f"{family} of {model.layers} layers, width {model.model_dim}, "
         f"{parameter_count(params):,} parameters"
     )
-    return ExportFormat(summary, {"config.json": settings}, exported, compare, notes=tuple(notes))
+    ids = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
+    described = {"config.json": settings, "generation_config.json": ids}
+    return ExportFormat(summary, described, exported, compare, notes=tuple(notes))

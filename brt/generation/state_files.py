@@ -1,0 +1,107 @@
+"""Files that store the memory of a generating session, so that a text can be continued later."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from brt import durable, untrusted
+from brt.errors import DataError
+
+
+def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
+    """Writes a memory to an .npz file.
+
+    Args:
+      memory: a `brt.generation.session.Memory`.
+      path: the file.
+      identity: description of the model that the memory belongs to.
+
+    Raises:
+      OSError: the file cannot be written; see `durable.named_by_user`.
+    """
+    arrays = {
+        f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
+        for i, leaf in enumerate(jax.tree.leaves(memory))
+    }
+    with durable.named_by_user(path) as file:
+        np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
+
+
+def load(
+    path: Path,
+    old: Any,
+    block_length: int,
+    identity: Mapping[str, object],
+    translate: Callable[[Mapping[str, Any]], Mapping[str, object]],
+) -> Any:
+    """Returns the memory in a file that `save` wrote.
+
+    Args:
+      path: the file.
+      old: a memory of the present model, whose arrays have the shapes and dtypes of the result.
+      block_length: the number of tokens of a block.
+      identity: the description of the present model, which must equal that in the file.
+      translate: returns the present form of a description that an earlier version saved.
+
+    Raises:
+      DataError: the file is missing, damaged, or belongs to another model.
+    """
+    leaves, structure = jax.tree.flatten(old)
+    try:
+        with untrusted.npz(path) as arrays:
+            saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
+            untrusted.check(saved_identity, {str: object})
+            _check_identity(path, translate(saved_identity), identity)
+            stored = [arrays[f"leaf{i}"] for i in range(len(leaves))]
+            if [array.shape for array in stored] != [leaf.shape for leaf in leaves]:
+                raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
+            loaded = [_leaf(*pair) for pair in zip(stored, leaves, strict=True)]
+        memory = jax.tree.unflatten(structure, loaded)
+        if memory.count < 0 or not 0 <= memory.position < block_length:
+            raise ValueError("its position or count is out of range")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no state file {path}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
+            "with --load_state"
+        ) from error
+    return memory
+
+
+def _check_identity(
+    path: Path, saved: Mapping[str, object], identity: Mapping[str, object]
+) -> None:
+    different = [k for k in {**identity, **saved} if saved.get(k) != identity.get(k)]
+    if different:
+        facts = [f"{k} was {saved.get(k)} and is {identity.get(k)}" for k in different[:4]]
+        if len(different) > len(facts):
+            facts.append(f"{len(different) - len(facts)} more")
+        raise DataError(f"{path} belongs to another model: {', '.join(facts)}")
+
+
+def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
+    """Returns a saved array of the memory; raises ValueError if its dtype or values are invalid."""
+    array = stored.read()
+    counts = array.dtype.kind == "i"
+    if (
+        array.dtype != _file_dtype(old.dtype)
+        or not (array >= 0 if counts else np.isfinite(array)).all()
+    ):
+        raise ValueError(f"it has {array.dtype} for {old.dtype}, or numbers that are not finite")
+    return jnp.asarray(array, old.dtype)
+
+
+def _file_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in the file: float32 for bfloat16, which NumPy's file format lacks."""
+    return np.dtype("float32") if dtype == jnp.bfloat16 else dtype

@@ -1,0 +1,166 @@
+"""A directory in Hugging Face's format with a decoder, as every command and the API open it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import brt
+from brt import convert, evaluate, generate, train
+from brt.config import Model
+from brt.config.norm import Norm
+from brt.config.rotary import Rotary
+from brt.errors import CheckpointError, ConfigError
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import export, reading, weights
+from brt.interop.huggingface.causal.config import Window
+from brt.models.flops import forward_flops_per_token
+
+TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
+MODEL = Model(
+    layers=2, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
+    activation="silu", window=64, positions="rotary", normalize_qk=False, logit_scale="one",
+    rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
+    vocab_size=300, end_ids=(2,), dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, random_params: Any) -> Path:
+    """A tiny Llama, whose tokenizer splits digits before it splits words, as that of SmolLM2."""
+    place = tmp_path_factory.mktemp("hub") / "tiny"
+    place.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=280, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    tokenizer.save(str(place / "tokenizer.json"))
+    params = jax.tree.map(np.asarray, random_params(MODEL))
+    files.write_tensors(place, dict(weights.export_arrays(params, MODEL)), shard_bytes=20_000)
+    described = export.to_theirs(MODEL, bos_id=1, dtype="float32")
+    files.write_json(place / "config.json", described)
+    return place
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("books") / "book.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run(command: Any, *flags: str) -> None:
+    command.main(command.parser().parse_args(flags))
+
+
+def test_the_directory_is_read_as_it_is(directory: Path) -> None:
+    model = brt.load(directory, bindings={"Model.window": 32, "Model.sinks": 2})
+    assert (model.step, model.config.model.window, model.config.model.sinks) == (0, 32, 2)
+    assert model.config.model.end_ids == (2,) and model.tokenizer.vocab_size == 280
+    assert model.bits_per_byte(TEXT[:500]) > 1
+    with pytest.raises(ConfigError, match="evaluations are stored in run directories"):
+        model.evaluate()
+    with pytest.raises(CheckpointError, match="k_proj"):
+        brt.load(directory, bindings={"Model.kv_heads": 4})
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json", "tokenizer.json", files.INDEX, *files.shards(directory / files.INDEX),
+    }  # fmt: skip
+
+
+def test_commands_say_how_to_make_it_a_run(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a model in Hugging Face's format; make it a run"):
+        run(generate, f"--workdir={directory}", "--prompt=It")
+
+
+def test_a_run_is_made_evaluated_and_given_back(
+    directory: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    to_ours = ("--from=hf", str(directory), "--to=brt", str(ours), "--window=32", "--sinks=4")
+    run(convert, *to_ours, "--verify")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        run(convert, *to_ours)
+    run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}")
+    found = json.loads((ours / "evaluations/0/test.json").read_text())
+    direct = brt.load(directory, bindings={"Model.window": 32, "Model.sinks": 4})
+    assert found["bits_per_byte"] == pytest.approx(direct.bits_per_byte(TEXT), rel=1e-5)
+    run(generate, f"--workdir={ours}", "--prompt=It was", "--max_tokens=8")
+    run(convert, "--from=brt", str(ours), "--to=hf", str(back), "--verify")
+    for name, array in files.read_tensors(directory).items():
+        np.testing.assert_array_equal(files.read_tensors(back)[name], array)
+    described = json.loads((back / "config.json").read_text())
+    assert described["eos_token_id"] == [2]
+    assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == [2]
+    assert reading.describe(back, Window(32, 4)).model == dataclasses.replace(
+        MODEL, window=32, sinks=4, dtype=direct.config.model.dtype
+    )
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_directory(directory: Path, book: Path, tmp_path: Path) -> None:
+    settings = {
+        "Training.init_from": str(directory), "Data.train": str(book), "Data.validation": (),
+        "Data.test": (), "Model.window": 16, "Training.segment_length": 32,
+        "Training.batch_size": 2, "Training.steps": 2, "Training.sample_every": 0,
+        "Optimizer.learning_rate": 1e-9, "Optimizer.warmup_steps": 0,
+    }  # fmt: skip
+    config = brt.config_from_gin((), settings)
+    model = brt.train(config, tmp_path / "run")
+    assert model.config.model.kv_heads == 2 and model.config.model.sinks == 4
+    untrained = brt.load(directory, bindings={"Model.window": 16, "Model.sinks": 4})
+    bits = untrained.bits_per_byte(TEXT[:400])
+    assert model.bits_per_byte(TEXT[:400]) == pytest.approx(bits, rel=1e-3)
+    assert forward_flops_per_token(model.config.model) > 0
+    settings["Training.steps"] = 3
+    again = [f"--gin_bindings={name} = {value!r}" for name, value in settings.items()]
+    run(train, f"--workdir={tmp_path / 'run'}", *again)
+    assert brt.load(tmp_path / "run").step == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eos_token_id": 300}, "eos_token_id = 300 is none of the 300 ids"),
+        ({"eos_token_id": [2, "x"]}, "eos_token_id = 'x' is none of the 300 ids"),
+        ({"vocab_size": 270}, "has 280 ids, but config.json says vocab_size = 270"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(
+    directory: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    described = json.loads((directory / "config.json").read_text()) | change
+    if "vocab_size" in change:
+        described["eos_token_id"] = None
+    files.write_json(tmp_path / "config.json", described)
+    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    with pytest.raises(CheckpointError, match=message):
+        reading.describe(tmp_path)
+
+
+def test_missing_weights_are_named(directory: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        brt.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle that can run code"):
+        brt.load(tmp_path)
+    (tmp_path / files.INDEX).write_bytes((directory / files.INDEX).read_bytes())
+    with pytest.raises(CheckpointError, match=r"model-00001-of-0000\d\.safetensors cannot be read"):
+        brt.load(tmp_path)
