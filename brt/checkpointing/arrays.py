@@ -44,9 +44,16 @@ def check(directory: Path, leaves: Mapping[str, Any]) -> None:
 
 
 def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
-    """Compares the stored form of arrays in an open key-value store with their metadata.
+    """Compares the stored form of arrays in an open key-value store with their metadata, without
+    unpacking the arrays.
 
-    Arguments and errors are those of `check`.
+    Args:
+      store: the key-value store.
+      leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
+
+    Raises:
+      ValueError: an array is stored with another shape, dtype or encoding, or a chunk would unpack
+        to far more bytes than it should hold.
     """
     chunks: dict[str, list[bytes]] = defaultdict(list)
     for key in store.list().result():
@@ -69,9 +76,11 @@ def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
 
 
 def unpacked_bytes(stream: bytes) -> int:
-    """Returns an upper bound on the bytes that a zstd stream unpacks to (RFC 8878, section 3.1.1).
+    """Returns an upper bound on the number of bytes to which a zstd stream unpacks (RFC 8878,
+    section 3.1.1).
 
-    The bound is the sum over the blocks of the stream's only frame, read from their headers.
+    The stream must have a single frame. The bound is computed from the headers of the frame's
+    blocks, and nothing is unpacked.
 
     Raises:
       ValueError: the bytes are not a zstd stream of one frame.

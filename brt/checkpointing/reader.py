@@ -55,9 +55,10 @@ class VerifiedCheckpoint(NamedTuple):
     Attributes:
       step: the number of completed training steps, which is the name of the checkpoint.
       meta: the content of meta.json.
-      problems: a sentence about each newer checkpoint that is damaged and was passed over.
-      requested: the step that the caller of `find` requested; None if the newest intact checkpoint
-        was requested.
+      problems: a sentence about each newer checkpoint that is damaged and was therefore not
+        returned.
+      requested: the step for which the caller of `find` asked; None if the caller asked for the
+        newest intact checkpoint.
     """
 
     step: int
@@ -73,7 +74,8 @@ class Restored(NamedTuple):
       step: the number of completed training steps, which is the name of the checkpoint.
       state: pytree of arrays.
       meta: the content of meta.json.
-      problems: a sentence about each damaged newer checkpoint that was passed over.
+      problems: a sentence about each newer checkpoint that is damaged and was therefore not
+        restored.
     """
 
     step: int
@@ -380,6 +382,6 @@ def _no_checkpoint(
 
 
 def join(phrases: list[str]) -> str:
-    """Returns the first few phrases as one text, with the number of further phrases."""
+    """Returns the first few phrases as one text, followed by the number of the other phrases."""
     more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
     return "; ".join([*phrases[:_SHOWN], *more])

@@ -143,12 +143,12 @@ def inspect(
       on_text: called with the report as text for people, before the files are written.
 
     Returns:
-      The metrics, with `workdir` and `step`.
+      The metrics by name, with the run directory as `workdir` and the checkpoint as `step`.
 
     Raises:
       ConfigError: the model has no memory, or the run directory cannot be written.
       DataError: the data have no such split.
-      CheckpointError: the tokenizer differs from that of the run.
+      CheckpointError: the tokenizer of the data is not the tokenizer of the run.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     _check_writable(model.workdir)

@@ -74,11 +74,11 @@ def beam_search(
     step, reorder, ids = decoder
 
     def unfinished(search: _Search) -> Bool[Array, ""]:
-        """Returns True while the search for some source has not ended."""
+        """Returns True while the search has not ended for at least one source."""
         return (search.length < decoding.max_length) & ~jnp.all(search.done)
 
     def extend(search: _Search) -> _Search:
-        """Returns the search after one more token of every hypothesis."""
+        """Returns the search after every running hypothesis has been continued by one token."""
         last = jax.lax.dynamic_index_in_dim(search.running, search.length - 1, -1, keepdims=False)
         logits, state = step(last, search.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))

@@ -17,8 +17,9 @@ def constrain(
 ) -> Float[Array, "B N V"]:
     """Returns log probabilities in which banned tokens are -inf.
 
-    The log probabilities of other tokens are not renormalised. A forced token gets the log
-    probability 0 and all others -inf, even if the forced token is banned.
+    The log probabilities of other tokens are not renormalised. If a token is forced, its log
+    probability is 0 and the log probability of every other token is -inf, even if the forced token
+    is banned.
 
     Args:
       log_probs: log probabilities of the next token.
@@ -44,12 +45,13 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Returns True for tokens that would complete an n-gram which `sequences` already contains.
+    """Returns a mask of the next token: True for tokens that would repeat an n-gram of the
+    sequence.
 
     Args:
-      sequences: sequences of which the first `length` tokens count, including the start token.
+      sequences: token ids, including the start token; only the first `length` tokens count.
       length: number of tokens in `sequences`.
-      size: n, at least 1; 1 bans every token that was used.
+      size: n, at least 1; with 1, every token of the sequence is True.
       vocabulary: number of tokens of the vocabulary, V.
     """
     batch, beams, total = sequences.shape

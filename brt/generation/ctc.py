@@ -20,11 +20,10 @@ class Hypothesis(NamedTuple):
 
 
 def greedy(log_probs: LogProbs) -> Hypothesis:
-    """Returns the tokens of the most likely alignment, with the log probability of that alignment.
+    """Returns the tokens of the most likely alignment, and the log probability of this alignment.
 
     Args:
-      log_probs: log probabilities of the tokens at each frame, [frames, tokens]; the last is the
-        blank.
+      log_probs: log probabilities of the C tokens at each of X frames; the last token is the blank.
     """
     best = log_probs.argmax(axis=1)
     return Hypothesis(collapse(best, log_probs.shape[1] - 1), float(log_probs.max(axis=1).sum()))
@@ -58,12 +57,12 @@ class _Beam(NamedTuple):
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
     """Returns the most likely token sequences, best first.
 
-    The probability of a sequence is the sum over all its alignments to the frames. The algorithm by
-    Graves (2012) and Hannun (2014) is computed in float64. The result is exact if `beams` is at
-    least the number of possible sequences.
+    The probability of a sequence is the sum of the probabilities of all its alignments to the
+    frames. The algorithm is the prefix search by Graves (2012) and Hannun (2014), computed in
+    float64. The result is exact if `beams` is at least the number of possible sequences.
 
     Args:
-      log_probs: log probabilities of the tokens at each frame.
+      log_probs: log probabilities of the C tokens at each of X frames; the last token is the blank.
       beams: number of prefixes that are kept from frame to frame.
     """
     beam = _Beam([()], np.zeros(1), np.full(1, -np.inf))

@@ -65,18 +65,19 @@ def one_text(
     Args:
       decoder: functions of the model; see `TextDecoder`.
       state: decoding state before the start token.
-      choose: function that selects the next token of each source.
+      choose: function that selects the next tokens [B, 1]; its arguments are the log probabilities
+        [B, 1, V] and the number of tokens so far.
       batch: number of sources, B.
       decoding: settings.
     """
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:
-        """Returns True while the text of some source has not ended."""
+        """Returns True while at least one source has a text that has not ended."""
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
 
     def extend(text: _Text) -> _Text:
-        """Returns the texts with one more token."""
+        """Returns the texts after one more token has been chosen for each source."""
         last = jax.lax.dynamic_index_in_dim(text.sequences, text.length - 1, -1, keepdims=False)
         logits, state = step(last, text.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))

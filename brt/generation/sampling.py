@@ -11,13 +11,16 @@ from brt.generation.hypotheses import Hypotheses
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Applies temperature, top-k and top-p to logits.
+    """Returns logits after temperature, top-k and top-p; excluded tokens have -inf.
 
-    Logits are divided by the temperature. Then all tokens get -inf except for the `top_k` most
-    likely tokens, and among these the most likely ones whose probabilities sum to `top_p`. Tokens
-    that are as likely as the last remaining token remain, too. All logits are shifted so that the
-    largest is 0 before the division, so that at low temperatures only unlikely tokens overflow
-    float32.
+    The logits are first shifted so that the largest is 0, and divided by the temperature. Without
+    the shift, likely tokens could overflow float32 at low temperatures. Then only the `top_k` most
+    likely tokens remain. Of these, only the most likely ones whose probabilities sum to `top_p`
+    remain. Tokens that are exactly as likely as the last remaining token remain, too.
+
+    Args:
+      logits: logits of the next token.
+      sampling: temperature, top-k and top-p.
     """
     inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse

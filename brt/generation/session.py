@@ -177,7 +177,7 @@ def _search(
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads a token of every beam, and returns the logits of the next tokens and the beams."""
+        """Reads a token of every beam; returns the next tokens' logits and the beams."""
 
         def advance() -> Memory:
             """Returns the memory after reading the tokens."""
@@ -187,7 +187,7 @@ def _search(
         return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        """Returns beams in which beam n continues the present beam chosen[0, n]."""
+        """Returns the beams after a selection: beam n continues beam `chosen[0, n]`."""
         memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
         return beams._replace(memory=memory)
 
@@ -207,8 +207,8 @@ class Session:
       variables: the learned arrays of the model.
       bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel after the same prompt.
-      known_ids: number of ids that can be generated, if the vocabulary of the model is larger than
-        that of the tokenizer; 0 for all.
+      known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
+        the complete vocabulary of the model.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Session:
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
-        """Clears the memory, and replaces the learned arrays of the model."""
+        """Clears the memory, and uses other learned arrays of the model from now on."""
         self._variables = variables
         self.forget()
 
@@ -297,10 +297,10 @@ class Session:
         return np.asarray(read)[:, : int(length)]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Continues the text by beam search.
+        """Continues the text by beam search, and reads the new tokens.
 
         Returns:
-          The `decoding.max_length` - 1 new tokens, which the session has read afterwards.
+          The `decoding.max_length` - 1 new tokens.
         """
         if self.memory.count == 0:
             self.read([])
@@ -331,8 +331,8 @@ class Session:
 
         Args:
           path: the file.
-          identity: the description of the present model, which must equal that in the file.
-          translate: returns the present form of a description that an earlier version saved.
+          identity: the description of the present model, which must equal the one in the file.
+          translate: converts a description that an earlier version saved to its present form.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.

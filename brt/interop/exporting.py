@@ -21,8 +21,9 @@ class ExportFormat(NamedTuple):
       summary: one line that describes the model.
       settings: JSON objects by file name, including config.json.
       arrays: float32 arrays by name.
-      verify: function of the written directory that yields the lines of a comparison with the
-          original model; raises CheckpointError if they differ.
+      verify: function that compares the model in the written directory, which is its argument, with
+        the original model. It yields lines about the comparison, and raises CheckpointError if the
+        models differ.
       code: files of Python code that is needed to load the model, if no library contains it.
       notes: differences in what the exported model computes.
     """
@@ -72,7 +73,9 @@ class Exported(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns an error which says that other libraries have no such model."""
+    """Returns the error for a run whose model no other library has; `source` is the directory of
+    the run.
+    """
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "
         "can be exported to Hugging Face's format"

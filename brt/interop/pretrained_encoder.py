@@ -32,13 +32,17 @@ class PretrainedEncoder(NamedTuple):
 
 
 def is_one(directory: Path) -> bool:
-    """Returns True if the directory contains an encoder that `save` wrote."""
+    """Returns True if the directory contains an encoder that `save` wrote; False for a directory of
+    another model.
+    """
     path = directory / MODEL
     return path.is_file() and "Encoder" in files.read_json(path)
 
 
 def save(directory: Path, pretrained: PretrainedEncoder) -> None:
-    """Writes everything except the tokenizer's files into an existing directory."""
+    """Writes all files of a converted encoder into an existing directory, except the tokenizer's
+    files.
+    """
     described = pretrained.described
     write_params(directory, pretrained.params)
     section = config_json(Config(encoder=described.model))["Encoder"]

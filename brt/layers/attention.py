@@ -79,6 +79,7 @@ class TransformerBlock(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the parameters of attention and of the norms, and the MLP."""
         m = self.model
         by_head = (m.model_dim, m.heads, m.head_dim)
         by_key_head = (m.model_dim, m.key_heads, m.head_dim)

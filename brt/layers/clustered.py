@@ -122,6 +122,9 @@ class ClusteredLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP, the centroids and, for Jensen's correction, the
+        deviations of their queries.
+        """
         section = self.model.of(Clustered)
         m = self.model
         self.tokens = TransformerBlock(
@@ -192,7 +195,15 @@ class ClusteredLayer(nn.Module):
         return LayerOutput(y, ClusteredState(window, *past))
 
     def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens."""
+        """Returns an open block without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
         return LayerOutput(x, open_block(state.window))
 
     def decode_step(
@@ -205,8 +216,19 @@ class ClusteredLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token's key
-        and value. The memory of the centroids does not change.
+        """Reads one token. Its key and value enter the open block, and the memory of the centroids
+        does not change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of the block's earlier tokens.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
         """
         mix = self._mix_step(state, position)
         return LayerOutput(
@@ -240,6 +262,14 @@ class ClusteredLayer(nn.Module):
     ) -> LayerOutput:
         """Returns the layer's state after a full block. The block becomes the cache, and the block
         that was the cache enters the memory of the centroids.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
         """
         keys = self.tokens.unit_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))

@@ -24,6 +24,7 @@ class MLP(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the norms, projections and biases that the settings of the model ask for."""
         m = self.model
         self.mlp_norm = norm_parameter(self, m, "mlp_norm")
         self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))

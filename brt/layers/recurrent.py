@@ -132,6 +132,7 @@ class StateCell(nn.Module):
     model: Model
 
     def setup(self) -> None:
+        """Creates the initial states and the weights of the state update."""
         section = self.model.of(Recurrence)
         m = self.model
         self.initial = parameter(
@@ -264,6 +265,9 @@ class RecurrentLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP for tokens, and the cell that updates the
+        states.
+        """
         self.tokens = TransformerBlock(
             self.model, cross_attends=True, training=self.training, kernels=self.kernels
         )
@@ -335,8 +339,11 @@ class RecurrentLayer(nn.Module):
         document_start: Bool[Array, " B"] | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens. The open block has the
-        keys and values of the recurrent states.
+        """Returns an open block without tokens, which has the keys and values of the recurrent
+        states.
+
+        `document_start` is True for rows of the batch that begin a document, or None if none does.
+        The open block is the state of the `LayerOutput`, and x, which is None, its output.
         """
         vectors = self._vectors(state, document_start)
         memory = state_kv(
@@ -354,8 +361,10 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token's key
-        and value. The recurrent states do not change.
+        """Reads one token. Its key and value enter the open block, and the recurrent states do not
+        change.
+
+        Returns the token's output vector, and the open block as the state of the `LayerOutput`.
         """
         attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
         return LayerOutput(*attended)
@@ -363,8 +372,9 @@ class RecurrentLayer(nn.Module):
     def end_block(
         self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block: the recurrent states are updated by
-        attention to the block, and the block becomes the cache.
+        """Returns the layer's state after a full block, as the state of the `LayerOutput`.
+
+        The recurrent states are updated by attention to the block, and the block becomes the cache.
         """
         window = state.window
         if not self.model.mask_empty_cache:

@@ -47,6 +47,7 @@ class Stack(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the runs of equal layers, and the summaries that the lowest layer reads."""
         self.places = runs(self.model)
         self.runs = [
             run.layer_kind.module(run.model, self.training, self.kernels, name=run.name)

@@ -23,6 +23,7 @@ class WindowLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=self.model.feedback, training=self.training,
             kernels=self.kernels,
@@ -45,7 +46,15 @@ class WindowLayer(nn.Module):
         return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
 
     def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens."""
+        """Returns an open block without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
         return LayerOutput(x, open_block(state))
 
     def decode_step(
@@ -58,11 +67,32 @@ class WindowLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns its output and the open block."""
+        """Reads one token, whose key and value enter the open block.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of the block's earlier tokens.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
+        """
         return LayerOutput(*self.tokens.attend_step(x, state, block, position, feedback))
 
     def end_block(
         self, x: None, *, state: WindowState | LocalState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns, in the output, the layer's state after a full block."""
+        """Returns the layer's state after a full block, which becomes the cache.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
+        """
         return LayerOutput(x, closed_window(self.model, state, block))

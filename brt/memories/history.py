@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Int
 def tokens_before(
     length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
 ) -> Int[Array, "B N+1"]:
-    """Returns the number of tokens in a memory that belong to the same document as each block.
+    """Returns the number of tokens that each block can read in a memory of the last `size` tokens
+    before the block.
 
-    The memory has the last `size` tokens before a block.
+    Only tokens of the document to which the block belongs can be read.
 
     Args:
       length: the number of tokens of the current document in the memory before the first block.

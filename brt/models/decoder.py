@@ -55,6 +55,7 @@ class Decoder(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the embedding, the layers, the last norm and, unless it is tied, the output."""
         m = self.model
         self.embedding = parameter(
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
@@ -90,7 +91,13 @@ class Decoder(nn.Module):
         return DecoderOutput(self._hidden(x), state, *aux)
 
     def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
-        """Returns empty open blocks behind `state`, which `decode_step` fills."""
+        """Returns open blocks without tokens, one for each run of equal layers, which `decode_step`
+        fills.
+
+        Args:
+          state: the states of the layers after the previous block.
+          model_state: statistics that layers learn without gradients; None if no layer has any.
+        """
         return self.stack.begin_block(state, model_state or {})
 
     def decode_step(
@@ -101,7 +108,18 @@ class Decoder(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
-        """Reads one token at `position` of the open blocks, and returns its float32 logits."""
+        """Reads one token of every row of the batch.
+
+        Args:
+          tokens: the ids of the tokens.
+          state: the states of the layers after the previous block.
+          block: the open blocks, which have the block's earlier tokens.
+          position: the position of the tokens in the block.
+          model_state: statistics that layers learn without gradients; None if no layer has any.
+
+        Returns:
+          The float32 logits of the next tokens, and the open blocks with the tokens added.
+        """
         x = self._embed(tokens[:, None])
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         weights = self.embedding if self.model.tied_output else self.output
@@ -110,7 +128,14 @@ class Decoder(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
     ) -> StackState:
-        """Returns the state after full blocks, as if they had been read as a segment."""
+        """Returns the states of the layers after a full block; they equal the states after the
+        block is read as a segment.
+
+        Args:
+          state: the states of the layers after the previous block.
+          block: the open blocks, which have all tokens of the block.
+          model_state: statistics that layers learn without gradients; None if no layer has any.
+        """
         return self.stack.end_block(state, block, model_state or {})
 
 

@@ -46,6 +46,7 @@ class Encoder(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
+        """Creates the embeddings and the layers of the encoder."""
         m = self.model
         self.inputs = Inputs(m, self.training)
         block = of_encoder(m, self.kernels)
@@ -89,6 +90,7 @@ class EncoderWithHead(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
+        """Creates the encoder and the head for the task."""
         self.encoder = Encoder(self.model, self.attention, self.training, self.kernels)
         self.head = HEADS[self.task](self.model, self.training)
 

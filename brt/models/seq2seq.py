@@ -82,6 +82,7 @@ class Seq2Seq(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
+        """Creates the embeddings, the encoder, the decoder and the bias of the logits."""
         m = self.model
         self.token_embed = self._embedding()
         self.encoder = Encoder(m, self.training, self.kernels, self.attention)
@@ -207,8 +208,10 @@ def step(
 
 
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
-    """Returns the state in which beam n continues beam `beams[:, n]`; what belongs to the source
-    does not change.
+    """Returns the decoding state after beams are selected: beam n of a source continues its beam
+    `beams[:, n]`.
+
+    Arrays that belong to the source do not change.
     """
 
     def taken(cache: Float[Array, "B L N T H K"]) -> Array:

@@ -64,7 +64,7 @@ class Cost(NamedTuple):
     bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        """Returns the sum of this cost and `times` times the cost `other`."""
+        """Returns the cost of this part and of `times` executions of another part together."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -81,15 +81,16 @@ class CollectiveCost(NamedTuple):
 
 
 class InstructionGroup(NamedTuple):
-    """Instructions that are equal except for numbers in names, such as the same one of all layers.
+    """Instructions that differ only in the numbers in their names, such as the same instruction of
+    each layer.
 
     Attributes:
-      part: part of the model.
+      part: the part of the model.
       operation: the compiler's name of the operation.
-      result: type of the result.
-      source: path of names in the model.
-      times: number of executions in a step.
-      cost: total cost of all instructions in the group.
+      result: the type of the result.
+      source: the path of names in the model under which the instructions were traced.
+      times: the number of executions of all instructions in a step.
+      cost: the total cost of all instructions in the group.
     """
 
     part: str
@@ -128,9 +129,9 @@ def costs(text: str, chip: str = "") -> Costs:
     """Returns the costs of an optimized module on a chip.
 
     Args:
-      text: the output of `compiled.as_text()`.
-      chip: the name of the chip in `topologies.CHIPS`; "" if the chip is unknown, for which the
-        cycles of kernels are not computed.
+      text: the module, which is the output of `compiled.as_text()`.
+      chip: the name of the chip in `topologies.CHIPS`. With "", the chip is unknown, and the cycles
+        of Pallas kernels are not computed.
     """
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
@@ -168,7 +169,11 @@ def _group_key(one: Instruction, source: str) -> tuple[str, str, str]:
 
 
 def part_of(source: str) -> str:
-    """Returns the name of the part of the model to which a path of names belongs."""
+    """Returns the part of the model, such as "attention", to which an instruction belongs.
+
+    Args:
+      source: the path of names under which the instruction was traced, as in `Instruction.source`.
+    """
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
 
 

@@ -67,7 +67,9 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Path of names under which the instruction was traced; "" if the compiler inserted it."""
+        """The path of names, such as module and function names, under which JAX traced the
+        instruction; "" if the compiler inserted the instruction.
+        """
         match = _NAME.search(self.attributes)
         return match[1] if match else ""
 
@@ -78,8 +80,8 @@ class Instruction(NamedTuple):
         return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """Returns the name of the computation in the attribute `key`, or None without this
-        attribute.
+        """Returns the name of the computation that the instruction calls under the attribute `key`,
+        such as "body"; None if it has no such attribute.
         """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
@@ -87,7 +89,7 @@ class Instruction(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def shapes(text: str) -> list[Shape]:
-    """Returns all arrays of an HLO type; a tuple has several."""
+    """Returns all arrays of an HLO type; the type of a tuple has several arrays."""
     arrays = []
     for dtype, dimensions, layout in _ARRAY.findall(text):
         sizes = tuple(int(d) for d in dimensions.split(",") if d)
@@ -97,7 +99,7 @@ def shapes(text: str) -> list[Shape]:
 
 
 def size(text: str) -> int:
-    """Returns the bytes of all arrays of an HLO type."""
+    """Returns the number of bytes of all arrays of an HLO type together."""
     return sum(shape.bytes for shape in shapes(text))
 
 
@@ -128,7 +130,11 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop; 1 if the module does not state it."""
+        """Returns the number of iterations of a loop; 1 if the module does not state the number.
+
+        Args:
+          loop: a `while` instruction.
+        """
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])

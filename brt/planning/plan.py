@@ -146,14 +146,15 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
 def compile_with_known_options(
     lowered: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Compiles a program with all given options that the compiler knows.
+    """Compiles a program, and leaves out the options that this version of the compiler does not
+    have.
 
     Args:
       lowered: a jax.stages.Lowered.
       options: compiler options by name.
 
     Returns:
-      The compiled program, and the options that it was compiled with.
+      The compiled program, and the options that were not left out.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler rejects the program for another reason.
@@ -212,7 +213,8 @@ def _bytes(tree: PyTree) -> int:
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
     """Returns all meshes of `devices` devices that are possible for a config.
 
-    A mesh is possible if its axes divide the sizes that are sharded over them.
+    A mesh is possible if the number of devices along each axis divides all sizes that are sharded
+    over this axis.
     """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -270,7 +272,11 @@ def sweep(
         raise last
 
     def sort_key(one: Plan) -> tuple[bool, float, int]:
-        """Returns the key by which plans are sorted: if it fits, time at peak rates, memory."""
+        """Returns the key by which plans are sorted.
+
+        Plans that fit into memory come first, then plans with a shorter step at the chip's peak
+        rates, then plans that need less memory.
+        """
         return one.fits is False, one.step_seconds.get("roofline", 0.0), one.peak
 
     return sorted(plans, key=sort_key)

@@ -7,11 +7,12 @@ from brt.planning.hlo import Instruction, Module, shapes
 
 
 def flops(module: Module, computation: str, one: Instruction) -> float:
-    """Returns the FLOPs of an instruction's matrix products, including those in a fusion.
+    """Returns the FLOPs of the matrix products of an instruction; the products inside of a fusion
+    are included.
 
     Args:
       module: the module.
-      computation: the name of the computation that has the instruction.
+      computation: the name of the computation that contains the instruction.
       one: the instruction.
     """
     if one.operation == "fusion":
@@ -61,9 +62,11 @@ def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
     text = window[1] if window else ""
 
     def window_numbers(key: str, default: str) -> list[str]:
-        """Returns the property `key` of the convolution's window, one text for each axis.
+        """Returns a property of the convolution's window, as one text for each spatial axis.
 
-        `default` is the text for each axis if the window does not state the property.
+        Args:
+          key: the name of the property, such as "stride".
+          default: the text for each axis if the window does not state the property.
         """
         match = re.search(rf"\b{key}=([\dx_\-]+)", text)
         return match[1].split("x") if match else [default] * len(sizes)

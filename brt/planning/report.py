@@ -12,9 +12,8 @@ _MOST_LISTED = 100  # The JSON report lists at most this many groups of instruct
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Returns all values of a plan as JSON.
-
-    Values are those of one device and one step, unless the name of a value says otherwise.
+    """Returns all values of a plan as JSON. A value is for one device and one step, unless its name
+    says otherwise.
     """
     chip, times = plan.topology.chip, plan.step_seconds
     total = plan.costs.total
@@ -166,7 +165,9 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Returns a sentence that says whether the step fits and, if not, which settings help."""
+    """Returns a sentence for people: either that the step fits into memory, or which settings would
+    make it fit.
+    """
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."

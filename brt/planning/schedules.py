@@ -65,10 +65,16 @@ _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Returns the cycles of a kernel call on a chip, or 0 if the kernel is not in the table.
+    """Returns the cycles of one call of a Pallas kernel on a chip, or 0 if the kernel is not in the
+    table.
 
-    The kernel's name, which contains its sizes and the number of grid steps, is searched for in the
-    instruction's attributes. Sizes that are not in the table are scaled by the number of products.
+    The attributes of the instruction that calls a kernel contain the kernel's name, and the name
+    contains the sizes and the number of grid steps. If these sizes are not in the table, the cycles
+    of the sizes in the table are scaled by the number of products.
+
+    Args:
+      attributes: the attributes of the instruction, as in `Instruction.attributes`.
+      chip: the name of the chip in `topologies.CHIPS`.
     """
     match = _NAME.search(attributes)
     if not match:
@@ -84,9 +90,10 @@ def cycles(attributes: str, chip: str) -> float:
 
 
 def kernels(attributes: str) -> set[str]:
-    """Returns the name of the kernel that an instruction calls, as a set of at most one element.
+    """Returns the name of the Pallas kernel that an instruction calls, as a set; the set is empty
+    if the instruction calls none.
 
-    The name contains the sizes and the dtype.
+    The name contains the sizes and the dtype. `attributes` are the attributes of the instruction.
     """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
@@ -103,6 +110,9 @@ def _work(name: str) -> int:
 
 
 def flops(attributes: str) -> float:
-    """Returns the FLOPs that the attributes of a kernel's call state; 0 if they state none."""
+    """Returns the FLOPs that a Pallas kernel states in its cost estimate; 0 if it states none.
+
+    `attributes` are the attributes of the instruction that calls the kernel.
+    """
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0

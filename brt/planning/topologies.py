@@ -99,7 +99,7 @@ class Topology(NamedTuple):
 
 
 def present() -> Topology:
-    """Returns the devices of this machine."""
+    """Returns the devices of this machine as a `Topology`."""
     devices = jax.devices()
     kind = devices[0].device_kind
     names = (name for name in CHIPS if name in kind.lower() or _KINDS.get(kind) == name)

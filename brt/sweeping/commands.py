@@ -70,7 +70,9 @@ def start(
 
 
 def threads(jobs: int) -> int:
-    """Returns the maximum number of threads of each of `jobs` parallel jobs; 0 means no limit."""
+    """Returns the number of threads that a job may use if `jobs` jobs share the cores equally; 0
+    means no limit.
+    """
     return 0 if jobs == 1 else max(1, cores() // jobs)
 
 
@@ -102,12 +104,12 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if a command has saved its state and ended because it was asked to stop."""
+    """Returns True if a command was asked to stop, has saved its state and has ended."""
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
 def failure_reason(command: Command) -> str:
-    """Returns one line that says why a command failed, based on its exit code and its output."""
+    """Returns one line for the report that says why a command failed; see `explain`."""
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))
@@ -116,7 +118,13 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns one line that says why a command with this exit code and output failed."""
+    """Returns one line that says why a command failed, such as "out of memory" or the command's
+    last error.
+
+    Args:
+      code: the exit code; -N if signal N ended the command.
+      text: the output of the command, or its end.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")

@@ -96,7 +96,9 @@ class PointDirectory:
         return PointProgress(**{name: value for name, value in values.items() if name in known})
 
     def config(self) -> Config | None:
-        """Returns the config that the directory was created for, or None for a new directory."""
+        """Returns the config for which the directory was created, or None if the directory
+        is new.
+        """
         saved = self._saved()
         return config_from_json(saved["config"]) if saved else None
 
@@ -149,7 +151,9 @@ class PointDirectory:
 
 
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
-    """Raises ConfigError if the directory of a point was created for another config."""
+    """Raises ConfigError if the directory of a point was created for another config than the point
+    has now.
+    """
     for point in points:
         directory = PointDirectory(workdir / point.directory)
         saved = directory.config()

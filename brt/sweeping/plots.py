@@ -26,7 +26,9 @@ _MOST_PANELS = 4  # At most this many panels are drawn side by side.
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the metric to plot: the first metric of the report's table that any group has."""
+    """Returns the metric to plot: the first column of the report's table for which any group has a
+    value.
+    """
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 
@@ -147,7 +149,11 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
-    """Returns a plot of the metric on the validation split against the minutes of training."""
+    """Returns a plot of the validation metric against the training time in minutes, without
+    compilation.
+
+    Every seed has a line, and all lines of a group have the same color.
+    """
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         label: str | None = g.name

@@ -31,8 +31,8 @@ class Point(NamedTuple):
     Attributes:
       number: the index of the point.
       name: the name for people, which contains the values that distinguish the point.
-      directory: the name of its directory, in which other characters replace those that some file
-        systems or shells do not accept.
+      directory: the name of the point's directory, which is `name` with other characters in place
+        of those that some file systems or shells do not accept.
       group: the name without the seed.
       bindings: the values of all settings that differ between points, by `Section.field`.
       resolved: the config, with the origin of each value.
@@ -54,12 +54,13 @@ class Point(NamedTuple):
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
 
-    In the order of the points, the grid varies fastest, then the samples, then the named points.
+    A point combines a named point, a random sample and a point of the grid. In the order of the
+    points, the point of the grid changes first, then the sample, then the named point.
 
     Args:
       sweep: the settings of the sweep.
-      resolve: a function that maps bindings, which override all others, and paths of files to
-        include to the config of a run.
+      resolve: a function that returns the config of a run. Its arguments are bindings, which
+        override all others, and paths of files to include.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
@@ -110,7 +111,11 @@ def _cells(
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
-    """Returns the points to run: all, or the one with the index of --array_index.
+    """Returns the points that this process runs.
+
+    Args:
+      points: all points.
+      index: the value of --array_index, which selects one point; None selects all points.
 
     Raises:
       ConfigError: no point has this index.

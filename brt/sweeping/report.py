@@ -17,7 +17,14 @@ _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report into the sweep's workdir and returns the table of the groups as text."""
+    """Writes the report into the directory of the sweep, and returns the table of the groups as
+    text.
+
+    Args:
+      workdir: the directory of the sweep.
+      points: all points.
+      sweep: the settings of the sweep.
+    """
     rows = results.read(workdir, points, sweep.split)
     groups = results.group(rows, sweep.baseline)
     pictures = plots.draw(groups, workdir / "plots", sweep.baseline)

@@ -30,9 +30,9 @@ class Row(NamedTuple):
       metrics: the metrics by which the task compares runs, by name.
       answers: the percentage of exact answers by distance in windows; empty unless the task is a
         memory task.
-      step_seconds: the median time of a step over the logging intervals of training.
-      tokens_per_second: the median over the same intervals.
-      tokens_per_step: the median over the same intervals.
+      step_seconds: the median of the step time in seconds over the logging intervals of training.
+      tokens_per_second: the median of the speed over the logging intervals.
+      tokens_per_step: the median of the number of tokens of a step over the logging intervals.
       parameters: the number of parameters.
       parameters_non_embedding: the number of parameters without the embedding.
       steps: the step of the newest checkpoint; 0 if there is none.
@@ -58,23 +58,23 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Points that differ only in their seed, with means over those that are finished.
+    """Points that differ only in their seed, with means over the points that are finished.
 
     Attributes:
       name: the name of the points without the seed.
       runs: the number of finished points.
       planned: the number of points.
-      metrics: the mean of each metric that any finished point has, by name.
-      answers: the mean percentage of exact answers at each distance at which any finished point
-        has answers.
+      metrics: the mean of each metric, by name, over the finished points that have the metric.
+      answers: the mean percentage of exact answers by distance in windows, over the finished points
+        that have answers at this distance.
       spread: the largest minus the smallest bits per byte; None for fewer than two points.
       step_seconds: the mean time of a step.
-      relative_step_time: the step time divided by that of the baseline; None if a step of the two
-        reads different numbers of tokens.
+      relative_step_time: the step time divided by the step time of the baseline; None if the group
+        and the baseline read different numbers of tokens per step.
       tokens_per_second: the mean number of tokens per second.
       tokens_per_step: the mean number of tokens per step.
       parameters: the number of parameters of the first finished point.
-      parameters_non_embedding: the same without the embedding.
+      parameters_non_embedding: the number of parameters of this point without the embedding.
       rows: the results of all points.
     """
 
@@ -109,7 +109,8 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
     Args:
       rows: the results of the points.
-      baseline: the name of the group, or of a point in it, whose step time is the reference.
+      baseline: the group whose step time is the reference: its name, or the name of a point in it;
+        see `reference`.
     """
     members: dict[str, list[Row]] = {}
     for row in rows:
@@ -135,10 +136,13 @@ def same_step(groups: Sequence[Group]) -> bool:
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
-    """Returns the group that others are compared with.
+    """Returns the group with which the other groups are compared.
 
-    It is the first group of which `baseline` is the name, the beginning of the name, or the name of
-    a point. If there is none, it is the first group.
+    Args:
+      groups: the groups of the sweep.
+      baseline: the name of a group, the beginning of such a name up to a comma, or the name of a
+        point. The first group to which this applies is returned; if it applies to none, the first
+        group.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -206,8 +210,8 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
     """Returns the metrics that become columns of a table.
 
-    These are the metrics by which the tasks of the rows compare runs, without metrics of which no
-    row has a value.
+    A metric is included if the task of a row compares runs by the metric, and if at least one row
+    has a value.
     """
     known = {
         metric.name: metric
@@ -218,9 +222,14 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median over records of the product of the values of some tags.
+    """Returns the median of a number over all records. The number is the value of a tag, or the
+    product of the values of several tags.
 
-    Records that lack a tag are left out. The result is None if all records lack one.
+    Records that lack a tag are left out. The result is None if no records are left.
+
+    Args:
+      records: the records of metrics.jsonl, which map tags to values.
+      tags: the tags of the factors.
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
@@ -231,12 +240,16 @@ def _group(name: str, rows: list[Row]) -> Group:
     finished = [row for row in rows if row.status == "finished"]
 
     def mean(value: Callable[[Row], float | None]) -> float | None:
-        """Returns the mean of a value over the finished rows that have it; None if none has it."""
+        """Returns the mean of `value(row)` over the finished rows for which it is not None; None if
+        there are none.
+        """
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
     def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
-        """Returns the mean of each entry of a mapping over the finished rows that have it."""
+        """Returns the mean of each entry of the mapping `field(row)` over the finished rows that
+        have the entry.
+        """
         collected: dict[T, list[float]] = {}
         for row in finished:
             for name, value in field(row).items():

@@ -44,7 +44,8 @@ class NamedPoint(NamedTuple):
       name: the name.
       include: the paths of the .gin files that the point includes.
       bindings: the values of settings, by `Section.field`.
-      seeds: the values of Training.seed that replace those of the grid; empty to keep the grid's.
+      seeds: the values of Training.seed for this point. If the tuple is empty, the point has the
+        seeds of the grid.
     """
 
     name: str
@@ -53,10 +54,11 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the sweep's grid for this point, whose own seeds replace those of the grid.
+        """Returns the grid for this point: the grid of the sweep, in which `seeds` replace the
+        values of Training.seed.
 
         Args:
-          common: the grid of the sweep, which has the values of each setting.
+          common: the grid of the sweep, which maps each setting to its values.
         """
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 

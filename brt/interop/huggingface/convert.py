@@ -19,9 +19,12 @@ from brt.models import seq2seq
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
     """Reads a Hugging Face checkpoint.
 
+    Args:
+      directory: the directory of the checkpoint.
+
     Returns:
-      The model in brt's form, the arrays of the checkpoint by name, and a report of the arrays that
-      did not match.
+      The model in brt's form; the arrays of the checkpoint by name; and the imported parameters
+      with the names that have no counterpart.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or of an unsupported architecture.

@@ -1,4 +1,8 @@
-"""Converts between stacked parameters, which models have, and parameters by layer, as in files."""
+"""Converts parameters between two forms.
+
+Models have stacked parameters: the arrays of all layers are one array with the layers on axis 0.
+Files have parameters by layer: each layer has arrays of its own.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,13 +14,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parameters by names such as "encoder/layers_0/mlp/wi/kernel".
-
-    Models stack the arrays of all layers along axis 0. In the result, each layer has arrays of its
-    own.
+    """Returns stacked parameters as separate arrays for each layer, by names such as
+    "encoder/layers_0/mlp/wi/kernel".
 
     Args:
-      params: tree of parameters, or of their shapes.
+      params: nested dictionary of stacked parameters, or of their shapes.
     """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
@@ -35,7 +37,12 @@ def _row(leaf: Any, i: int) -> Any:
 
 
 def stack_layers(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Stacks the arrays of all layers, and returns the tree from which `by_layer` made them."""
+    """Returns parameters by layer as a nested dictionary of stacked parameters; the inverse of
+    `by_layer`.
+
+    Args:
+      arrays: the arrays, by names such as "encoder/layers_0/mlp/wi/kernel".
+    """
     flat, rows = {}, {}
     for name, array in arrays.items():
         if layer := re.search(r"/layers_(\d+)/", name):

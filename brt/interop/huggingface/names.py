@@ -31,7 +31,11 @@ _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlo
 
 
 def table(model: Seq2Seq) -> dict[str, str]:
-    """Returns Hugging Face's name of each of brt's parameters; {i} stands for a layer's index."""
+    """Returns Hugging Face's name of each of brt's parameters, by brt's name, for the architecture
+    of a model.
+
+    In both names, {i} stands for the index of a layer.
+    """
     return _bart(model) if model.family == "bart" else _t5(model)
 
 
@@ -159,6 +163,6 @@ def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     Args:
       ours: brt's name of the parameter.
       array: the array in Hugging Face's layout.
-      shape: the shape of brt's parameter.
+      shape: the shape of the parameter in brt.
     """
     return (array.T if ours.endswith("kernel") else array).reshape(shape)

@@ -127,7 +127,9 @@ def tensor_checks(
 
 
 def text(checks: list[TensorCheck]) -> str:
-    """Returns text with a line for each array that changed, and the number of unchanged arrays."""
+    """Returns the result of `tensor_checks` as text: a line for each array that changed, and the
+    number of unchanged arrays.
+    """
     changed = [check for check in checks if check.difference > 0]
     width = max((len(check.name) for check in changed), default=0)
     lines = [
@@ -140,7 +142,9 @@ def text(checks: list[TensorCheck]) -> str:
 
 
 def check(checks: list[TensorCheck]) -> None:
-    """Raises CheckpointError if an array changed by more than rounding."""
+    """Raises CheckpointError if an array of `tensor_checks` changed by more than rounding can
+    explain.
+    """
     wrong = [c for c in checks if not c.difference <= c.allowed]
     if wrong:
         worst = max(wrong, key=lambda c: c.difference)
@@ -151,7 +155,7 @@ def check(checks: list[TensorCheck]) -> None:
 
 
 def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
-    """Compares logits, and returns a line with their largest difference.
+    """Compares logits, and returns a line for people with their largest difference.
 
     Args:
       actual: logits of the converted model.
@@ -160,7 +164,7 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
       rounding: relative rounding error of the weights.
 
     Raises:
-      CheckpointError: the logits differ by more than `allowed`.
+      CheckpointError: the logits differ by more than the result of the function `allowed`.
     """
     largest = float(np.abs(expected).max())
     difference = float(np.abs(actual - expected).max())

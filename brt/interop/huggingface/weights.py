@@ -20,13 +20,13 @@ _SHOWN = 4  # An error lists at most this number of names.
 
 
 class Imported(NamedTuple):
-    """Imported parameters, and the names that did not match.
+    """Imported parameters, and the names that have no counterpart.
 
     Attributes:
       params: float32 parameters with brt's names.
-      initialised: brt's names of parameters that the file lacks and that were initialised, such as
-        the parameters of recurrent cross-attention.
-      unexpected: names of Hugging Face's arrays that have no counterpart.
+      initialised: brt's names of the parameters that the checkpoint lacks, such as the parameters
+        of recurrent cross-attention. These parameters were initialised.
+      unexpected: Hugging Face's names of the arrays that have no counterpart in brt.
     """
 
     params: dict[str, Any]
@@ -140,12 +140,12 @@ def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dic
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """Returns the parameters of a model with another kind of cross-attention.
+    """Returns the parameters for the same model with other settings of cross-attention.
 
     Args:
-      params: parameters of the model with its present kind of cross-attention.
+      params: parameters of the model.
       model: settings of the model.
-      cross: settings of the new cross-attention. Parameters that `params` lacks are initialised.
+      cross: the new settings of cross-attention. Parameters that `params` lacks are initialised.
     """
     have, want = by_layer(params), template(model, cross)
     missing = [name for name in want if name not in have]
@@ -176,7 +176,9 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
 
 
 def mismatches(imported: Imported) -> Iterator[str]:
-    """Yields lines that name the parameters and arrays without a counterpart."""
+    """Yields lines for people that name the initialised parameters and the unexpected arrays of an
+    import.
+    """
     for what, names_of_arrays in (
         ("initialised, as the checkpoint lacks them", imported.initialised),
         ("not read, as the model has no use for them", imported.unexpected),
@@ -186,6 +188,6 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns the first few names as a text, followed by the number of further names."""
+    """Returns the first few names as text, followed by the number of the other names."""
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

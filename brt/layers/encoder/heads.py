@@ -23,6 +23,7 @@ class Ctc(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the linear layer to the classes."""
         m = self.model
         self.out = Linear((m.model_dim,), (m.vocab_size + 1,), ("embed", "vocab"))
 
@@ -44,6 +45,7 @@ class Classification(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the hidden layer and the linear layer to the classes."""
         m = self.model
         self.dense = Linear((m.model_dim,), (m.model_dim,), ("embed", None))
         self.out = Linear((m.model_dim,), (m.classes,), ("embed", None))
@@ -66,6 +68,7 @@ class Spans(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the linear layer to the two logits of a position."""
         self.out = Linear((self.model.model_dim,), (2,), ("embed", None))
 
     def __call__(
@@ -91,6 +94,7 @@ class MaskedLanguageModel(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the hidden layer, its norm and the bias of the logits."""
         m = self.model
         self.dense = Linear((m.model_dim,), (m.model_dim,), ("embed", None))
         self.norm = Norm("layer", m.norm_epsilon)

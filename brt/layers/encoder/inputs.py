@@ -30,6 +30,9 @@ class Inputs(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
+        """Creates the embeddings, or the projection of features, and the parameters of the
+        positions.
+        """
         m = self.model
         if m.features:
             self.feature_proj = Linear((m.features,), (m.model_dim,), (None, "embed"))

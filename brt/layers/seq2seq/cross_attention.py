@@ -67,6 +67,7 @@ class SourceAttention(Projections):
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
+        """Creates the projections, and the additional parameters of the kind of cross-attention."""
         super().setup()
         for part in self._parts():
             setattr(self, part, Learned(self.block, self.cross))

@@ -56,6 +56,7 @@ class DecoderLayer(Residual):
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
+        """Creates self-attention, cross-attention, the MLP and their norms."""
         self.self_attn = DecoderAttention(self.block, self.training)
         self.self_attn_norm = self.block.new_norm()
         self.cross_attn = SourceAttention(self.block, self.training, cross=self.cross)
@@ -115,6 +116,7 @@ class Decoder(Ends):
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
+        """Creates the layers of the decoder, whose parameters are stacked."""
         super().setup()
         m, methods = self.model, ("__call__", "prefill", "step")
         layers = stacked(DecoderLayer, m.decoder_layers, remat=m.remat, methods=methods)

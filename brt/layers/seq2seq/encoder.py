@@ -24,6 +24,7 @@ class Encoder(Ends):
     attention: Attention = Attention()
 
     def setup(self) -> None:
+        """Creates the layers of the encoder, whose parameters are stacked."""
         super().setup()
         m, has_globals = self.model, self.model.encoder_attention == "transient_global"
         if has_globals:

@@ -26,6 +26,7 @@ class Ends(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the parameters of the positions, and a norm."""
         m = self.model
         self.block = of_seq2seq(m, self.kernels)
         if m.family == "t5":

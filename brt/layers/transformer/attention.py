@@ -30,6 +30,7 @@ class Projections(nn.Module):
     shared_queries_keys: bool = False
 
     def setup(self) -> None:
+        """Creates the projections of queries, keys, values and outputs."""
         b = self.block
         width, heads, into = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
         # If the logits are not divided by the square root of the head size, as in T5, the initial
@@ -99,6 +100,7 @@ class SelfAttention(Projections):
     has_globals: bool = False
 
     def setup(self) -> None:
+        """Creates the projections, and the norm of global tokens if there are any."""
         super().setup()
         if self.has_globals:
             self.global_norm = self.block.new_norm()

@@ -21,6 +21,7 @@ class EncoderLayer(Residual):
     shared_queries_keys: bool = False
 
     def setup(self) -> None:
+        """Creates self-attention, the MLP and their norms."""
         self.self_attn = SelfAttention(
             self.block, self.training, self.shared_queries_keys, self.attention, self.radius,
             self.has_globals,

@@ -88,6 +88,7 @@ class Embedding(nn.Module):
     dtype: jnp.dtype = jnp.dtype("float32")
 
     def setup(self) -> None:
+        """Creates the table of embeddings."""
         init = nn.initializers.normal(self.deviation)
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 

@@ -19,8 +19,9 @@ from brt.ops.softmax import MASKED
 
 
 class Convolution(NamedTuple):
-    """Weights of a convolution that compresses tokens to slots, or of one that restores tokens from
-    slots. The stride equals the width.
+    """Weights of a convolution whose stride equals its width.
+
+    A convolution either compresses tokens to slots or restores tokens from slots.
 
     Attributes:
       kernel: [R, D, E] to map R tokens to a slot; [D, R, E] to map a slot to R tokens.
@@ -34,8 +35,7 @@ class Convolution(NamedTuple):
 def compress(
     x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
 ) -> Float[Array, "*B S D"]:
-    """Returns the slots of a block, to which each group of `rate` neighbouring tokens is
-    compressed.
+    """Returns the slots of a block. Each slot is computed from `rate` neighbouring tokens.
 
     Args:
       x: the vectors of the tokens.
@@ -56,11 +56,11 @@ def compress(
 def visible_slot_counts(
     length: Int[Array, " B"], cache_mask: Bool[Array, "B N"], *, added: int, size: int
 ) -> Int[Array, "B N+1"]:
-    """Returns the number of slots that each block of a segment, and the block after the segment,
-    can read.
+    """Returns the number of slots that each block can read, for the N blocks of a segment and the
+    block after them.
 
-    A block is compressed to `added` slots, which blocks after the next block can read. Slots of
-    other documents are not visible.
+    A block of tokens is compressed to `added` slots. The next block reads these tokens directly,
+    and the blocks after it read the slots. Slots of other documents are not visible.
 
     Args:
       length: the number of slots that the first block can read if no document begins at this block.
@@ -76,8 +76,8 @@ def visible_slot_counts(
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """Returns the N = `blocks` slices of x with `size` positions that start at positions 0, `step`,
-    2 `step` and so on, [B, N, size, *D].
+    """Returns N = `blocks` slices of x along axis 1 as an array [B, N, size, *D]; slice n starts at
+    position n * `step`.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
@@ -90,15 +90,16 @@ def attend_window_and_slots(
     seen: Bool[Array, "B N Q S"],
     bias: Float[Array, " H"],
 ) -> Float[Array, "B N Q H K"]:
-    """Returns the attention output of every query over the query's window and older keys, with one
+    """Returns the attention output of every query over its window and over older keys, with one
     softmax, in the dtype of `values`.
+
+    The older keys are tokens of the previous block that have left the window, and slots.
 
     Args:
       queries: the queries of each block.
       window: the result of attention to the window: output [B, N, Q, H, K] and lse [B, N, Q, H].
-      keys: the S keys of each block that are older than the window.
-      values: the values of these keys.
-      seen: True where a query may read one of these keys.
+      keys, values: the older keys of each block and their values.
+      seen: True where a query may read an older key.
       bias: a bias of each head, added to the logits of all older keys.
     """
     q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
@@ -111,13 +112,13 @@ def attend_window_and_slots(
 def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
-    """Returns the mean squared error between a block of tokens and the tokens that a transposed
-    convolution restores from the block's slots, for each block.
+    """Returns, for each block of tokens, the mean squared error of its reconstruction from its
+    slots.
 
     Args:
       x: the vectors of the tokens, which get no gradient.
       slots: the slots of the block.
-      decoder: a convolution whose kernel [D, R, D] maps a slot to R tokens.
+      decoder: a transposed convolution whose kernel [D, R, D] maps a slot to R tokens.
     """
     decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
     errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
@@ -129,13 +130,13 @@ def attention_reconstruction_error(
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Returns the mean squared difference between attention to a block and attention to the block's
-    slots, for each block.
+    """Returns, for each block, the mean squared difference between attention to its tokens and
+    attention to its slots.
 
     Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
 
     Args:
-      queries: the queries of each block.
+      queries: the queries that attend to each block.
       exact: keys and values of the block's tokens.
       slots: keys and values of the block's slots.
     """

@@ -74,8 +74,12 @@ COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes"
 
 
 def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
-    """Returns the state of a compressive layer before the first token, for `batch` rows; `dtype` is
-    the dtype of the cache.
+    """Returns the state of a compressive layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
     """
     section = model.of(Compressive)
     return CompressedState(
@@ -249,8 +253,12 @@ class CompressiveLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention output over the window, the previous block and the slots;
-            `part` is the result of attention to the window.
+            """Returns the attention of all tokens to their window, to the previous block and to the
+            slots, with one softmax.
+
+            Args:
+              queries: the queries of the tokens.
+              part: the attention to the windows alone, which has been computed before.
             """
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()
@@ -311,8 +319,18 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token added.
-        The slots do not change.
+        """Reads one token, which enters the open block. The slots do not change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the block's earlier tokens.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
         """
         window = state.window
         slots, before = (
@@ -332,6 +350,14 @@ class CompressiveLayer(nn.Module):
     ) -> LayerOutput:
         """Returns the layer's state after a full block. The block becomes the cache, and the block
         that was the cache is compressed to slots.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
         """
         section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)

@@ -46,8 +46,12 @@ DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
 def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
-    """Returns the state of a dense-memory layer before the first token, for `batch` rows; `dtype`
-    is the dtype of the keys and values.
+    """Returns the state of a dense-memory layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
     """
     section = model.of(DenseMemory)
     keys = jnp.zeros((batch, section.size, model.heads, model.head_dim), dtype)
@@ -57,8 +61,8 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
 def dense_memory_flops(model: Model) -> int:
     """Returns the FLOPs per token of a dense-memory layer.
 
-    The layer attends to the memory and to the token's block up to the token, where a sliding-window
-    layer attends to a window.
+    They are the FLOPs of a sliding-window layer, in which attention to a window is replaced by
+    attention to the memory and to the tokens of the block up to the token itself.
     """
     section = model.of(DenseMemory)
     m = model
@@ -78,6 +82,7 @@ class DenseMemoryLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP, without position biases."""
         self.tokens = TransformerBlock(
             dataclasses.replace(self.model, positions="none"), training=self.training,
             kernels=self.kernels,
@@ -111,7 +116,14 @@ class DenseMemoryLayer(nn.Module):
         # weights, because storing them would take too much memory.
         @jax.checkpoint
         def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
-            """Returns the attention output [B, W, H, K] of the tokens of block n."""
+            """Returns the attention output [B, W, H, K] of the tokens of block n.
+
+            Args:
+              n: the index of the block in the segment.
+              keys, values: the keys and values of the memory before the segment, followed by the
+                segment.
+              queries: the queries of the segment.
+            """
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
             seen = StateKV(

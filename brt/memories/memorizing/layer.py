@@ -52,8 +52,12 @@ MEMORY_AXES: Any = MemoryState(
 
 
 def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a memorizing layer before the first token, for `batch` rows; `dtype` is
-    the dtype of the keys and values.
+    """Returns the state of a memorizing layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
     """
     section = model.of(Memorizing)
     shape = (batch, model.heads, section.size, model.head_dim)
@@ -63,8 +67,10 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a memorizing layer: those of a sliding-window layer, of the
-    search in the memory, and of attention to the keys that the search returns.
+    """Returns the FLOPs per token of a memorizing layer.
+
+    They are the FLOPs of a sliding-window layer, of the search in the memory, and of attention to
+    the keys that the search returns.
     """
     section = model.of(Memorizing)
     width = model.heads * model.head_dim
@@ -73,7 +79,7 @@ def memory_flops(model: Model) -> int:
 
 
 class Past(NamedTuple):
-    """Keys and values [B, H, Z, K] of the memory and of the tokens of a segment after it."""
+    """Keys and values of the M tokens of the memory, followed by those of a segment; Z = M + T."""
 
     keys: Float[Array, "B H Z K"]
     values: Float[Array, "B H Z K"]
@@ -82,7 +88,12 @@ class Past(NamedTuple):
 def extended(
     state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
 ) -> Past:
-    """Returns the keys and values of the memory, followed by those of the T tokens of a segment."""
+    """Appends the tokens of a segment to the memory.
+
+    Args:
+      state: the state before the segment.
+      keys, values: the keys and values of the T tokens of the segment.
+    """
     pairs = (state.keys, keys), (state.values, values)
     whole = ((old, constrain(new, "lanes", None, "heads", None)) for old, new in pairs)
     return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
@@ -91,13 +102,14 @@ def extended(
 def remembered(
     past: Past, length: Int[Array, " B"], window: WindowState, *, size: int
 ) -> MemoryState:
-    """Returns the layer's state after a segment, whose memory has `size` tokens.
+    """Returns the layer's state after a segment.
 
     Args:
       past: the memory and the tokens of the segment, from `extended`.
-      length: the number of last tokens that the memory keeps; places before them are zeros.
+      length: the number of the newest tokens of `past` that belong to the current document, at most
+        `size`. Places of the memory for other tokens become zeros.
       window: the cache after the segment.
-      size: the number of tokens of the memory.
+      size: M, the number of tokens of the memory.
     """
     kept = jnp.arange(size)[None] >= size - length[:, None]
     keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
@@ -117,6 +129,7 @@ class MemorizingLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP, without positions, and the gate of each head."""
         m = self.model
         self.tokens = TransformerBlock(
             dataclasses.replace(m, positions="none"), cross_attends=m.feedback,
@@ -137,8 +150,12 @@ class MemorizingLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], window: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the outputs of attention to the window and to the memory, mixed by the gate;
-            `window` is the result of attention to the window.
+            """Returns a mixture, by the gate of each head, of attention to the window and attention
+            to the memory.
+
+            Args:
+              queries: the queries of the tokens.
+              window: the attention to the windows, which has been computed before.
             """
             local = window.output
             found = memory_attention(
@@ -181,7 +198,15 @@ class MemorizingLayer(nn.Module):
         return LayerOutput(y, remembered(past, counts[:, -1], window, size=section.size))
 
     def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens."""
+        """Returns an open block without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
         return LayerOutput(x, open_block(state.window))
 
     def decode_step(
@@ -194,8 +219,18 @@ class MemorizingLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token's key
-        and value. The memory does not change.
+        """Reads one token. Its key and value enter the open block, and the memory does not change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of the block's earlier tokens.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
         """
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
         return LayerOutput(
@@ -204,7 +239,15 @@ class MemorizingLayer(nn.Module):
 
     def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
         """Returns the layer's state after a full block. The block becomes the cache, and its tokens
-        enter the memory.
+        also enter the memory.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
         """
         section, m = self.model.of(Memorizing), self.model
         past = extended(state, self.tokens.unit_keys(block.keys), block.values)

@@ -90,8 +90,12 @@ def _of_windows(model: Model) -> Model:
 
 
 def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
-    """Returns the state of a routing layer before the first token, for `batch` rows; `dtype` is the
-    dtype of the keys and values.
+    """Returns the state of a routing layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
     """
     section = model.of(Routing)
     m = model
@@ -110,8 +114,13 @@ def new_routing(model: Model) -> ClusterStatistics:
 
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    """Returns the model state for the next train step, in which the moving averages include the
-    tokens of this step.
+    """Returns the model state after a train step: the moving averages of the clusters' statistics
+    are updated with the tokens of the step.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      statistics: the model state before the update, to which all tokens of the step have been
+        added.
     """
     return update_averages(statistics, model.of(Routing).decay)
 
@@ -119,9 +128,8 @@ def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStati
 def routing_flops(model: Model) -> int:
     """Returns the FLOPs per token of a routing layer.
 
-    These are the FLOPs of a sliding-window layer, of assigning tokens to clusters and of attention
-    to the tokens of a cluster, minus those of the windows and key projections that routed heads do
-    not need.
+    Compared with a sliding-window layer, routed heads also assign tokens to clusters and attend to
+    the tokens of a cluster. They need no attention to a window and no projection to keys.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -143,6 +151,9 @@ class RoutingLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
+        """Creates the block of the windowed heads with its MLP, and the parameters of the routed
+        heads.
+        """
         section = self.model.of(Routing)
         m = self.model
         self.tokens = TransformerBlock(_of_windows(m), training=self.training, kernels=self.kernels)
@@ -232,7 +243,15 @@ class RoutingLayer(nn.Module):
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens."""
+        """Returns an open block without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
         section = self.model.of(Routing)
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
@@ -250,8 +269,19 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token added.
-        The clusters' last tokens in `state` do not change.
+        """Reads one token, which enters the open block. The clusters' last tokens in `state` do not
+        change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the block's earlier tokens.
+          position: the position of the token in the block.
+          model_state: the statistics of the clusters, which determine the token's cluster.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
         """
         queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
@@ -274,7 +304,15 @@ class RoutingLayer(nn.Module):
         self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
     ) -> LayerOutput:
         """Returns the layer's state after a full block. The block becomes the cache, and its tokens
-        enter the lists of the clusters' last tokens.
+        become the last tokens of their clusters.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
         """
         nowhere = jnp.zeros((len(state.keys), 1), bool)
         window = closed_window(self.model, state.window, block.tokens)

@@ -8,9 +8,9 @@ from brt.memories.summary.section import Summaries
 def summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term memory.
 
-    These are the FLOPs of a sliding-window layer, of the summaries, which are processed like
-    tokens, of the mixtures, and of attention to the block and the short-term memory, minus those of
-    attention to a window.
+    Compared with a sliding-window layer, attention to a window is replaced by attention to the
+    block and to the short-term memory. The summaries, which are processed like tokens, and the
+    mixtures are added.
     """
     section = model.of(Summaries)
     m, width, places = (

@@ -34,8 +34,8 @@ class Read(NamedTuple):
 
     Attributes:
       state: the state before the block, a `SummaryState` or a `LongSummaryState`.
-      long: the keys and values [B, M, H, K] of the long-term memory; None without a long-term
-        memory.
+      long: the keys and values [B, M, H, K] of the long-term memory; None for layers that have only
+        a short-term memory.
     """
 
     state: Any
@@ -71,11 +71,12 @@ class Tokens(NamedTuple):
 
 
 class TokenMix(nn.Module):
-    """A module that mixes the P places of a block to `size` vectors.
+    """A module that computes `size` weighted sums over the P = W + U places of a block: W tokens
+    and U summaries.
 
     Attributes:
       model: the settings of the model.
-      size: O, the number of vectors.
+      size: O, the number of weighted sums.
       residual: True normalises the inputs and adds the summaries to the result.
     """
 
@@ -112,6 +113,9 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
+        """Creates the block of attention and MLP, the mixtures, and the gate of a long-term
+        memory.
+        """
         section = self.model.of(Summaries)
         m = self.model
         self.tokens = TransformerBlock(m, training=self.training, kernels=self.kernels)
@@ -278,8 +282,17 @@ class SummaryLayer(nn.Module):
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        """Returns, as the state of the output, an open block without tokens. The open block has the
-        keys and values of the memories.
+        """Returns an open block without tokens.
+
+        The memories do not change while the block is read, so their keys and values are computed
+        here, once for all tokens of the block.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
         """
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
@@ -296,14 +309,25 @@ class SummaryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token and returns the token's output and the open block with the token added.
-        The memories do not change.
+        """Reads one token, which enters the open block. The memories do not change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the block's earlier tokens.
+          position: the position of the token in the block.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
         """
         section = self.model.of(Summaries)
         queries, keys, values = self._projected(x)
 
         def with_token(whole: Array, z: Array) -> Array:
-            """Returns the block's array `whole` with the token's vector z at `position`."""
+            """Returns `whole`, an array of the block with an entry for each token, after z has been
+            written at `position`.
+            """
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
         own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
@@ -332,8 +356,15 @@ class SummaryLayer(nn.Module):
         """Returns the layer's state after a full block, and the block's summaries for the layer
         above.
 
-        `summaries` has the summaries of the block by the layer below. They attend to the complete
-        block, so they are processed here and not in `decode_step`.
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has all tokens of the block.
+          summaries: the summaries of the block by the layer below. They attend to the complete
+            block, so they are processed here and not in `decode_step`.
+
+        Returns:
+          The new state and the summaries, as fields of the `LayerOutput`.
         """
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)

@@ -16,8 +16,9 @@ class Summaries(KindSection):
     """Settings of the layers of MELODI, which summarise every block for the layer above and for the
     next block.
 
-    The section is for two kinds of layers, with and without a long-term memory. The kinds share a
-    section because all layers must have the same number of summaries.
+    The section is for two kinds of layers. The layers in `layers` have a short-term memory, and the
+    layers in `long_layers` also have a long-term memory. The kinds share a section because all
+    layers must have the same number of summaries.
     """
 
     kind: ClassVar[str] = _SHORT

@@ -50,8 +50,12 @@ LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
 
 
 def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
-    """Returns the state of a layer with a short-term memory before the first token, for `batch`
-    rows. `dtype` is unused, because the memory is float32.
+    """Returns the state of a layer with a short-term memory before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: unused, because memories are float32; other kinds of layers need it for their caches.
     """
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
@@ -59,8 +63,12 @@ def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryStat
 
 
 def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
-    """Returns the state of a layer with both memories before the first token, for `batch` rows.
-    `dtype` is unused, because the memories are float32.
+    """Returns the state of a layer with a short-term and a long-term memory before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: unused, because memories are float32; other kinds of layers need it for their caches.
     """
     section = model.of(Summaries)
     vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)

@@ -32,10 +32,15 @@ class MixWeights(NamedTuple):
 def mix_tokens(
     tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
 ) -> Float[Array, "B O D"]:
-    """Returns O weighted sums over the tokens and summaries, in float32.
+    """Returns O weighted sums over the tokens and summaries of a block, in float32.
 
     If the weights have norms, the inputs are normalized first, and the summaries are added to the
     result, so that O must equal U.
+
+    Args:
+      tokens: the vectors of the W tokens.
+      summaries: the summaries of the block by the layer below.
+      weights: the weights of the sums, and the scales of the norms.
     """
     mixed = tokens, summaries
     if weights.token_norm is not None:

@@ -67,10 +67,16 @@ def import_code(directory: Path) -> ModuleType:
 def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
-    """Returns the float32 logits of segments that brt's model reads one after another.
+    """Returns the float32 logits of several segments of a text, which brt's model reads one after
+    another.
 
-    The state is carried from segment to segment, and the logits are concatenated along the axis of
-    tokens.
+    The state is carried from segment to segment, and the logits of all segments are concatenated
+    along the axis of tokens.
+
+    Args:
+      params: parameters of the model.
+      model: settings of the model.
+      segments: the tokens of each segment.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 

@@ -40,8 +40,8 @@ class Described(NamedTuple):
     Attributes:
       model: sizes and kinds of the layers.
       task: the task of the head.
-      kept: entries of config.json that brt does not use but writes again on export: special token
-        ids and names of classes.
+      kept: entries of config.json that brt does not use. An export writes them again: ids of
+        special tokens, and names of classes.
     """
 
     model: Encoder

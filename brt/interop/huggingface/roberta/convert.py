@@ -23,9 +23,12 @@ def is_roberta(directory: Path) -> bool:
 def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imported]:
     """Reads a RoBERTa checkpoint.
 
+    Args:
+      directory: the directory of the checkpoint.
+
     Returns:
-      The model in brt's form, the arrays of the checkpoint by name, and a report of the arrays that
-      did not match.
+      The model in brt's form; the arrays of the checkpoint by name; and the imported parameters
+      with the names that have no counterpart.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or has unsupported settings.

@@ -65,14 +65,16 @@ def logits(
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """Returns the logits that transformers computes; None if transformers is not installed.
-
-    Their shapes are those of the function `logits`.
+    """Returns the float32 logits that transformers computes; None if transformers is not installed.
 
     Args:
       directory: directory of the Hugging Face checkpoint.
       described: settings of the encoder.
       x: the rows to read.
+
+    Returns:
+      Logits [2, T, V] of a masked LM, [2, classes] of a classifier, or [2, T, 2] of a head for
+      spans.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None

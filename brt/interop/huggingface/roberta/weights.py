@@ -42,7 +42,11 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def table(described: Described) -> dict[str, str]:
-    """Returns Hugging Face's name of each of brt's parameters; {i} stands for a layer's index."""
+    """Returns Hugging Face's name of each of brt's parameters, by brt's name, for an encoder and
+    its head.
+
+    In both names, {i} stands for the index of a layer.
+    """
     heads = {f"head/{ours}": theirs for ours, theirs in _HEADS[described.task].items()}
     return {
         "encoder/inputs/token_embed/embedding": _EMBEDDING,

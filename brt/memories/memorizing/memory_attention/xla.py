@@ -47,7 +47,9 @@ def memory_attention(
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
-        """Returns the attention output of some queries over their neighbours."""
+        """Returns the attention output of some queries over their neighbours, which are gathered
+        here.
+        """
         k, v = take(keys, results.indices), take(values, results.indices)
         return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
 
@@ -72,13 +74,17 @@ def _find_in_blocks(
     rows = _rows(window, heads * size)
 
     def search_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
-        """Returns the neighbours of the queries q of block n among the last `count` keys before
-        the block.
+        """Returns the neighbours of the queries of one block.
+
+        Args:
+          n: the index of the block.
+          q: the queries of the block.
+          count: the number of last keys before the block that may be neighbours.
         """
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            """Returns the neighbours of the queries q, which are some of the block's queries."""
+            """Returns the neighbours of some of the block's queries, q."""
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)
@@ -101,11 +107,11 @@ def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
     """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
 
     def cut(x: Array) -> Array:
-        """Splits the axis of queries into parts, which are stacked on a new first axis."""
+        """Splits the axis of queries into parts of `rows` queries, stacked on a new first axis."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
 
     def joined(x: Array) -> Array:
-        """Joins the parts on the first axis again to one axis of queries."""
+        """Joins the parts on the first axis to one axis of queries; the inverse of `cut`."""
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 

@@ -35,8 +35,14 @@ class ClusterStatistics(NamedTuple):
 
 
 def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
-    """Returns the initial statistics. The directions of the centroids are pseudo-random, and are
-    the same in every call.
+    """Returns the initial statistics of clusters.
+
+    The directions of the centroids are pseudo-random, and are the same in every call.
+
+    Args:
+      heads: the number of heads.
+      clusters: the number of clusters of a head.
+      width: the size of a head.
     """
     drawn = np.random.default_rng(0).normal(size=(heads, clusters, width))
     sums = jnp.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), jnp.float32)
@@ -63,7 +69,10 @@ def add_tokens(
 ) -> ClusterStatistics:
     """Returns the statistics with tokens added to `new_counts` and `new_sums`.
 
-    `queries` are the tokens' queries, and `clusters` the tokens' clusters.
+    Args:
+      statistics: the statistics before the tokens.
+      queries: the queries of the tokens.
+      clusters: the cluster of each token in each head.
     """
     queries = jax.lax.stop_gradient(queries).astype(jnp.float32)
     ones = jax.nn.one_hot(clusters, statistics.counts.shape[-1], dtype=jnp.float32)
@@ -75,12 +84,15 @@ def add_tokens(
 
 
 def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStatistics:
-    """Returns the statistics after a train step: the averages move towards `new_counts` and
-    `new_sums`, which are then set to zero.
+    """Returns the statistics after a train step.
 
-    A train step calls this function once, even if it reads its batch in several parts. `decay` is
-    the weight of the old averages. A cluster without new tokens keeps its averages, which would
-    otherwise decay to zero.
+    The averages move towards `new_counts` and `new_sums`, which are then set to zero. A cluster
+    without new tokens keeps its averages, which would otherwise decay to zero. A train step calls
+    this function once, even if it reads its batch in several parts.
+
+    Args:
+      statistics: the statistics, to which all tokens of the step have been added.
+      decay: the weight of the old averages.
     """
     old, new = statistics[:2], statistics[2:]
     full = statistics.new_counts > 0

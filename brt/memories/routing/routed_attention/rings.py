@@ -41,7 +41,7 @@ class Places(NamedTuple):
     """All tokens that a segment can read, in the order in which they were read.
 
     Attributes:
-      keys, values: the keys and values; first those of the rings, then those of the segment.
+      keys, values: the keys and values of the rings, followed by those of the segment.
       groups: int32, a number that is equal for tokens of the same cluster and document; NO_TOKEN
         for places without a token.
     """
@@ -60,8 +60,11 @@ def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
 def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
     """Returns the tokens of the rings, followed by the tokens of the segment.
 
-    The tokens of the rings belong to the document that is being read when the segment begins.
-    `document_start` is True where a block of the segment is the first of a document.
+    Args:
+      tokens: the tokens of the segment.
+      rings: the rings before the segment. Their tokens belong to the document that is being read
+        when the segment begins.
+      document_start: True where a block of the segment is the first of a document.
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)

@@ -67,7 +67,9 @@ def routed_attention(
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
     def row_major(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
-        """Returns the vectors of the tokens, copied to the rows of chunks."""
+        """Returns a vector for each row of the chunks: the vector of the row's token in x, or zeros
+        for an empty row.
+        """
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return take(padded, sources)
 
@@ -108,7 +110,12 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
     rows = jnp.where(there, chunk * size + rank % size, chunks * size)
 
     def scattered(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
-        """Returns the layout of one head, from the tokens sorted by group and the row of each."""
+        """Returns the layout of one head.
+
+        Args:
+          order: the tokens, sorted by group.
+          rows: the row of each of these tokens.
+        """
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
         return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
 
