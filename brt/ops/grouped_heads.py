@@ -69,18 +69,24 @@ def by_member(
       bias: the position bias of all heads, or None.
       scale: the length of the normalized queries of all heads, or None.
     """
-    heads = queries.shape[2]
-    if heads == groups:
+    if queries.shape[2] == groups:
         return attend(queries, bias, scale, 0)
-    members = heads // groups
+
+    def split(x: Array, axis: int) -> Array:
+        """Returns x with the axis of heads split into groups and their members."""
+        return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+
+    # Members are not taken by slices with a stride: XLA computes a wrong gradient of such a slice
+    # of an axis that is sharded over devices (jax 0.10.2).
+    by_group = split(queries, 2)
     parts = [
         attend(
-            queries[:, :, member::members],
-            None if bias is None else bias[member::members],
-            None if scale is None else scale[member::members],
+            by_group[:, :, :, member],
+            None if bias is None else split(bias, 0)[:, member],
+            None if scale is None else split(scale, 0)[:, member],
             member,
         )
-        for member in range(members)
+        for member in range(by_group.shape[3])
     ]
     output = jnp.stack([part.output for part in parts], axis=3)
     lse = jnp.stack([part.lse for part in parts], axis=3)

@@ -59,6 +59,12 @@ SEQ2SEQ = Seq2Seq(
     dtype="float32",
 )  # fmt: skip
 
+GROUPED = {
+    "heads": 8, "kv_heads": 2, "head_dim": 4, "positions": "rotary", "Rotary.times_pi": False,
+    "gated_mlp": True, "activation": "silu", "normalize_qk": False, "sinks": 2,
+    "tied_output": False, "logit_scale": "one", "Norm.queries_keys": True,
+}  # fmt: skip
+
 MESHES = {
     "data": Mesh(data=8),
     "fsdp": Mesh(fsdp=8),
@@ -175,6 +181,9 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "feedback": lambda place: documents(
         place, {"Recurrence.layers": (1,)}, layers=3, feedback=True
     ),
+    # The form of pretrained decoders: 2 heads of keys, which 8 devices cannot share, are replicated.
+    "grouped": lambda place: documents(place, **GROUPED),
+    "grouped_recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}, **GROUPED),
     "memorizing": lambda place: documents(place, {"Memorizing.layers": (1,)}),
     "clustered": lambda place: documents(place, {"Clustered.layers": (0,)}),
     "compressive": lambda place: documents(
