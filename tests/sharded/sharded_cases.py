@@ -181,7 +181,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "feedback": lambda place: documents(
         place, {"Recurrence.layers": (1,)}, layers=3, feedback=True
     ),
-    # The form of pretrained decoders: 2 heads of keys, which 8 devices cannot share, are replicated.
+    # Pretrained decoders: 2 heads of keys, which 8 devices cannot share, are replicated.
     "grouped": lambda place: documents(place, **GROUPED),
     "grouped_recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}, **GROUPED),
     "memorizing": lambda place: documents(place, {"Memorizing.layers": (1,)}),

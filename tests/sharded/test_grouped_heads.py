@@ -20,7 +20,7 @@ def test_gradients_equal_those_of_one_device() -> None:
     queries, weights = draw(size=(2, LANES, TOKENS, HEADS, WIDTH)).astype(np.float32)
     keys, values = draw(size=(2, LANES, TOKENS, GROUPS, WIDTH)).astype(np.float32)
     cached = draw(size=(2, LANES, WINDOW, GROUPS, WIDTH)).astype(np.float32)
-    mask = np.ones((LANES, TOKENS // WINDOW), bool)
+    mask = jnp.ones((LANES, TOKENS // WINDOW), bool)
 
     def loss(queries: Any, keys: Any, values: Any, cached: Any) -> jax.Array:
         queries = constrain(queries, "lanes", "tokens", "heads", None)
