@@ -1,6 +1,7 @@
 """Writes and verifies MANIFEST.sha256, the checksums of all files of a checkpoint.
 
-The format is that of `sha256sum`. The array store notices missing files, but not flipped bits.
+`sha256sum` writes and reads the same format. The array store notices missing files, but not flipped
+bits.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 A session reads text in segments and generates token by token. Its memory has a constant size and
 can be saved to a file. Caches and recurrent states advance at block boundaries as in training, so
-the logits equal those of one long segment.
+the logits are the same as if the text were read as one long segment.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

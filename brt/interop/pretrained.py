@@ -167,8 +167,8 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies those of `TOKENIZER_FILES` that exist from one directory to another, and returns their
-    names.
+    """Copies the existing files of `TOKENIZER_FILES` from one directory to another, and returns
+    their names.
     """
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:

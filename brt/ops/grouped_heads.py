@@ -1,8 +1,8 @@
 """Attention of grouped queries, in which several heads of queries share a head of keys and values.
 
-In shapes, H is the number of heads of queries and G that of keys and values (Ainslie et al. 2023).
-Head g of the keys serves the R = H / G consecutive heads g R, g R + 1, ... of the queries. Keys and
-values are never repeated in memory.
+In shapes, H is the number of heads of queries, and G the number of heads of keys and values
+(Ainslie et al. 2023). Head g of the keys serves the R = H / G consecutive heads g R, g R + 1, ...
+of the queries. Keys and values are never repeated in memory.
 """
 
 from collections.abc import Callable

@@ -102,7 +102,8 @@ def rotary_speeds(
     """Returns the angles per token of heads with `size` channels, an even number.
 
     Pair i of R = size / 2 turns by base ** (-i / R) (Su et al. 2021). The arguments are explained
-    in `brt.config.rotary.Rotary`. The scaling of Llama 3 is that of Hugging Face's transformers.
+    in `brt.config.rotary.Rotary`. The scaling of Llama 3 is computed as in Hugging Face's
+    transformers.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # Pretrained models were trained with speeds in float32; the original code used float64.

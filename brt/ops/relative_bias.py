@@ -23,7 +23,7 @@ def relative_buckets(
     There are `buckets` buckets, and all distances from `max_distance` on share the last bucket. If
     `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
     half is for keys after the query. Otherwise all keys after the query have the bucket of offset
-    0. The ranges of the buckets are those of `positions.t5_buckets`.
+    0. The buckets have the same ranges of distances as in `positions.t5_buckets`.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)

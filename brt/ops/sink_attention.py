@@ -7,7 +7,7 @@ of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the 
 number of sinks.
 
 In shapes, S is the number of sinks, N the number of blocks of a segment, H the number of heads of
-queries and G that of keys.
+queries, and G the number of heads of keys.
 """
 
 import jax.numpy as jnp

@@ -21,7 +21,7 @@ _CHUNK = 128
 
 
 class MaskedTokens(NamedTuple):
-    """Rows of tokens, of which R per row are to be predicted.
+    """Rows of tokens; the model has to predict up to R tokens of each row.
 
     Attributes:
       inputs: int32, the tokens that the model reads.

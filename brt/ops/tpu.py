@@ -141,7 +141,7 @@ def head_block_spec(*shape: int) -> Any:
 
 
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
-    """Returns the compiler parameters for a grid of `axes` axes, of which the first is the heads.
+    """Returns the compiler parameters for a grid of `axes` axes whose first axis is the heads.
 
     The heads are divided among the cores of a chip.
     """

@@ -145,7 +145,8 @@ class Module:
         return 1
 
     def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields every instruction that a computation executes, including those of its loops.
+        """Yields every instruction that a computation executes, including the instructions in its
+        loops.
 
         Instructions within a fusion are not yielded, because the fusion runs as one instruction.
 

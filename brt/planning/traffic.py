@@ -52,7 +52,9 @@ def _copies_between_memories(one: Instruction, sources: list[list[Shape]]) -> bo
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes that a fusion reads, for each parameter of which it only reads slices."""
+    """Returns the bytes that a fusion reads of each parameter, for parameters of which the fusion
+    reads only slices.
+    """
     inside = module.computations[called].values()
     sizes = {
         int(one.body): _sliced(module, called, one.name)

@@ -80,7 +80,7 @@ class Described(NamedTuple):
 def from_theirs(
     config: Mapping[str, Any], generation: Mapping[str, Any], *, tied: bool
 ) -> Described:
-    """Returns brt's settings for those of a Hugging Face checkpoint.
+    """Converts the settings of a Hugging Face checkpoint to brt's settings.
 
     Args:
       config: content of config.json.

@@ -112,9 +112,9 @@ class CompressiveLayer(nn.Module):
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
     window. Of these, the keys of the previous block are read exactly. Older blocks are read as
-    slots, each of which stands for `Compressive.rate` tokens. When the memory is full, new slots
-    replace the oldest slots. Learned position biases treat all keys that left the window like the
-    farthest key of the window.
+    slots; a slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace
+    the oldest slots. Learned position biases treat all keys that left the window like the farthest
+    key of the window.
 
     No gradient passes from attention to the slots. A learned compressor is trained by an auxiliary
     loss: attention to the slots of a block should equal attention to the block, or a transposed

@@ -79,7 +79,9 @@ def memory_flops(model: Model) -> int:
 
 
 class Past(NamedTuple):
-    """Keys and values of the M tokens of the memory, followed by those of a segment; Z = M + T."""
+    """Keys and values of the M tokens of the memory and then of the T tokens of a segment; Z = M +
+    T.
+    """
 
     keys: Float[Array, "B H Z K"]
     values: Float[Array, "B H Z K"]

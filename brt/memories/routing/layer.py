@@ -224,7 +224,8 @@ class RoutingLayer(nn.Module):
             queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
             implementation=self.kernels.routed_attention,
         )  # fmt: skip
-        # The output of the routed heads is added here. `attend` adds that of the windowed heads.
+        # The output of the routed heads is added here. `attend` adds the output of the windowed
+        # heads.
         x = x + dense(read, self.output, inputs=2)
         y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)

@@ -201,7 +201,9 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
-        """Returns the attention of queries, the first of which is at place `first` of the block."""
+        """Returns the attention of queries at consecutive places of the block, from place `first`
+        on.
+        """
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
         # Without `mask_empty_cache`, missing keys of the memories count as zero keys.

@@ -173,8 +173,8 @@ def summed_matmul(
     steps = narrow // columns
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
-        """Returns the block spec of an input [A, B, H, R, K], of which each step reads the rows of
-        one lane (index along B) for all heads.
+        """Returns the block spec of an input [A, B, H, R, K]; each step reads the rows of one lane
+        (index along B) for all heads.
         """
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(

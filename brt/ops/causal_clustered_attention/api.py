@@ -75,8 +75,8 @@ def memory_scan(
     """Returns the centroids' memories before each block of a segment and after the segment.
 
     Args:
-      keys, values: keys and values of the cached block, followed by those of the segment; without
-        rotary embedding.
+      keys, values: keys and values of the cached block, followed by the keys and values of the
+        segment; without rotary embedding.
       cache_mask: True where block n may read the block before it. Where False, a new document
         begins, and the memory is emptied.
       past: the memory that the first block reads.

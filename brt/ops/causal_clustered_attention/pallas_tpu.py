@@ -2,9 +2,9 @@
 queries.
 
 Plain XLA sorts a block's queries by centroid and gathers the keys of each centroid. The kernel
-instead multiplies every query with the keys that all centroids keep, and masks those of other
-centroids. 64 centroids with 16 keys each are as many keys as two windows of 512 tokens. Nothing is
-gathered, and no gradient is scattered.
+instead multiplies every query with the keys that all centroids keep, and masks the keys of other
+centroids than the query's own. 64 centroids with 16 keys each are as many keys as two windows of
+512 tokens. Nothing is gathered, and no gradient is scattered.
 
 The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
 are transposed, slots x rows. The slots are the keys of the block before that have left the window,
@@ -12,7 +12,7 @@ the keys that centroids keep, and the centroids' sums. The backward pass recompu
 the log-sum-exp.
 
 In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head, each of which keeps R keys. Z = T + W counts the cached block, too, and M is a number of
+of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
 keys.
 """
 

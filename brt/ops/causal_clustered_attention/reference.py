@@ -3,7 +3,7 @@
 Each query has float32 logits of all keys that its head's centroids keep.
 
 In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head, each of which keeps R keys. Z = T + W counts the cached block, too, and M is a number of
+of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
 keys.
 """
 

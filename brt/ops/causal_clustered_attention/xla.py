@@ -4,7 +4,7 @@ The tokens of all blocks attend at once. The tokens of a block are sorted by cen
 centroid's keys are gathered once for several of its queries.
 
 In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head, each of which keeps R keys. Z = T + W counts the cached block, too, and M is a number of
+of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
 keys.
 """
 

@@ -3,8 +3,9 @@
 Clusters are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has
 a sorted list of the 32 largest logits of the keys that it has seen; each place of the list is one
 register. For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and
-merges them into the lists, of which the larger half is kept. At the end the lists of the 8 sublanes
-are merged in the same way. No step depends on the data, and no data moves within a register.
+merges them with the lists. The larger half of the result is kept. At the end the lists of the 8
+sublanes are merged in the same way. No step depends on the data, and no data moves within a
+register.
 
 The last value of a list is the threshold of the best keys. If too many keys have exactly that
 logit, the first of them are chosen, up to a position that a bisection determines. Finally the

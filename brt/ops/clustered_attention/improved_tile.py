@@ -50,7 +50,7 @@ class ClusterResults(NamedTuple):
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
       places: [32, C], int32, positions of the best keys; X if there are fewer.
-      words: [32, W, C], int32, the bits of each best key, followed by those of its value.
+      words: [32, W, C], int32, the bits of each best key, followed by the bits of its value.
     """
 
     means: Any

@@ -17,8 +17,9 @@ _WIDTHS = (64, 128)
 
 
 def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns the reason to refuse dropout or a bias, neither of which the kernels support; None if
-    both are None.
+    """Returns the reason to refuse these inputs, or None if they are supported.
+
+    The kernels support neither dropout nor a bias, so both must be None. Other inputs are ignored.
     """
     if bias is not None:
         return "has no bias of distances"
@@ -98,7 +99,7 @@ def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]
 
     Args:
       valid: True for valid keys.
-      tile: the number of keys of a tile, to a multiple of which the keys are padded.
+      tile: the number of keys of a tile; the keys are padded to a multiple of this number.
     """
     return pad_tokens(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
 

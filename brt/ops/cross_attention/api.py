@@ -137,8 +137,8 @@ def step(
 ) -> Float[Array, "B N T H K"]:
     """Returns the attention output of target positions t to t + T for the N beams of every source.
 
-    The result equals that of `attend`. A reordering of beams leaves the cache as it is, because all
-    beams of a source share the cache.
+    The result equals the result of `attend` at these positions. If beams are reordered, the cache
+    stays as it is, because all beams of a source share the cache.
 
     Args:
       queries: queries of each beam, already multiplied by any scale.

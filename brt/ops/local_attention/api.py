@@ -2,8 +2,8 @@
 
 `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
 the window and the length of a block are independent. In shapes, T is the number of tokens of a
-segment and N the number of its blocks; H is the number of heads of queries and G that of keys, each
-of which serves H / G consecutive heads of queries.
+segment and N the number of its blocks; H is the number of heads of queries, and G the number of
+heads of keys. A head of keys serves H / G consecutive heads of queries.
 """
 
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ def local_attention_step(
       read: the number of tokens of the document before this token.
       position: the place of the token in the open block, the block that is not yet complete.
       attend_to_self: True if the nearest key is the token itself.
-      normalize_keys: True if the logits are those of normalized keys.
+      normalize_keys: True if the keys are normalized before the logits are computed.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.

@@ -78,8 +78,8 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read, computed by one kernel for the complete cell.
 
-    The arguments are those of `api.state_scan`, of which the omitted ones are ignored. With
-    `interpret`, the kernel runs on any device and with any sizes.
+    The arguments are those of `api.state_scan`. Arguments that this function does not name are
+    ignored. With `interpret`, the kernel runs on any device and with any sizes.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block
@@ -292,7 +292,8 @@ def _run(
     """Calls the kernel; its first inputs are the tokens.
 
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has. The
-    size in the name is that of the products of a step, of weights and of attention.
+    size in the name is the number of multiplications of a step, in products with weights and in
+    attention.
     """
     (lanes, blocks), ((cached, own), _) = flags.cache_mask.shape, pairs
     (_, heads, window, width), (states, dim) = cached.shape, arrays[0].shape[1:]

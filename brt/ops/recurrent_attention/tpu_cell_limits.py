@@ -63,7 +63,7 @@ def _backward_vmem_bytes(
     """Returns the bytes of VMEM that the backward pass needs.
 
     These are two buffers for each block, the sums, a tile of logits, and both factors and the
-    result of the last product, that of all four projections.
+    result of the last product, the product with all four projections.
     """
     vectors, slots = states * dim * 4, states + 2 * window
     blocks = 2 * (6 * vectors + itemsize * (states * dim + 6 * dim * width))

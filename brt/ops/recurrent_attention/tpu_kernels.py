@@ -109,7 +109,7 @@ class _KeyPart(NamedTuple):
 def _key_parts(
     seen: Array, inputs: StateKernelInputs, settings: StateKernelSettings
 ) -> tuple[list[_KeyPart], list[_KeyPart]]:
-    """Returns the keys and values that states see: those of the states, and those of the tokens."""
+    """Returns all keys and values that states see: first of the states, then of the tokens."""
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
@@ -303,7 +303,9 @@ def _add_gradients(
     results: StateKernelGradients,
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Writes the gradients of some queries; returns those of the keys and values that they see."""
+    """Writes the gradients of some queries, and returns the gradients of the keys and values that
+    these queries see.
+    """
     own, theirs = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
     along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]

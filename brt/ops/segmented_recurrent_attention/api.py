@@ -103,16 +103,26 @@ def prefill(
     `config.cache` selects the form of the cache. "table" stores the states R of all segments.
     "carry" stores the neurons at the current segment. "auto" selects the table if the table is not
     larger than the keys and values (S >= K / 2 for segments of S positions), and otherwise "carry".
+
+    Args:
+      windows: the keys and values of each segment.
+      parameters: the learned parameters of the recurrence.
+      config: settings of cross-attention.
     """
     return cache.prefill(windows, parameters, config)
 
 
 def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to target position t, which must never decrease.
+    """Returns the cache with its neurons advanced to target position t.
 
-    The function `step` also advances the neurons but does not return them, so without `advance`
-    every step repeats the segments since the cache's position. A cache with a table of all states
-    is returned unchanged.
+    The function `step` also advances the neurons but does not return them. Without `advance`, every
+    step therefore repeats the segments since the cache's position. A cache with a table of all
+    states is returned unchanged.
+
+    Args:
+      cache_: the cache from `prefill` or from an earlier call of `advance`.
+      t: the target position, which must not decrease from call to call.
+      config: settings of cross-attention.
     """
     return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
 
@@ -126,7 +136,14 @@ def step(
     """Returns the attention output of T target positions, from position t on, for N beams of every
     source.
 
-    The beams share the cache of their source. The result equals that of `attend` with t0 = t (and
-    without target length for `index_mode = "batch"`).
+    The result equals the result of `attend` with t0 = t. With `index_mode = "batch"`, this holds if
+    `attend` is called without a target length.
+
+    Args:
+      queries: queries of each beam, already multiplied by any scale.
+      cache_: the cache of each source, from `prefill` or `advance`; all beams of a source share the
+        cache.
+      t: the first target position.
+      config: settings of cross-attention.
     """
     return cache.step(queries, cache_, jnp.asarray(t, jnp.int32), config)

@@ -2,8 +2,8 @@
 
 There are two forms:
 
-  dense: every query is multiplied with the windows of all segments, and all windows but that of the
-    query's segment are masked. This is as much work as full attention.
+  dense: every query is multiplied with the windows of all segments. Then the windows of all
+    segments other than the query's own are masked. This is as much work as full attention.
   slots: every query is multiplied with the window of its own segment only. Each source has M rows
     of G slots. A source of m <= M segments repeats each of its segments M // m times, so that the
     segments of all sources fill M rows. The queries of a segment are gathered into the slots of the

@@ -113,8 +113,8 @@ def attend_to_blocks(
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: keys and values of both blocks, those of the previous block first; the heads are
-        before the tokens.
+      keys, values: keys and values of both blocks, the previous block first; the heads are before
+        the tokens.
       cache_mask: True if the queries of a row may read the first block.
       null_keys: True makes unreadable keys count as zero keys with zero values.
       implementation: the name of an implementation; None selects the best one that supports the

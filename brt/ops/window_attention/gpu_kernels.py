@@ -1,7 +1,8 @@
 """Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
 
 A program sees the arrays of one head and lane (row of the batch) and processes one tile. In shapes,
-T is the number of tokens of a segment, W that of a window, Z = W + T, and N the number of blocks.
+T is the number of tokens of a segment, W the number of tokens of a window, Z = W + T, and N the
+number of blocks.
 """
 
 from typing import Any, NamedTuple

@@ -2,8 +2,8 @@
 
 This module does not import Mosaic GPU, so it can be imported with every version of jax.
 
-In shapes, T is the number of tokens of a segment, W that of a window, Z = W + T, and N the number
-of blocks. A lane is a row of the batch.
+In shapes, T is the number of tokens of a segment, W the number of tokens of a window, Z = W + T,
+and N the number of blocks. A lane is a row of the batch.
 """
 
 from typing import Any, NamedTuple

@@ -40,7 +40,7 @@ def segment_part(
     the token's logits.
 
     Unlike in `api.window_part`, the tokens of the segment may be sharded over devices. The
-    arguments and the result are those of `api.window_part`.
+    arguments and the result are the same as in `api.window_part`.
     """
     by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
 

@@ -1,7 +1,7 @@
 """Window attention for XLA's CPU backend: tiles of rows with the range of keys that each may see.
 
-A row is a query. A tile of R rows sees a range of W + R - 1 keys, of which each row sees W keys;
-the bias tile masks the other keys. The softmax of a row therefore has R unused numbers out of W +
+A row is a query. A tile of R rows sees a range of W + R - 1 keys. Each row sees W of these keys,
+and the bias tile masks the others. The softmax of a row therefore has R unused numbers out of W +
 R, and each key is copied W / R + 1 times. In return, every array is written by one matrix product
 and read by the next. The folding in `xla` has no unused numbers, but needs additional passes over
 the logits, which take longer on CPUs.

@@ -50,7 +50,7 @@ class Described(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
-    """Returns brt's settings for those of a RoBERTa checkpoint.
+    """Converts the settings of a RoBERTa checkpoint to brt's settings.
 
     Args:
       config: content of config.json.

@@ -49,7 +49,7 @@ def find_neighbors(
       keys: the keys of the memory, oldest first.
       count: the number of last keys that may be neighbours, for each row of the batch.
       neighbors: R, the number of neighbours of a query.
-      search: "exact" or "bucketed"; the latter needs M to be a multiple of R.
+      search: "exact" or "bucketed"; "bucketed" needs M to be a multiple of R.
     """
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]

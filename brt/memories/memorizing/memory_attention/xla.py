@@ -67,7 +67,7 @@ def _find_in_blocks(
     neighbors: int,
     search: Search,
 ) -> Neighbors:
-    """Computes `retrieval.find_neighbors` for every block; the indices are those of `keys`."""
+    """Calls `retrieval.find_neighbors` for every block; the resulting indices refer to `keys`."""
     batch, heads, tokens, width = queries.shape
     blocks = counts.shape[1]
     window = tokens // blocks

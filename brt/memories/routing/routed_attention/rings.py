@@ -2,7 +2,8 @@
 segment.
 
 In shapes, C is the number of clusters of a head, R the number of tokens of a ring, and M = C R + T
-the number of places for tokens: first those of the rings, then the T tokens of a segment.
+the number of places for tokens: first the places of the rings, then one place for each of the T
+tokens of a segment.
 """
 
 from typing import NamedTuple
@@ -41,7 +42,8 @@ class Places(NamedTuple):
     """All tokens that a segment can read, in the order in which they were read.
 
     Attributes:
-      keys, values: the keys and values of the rings, followed by those of the segment.
+      keys, values: the keys and values of the rings, followed by the keys and values of the
+        segment.
       groups: int32, a number that is equal for tokens of the same cluster and document; NO_TOKEN
         for places without a token.
     """
