@@ -148,7 +148,7 @@ def can_merge_axes(axes: int) -> bool:
     """Returns True if the first `axes` axes of an array can be merged to one axis without moving
     data between devices.
 
-    The first axis must be that of the lanes. If one of the other merged axes can be sharded, the
+    The first axis must be the axis of lanes. If one of the other merged axes can be sharded, the
     compiler might move data, and the result is False.
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))

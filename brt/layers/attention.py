@@ -54,7 +54,8 @@ from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part_step
 
-# (queries [B, T, H, K], what they read in the window) -> that mixed with something else
+# A function (queries [B, T, H, K], attention to the window) -> output, which adds further
+# attention.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -66,11 +67,12 @@ class TransformerBlock(nn.Module):
     """Pre-norm attention over the window and, optionally, over recurrent states, followed by an
     MLP.
 
-    `project` and `attend` are separate methods because the recurrent states attend to the tokens'
-    keys and values in between.
+    `project` and `attend` are separate methods because between the two calls, the recurrent states
+    attend to the tokens' keys and values.
 
-    Kernels have an axis of heads: [D, H, K] from tokens, [n, H, K, D] from n attentions. A device
-    that holds some of the heads holds them of every kernel, so sharding heads moves no data.
+    Kernels have an axis of heads: [D, H, K] from tokens to heads, and [n, H, K, D] from n
+    attentions to tokens. If heads are sharded, a device holds the same heads of every kernel, so no
+    data move.
     """
 
     model: Model
@@ -126,8 +128,8 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns queries, keys and values of the tokens, each by a matrix product of its own;
-        splitting one product would copy its parts.
+        """Returns queries, keys and values of the tokens, each by a matrix product of its own,
+        because splitting the result of one product would copy it.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
@@ -150,8 +152,10 @@ class TransformerBlock(nn.Module):
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Returns keys (as attention uses them) and values [B, S, H, K] of vectors that are not
-        tokens, with the weights for tokens.
+        """Returns keys and values [B, S, H, K] of vectors that are not tokens, with the weights for
+        tokens.
+
+        The keys are normalised if attention uses normalised keys.
 
         Args:
           z: the vectors.
@@ -163,8 +167,8 @@ class TransformerBlock(nn.Module):
         return StateKV(self.unit_keys(dense(h, of_keys)), dense(h, of_values))
 
     def unit_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
-        """Returns the keys as attention uses them, except for rotary positions: normalised if
-        `Model.normalize_qk` or `Norm.queries_keys` is set.
+        """Returns the keys after normalisation, if the settings ask for it, but without rotary
+        positions.
         """
         m = self.model
         if m.norm.queries_keys:
@@ -178,10 +182,10 @@ class TransformerBlock(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-        """Returns the keys and values that each head of queries reads, for operations that have as
-        many heads of keys as of queries.
+        """Repeats keys and values for operations that have as many heads of keys as of queries.
 
-        `normalize` is False if the operation normalises keys by `Model.normalize_qk` itself.
+        `normalize` is False if the operation itself normalises the keys that `Model.normalize_qk`
+        asks for.
         """
         if normalize or not self.model.normalize_qk:
             keys = self.unit_keys(keys)
@@ -193,7 +197,9 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns the queries as attention uses them: normalised and scaled (see `query_scale`)."""
+        """Returns the queries after normalisation, if the settings ask for it, and scaling; `name`
+        is the name of the learned scale.
+        """
         m = self.model
         if m.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))
@@ -202,8 +208,8 @@ class TransformerBlock(nn.Module):
         return _scaled(queries, self.query_scale(name))
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """Returns the scale per head by which queries are multiplied: learned for normalised
-        queries, otherwise `Model.query_scale` or 1/sqrt(K).
+        """Returns the factor of each head's queries: learned for normalised queries (`name` is the
+        name of the parameter), otherwise `Model.query_scale` or 1/sqrt(K).
         """
         m = self.model
         if m.normalize_qk:
@@ -211,9 +217,10 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Returns the position bias of the `reach` nearest keys, the nearest first.
+        """Returns the position bias of the `reach` nearest keys, the nearest first; None without a
+        bias.
 
-        Returns None if the model has no bias. `reach` = None stands for the window.
+        `reach` = None stands for the number of keys in a window.
         """
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
@@ -233,8 +240,8 @@ class TransformerBlock(nn.Module):
         return bias
 
     def far_bias(self) -> Float[Array, " H"]:
-        """Returns the position bias of keys beyond the window, which is that of
-        its farthest key.
+        """Returns the position bias of keys beyond the window: the bias of the farthest key of the
+        window.
         """
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
@@ -251,7 +258,12 @@ class TransformerBlock(nn.Module):
         """Returns the layer's output for a segment.
 
         Args:
+          x: the inputs of the layer.
+          projections: the result of `project` for x.
+          past: the keys and values of the tokens before the segment.
           memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
+          mix: a function that adds attention beyond the window; None for none.
+          taps: accumulators of deferred weight gradients.
         """
         m = self.model
         drops = m.dropout and self.training
@@ -310,12 +322,17 @@ class TransformerBlock(nn.Module):
         mix: Mix | None = None,
         projections: TokenProjections | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """Returns the layer's output for one token at `position` of its block, and the block with
-        the token's keys and values.
+        """Returns the layer's output for one token, and the open block with the token's key and
+        value.
 
         Args:
+          x: the input of the layer for the token.
+          window: the state before the block.
+          block: the open block with the block's earlier tokens.
+          position: the position of the token in its block.
           memory: keys and values [B, S, H, K] of the recurrent states, or None.
-          projections: the projections of the token, if they are not made from x.
+          mix: a function that adds attention beyond the window; None for none.
+          projections: the projections of the token; None stands for the result of `project` for x.
         """
         m = self.model
         projections = projections or self.project(x)
@@ -369,7 +386,9 @@ class TransformerBlock(nn.Module):
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Returns x plus the projected outputs of the attentions, plus the output of the MLP."""
+        """Returns x plus the projected outputs of the attentions (`attended`), plus the output of
+        the MLP.
+        """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         y = deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)

@@ -88,9 +88,9 @@ learned_at_once.defvjp(_learned_forward, _learned_backward)
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
     """Returns the policy of `nn.remat` for a value of the setting `Model.remat_keep`.
 
-    With "nothing", no results are saved for the backward pass. With "products" and
-    "products_with_weights", the results of all matrix products, or of products with weights only,
-    are saved, and in both cases the outputs of kernels.
+    "nothing" saves no results for the backward pass. "products" saves the results of all matrix
+    products, and "products_with_weights" only of products with weights. Both also save the outputs
+    of kernels.
     """
     policies = jax.checkpoint_policies
     if keep == "nothing":
@@ -111,7 +111,9 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
     scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
 
     def axes(shape: tuple[int, ...]) -> dict[str, range]:
-        """Returns the input axes and the output axes of a kernel of this shape."""
+        """Returns the indices of the input axes and of the output axes of a kernel of this
+        shape.
+        """
         return {"in_axis": range(inputs), "out_axis": range(inputs, len(shape))}
 
     return lambda key, shape, dtype: scaling(**axes(shape))(key, shape, dtype)
@@ -179,7 +181,13 @@ def norm_parameter(
 def normed(
     model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
 ) -> Float[Array, "*B D"]:
-    """Returns x, normalised by its RMS over the last axis as `Norm` says."""
+    """Returns x, normalised by its root mean square over the last axis and multiplied by weights.
+
+    Args:
+      model: the settings of the decoder, whose section `Norm` has the settings of the norm.
+      x: the vectors.
+      weights: the weights, from `norm_parameter`.
+    """
     return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 

@@ -20,8 +20,8 @@ from brt.ops.window_attention import last_block
 
 
 class TokenProjections(NamedTuple):
-    """Queries, keys and values of tokens as they were projected: attention normalises, scales and
-    rotates queries and keys.
+    """Queries, keys and values of tokens as they were projected, before attention normalises,
+    scales and rotates queries and keys.
 
     Attributes:
       queries: [B, T, H, K].
@@ -41,9 +41,10 @@ class KVCache(NamedTuple):
     Attributes:
       keys, values: [B, W, G, K], of the W tokens before the segment.
       cache_mask: [B, N], True where block n may attend to the block before it.
-      first: [B, N], the place of the first token of the document of block n, where the segment
-        begins at place 0; None if the window is a block and there are no sinks.
-      sinks: [B, N, S, G, K], the first tokens of the document of block n, or None.
+      first: [B, N], the place of the first token of the document to which block n belongs. The
+        segment begins at place 0, so a document that began earlier has a negative place. None if
+        the window is a block and there are no sinks.
+      sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs, or None.
     """
 
     keys: Float[Array, "B W G K"]
@@ -53,8 +54,10 @@ class KVCache(NamedTuple):
     sinks: Sinks | None = None
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns the unnormalised keys and the values [B, W+T, G, K] of the cache and the segment,
-        gathered on all devices that share the tokens.
+        """Returns the keys, not normalised, and the values of the cache and of the segment, each
+        [B, W+T, G, K].
+
+        If the tokens are sharded, they are gathered on all devices.
         """
         names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -68,7 +71,14 @@ def with_cache(
     projections: TokenProjections,
     document_start: Bool[Array, "B N"],
 ) -> tuple[KVCache, WindowState | LocalState]:
-    """Returns the cache that a segment attends to, and the next state."""
+    """Returns the cache that a segment attends to, and the state after the segment.
+
+    Args:
+      model: the settings as the layer sees them.
+      state: the state before the segment.
+      projections: the keys and values of the segment, which become the next state.
+      document_start: True where a block is the first block of a document.
+    """
     document_start = constrain(document_start, "lanes", None)
     if isinstance(state, LocalState):
         return _with_local_cache(model, state, projections, document_start)
@@ -129,7 +139,13 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
 def closed_window(
     model: Model, state: WindowState | LocalState, block: OpenBlock
 ) -> WindowState | LocalState:
-    """Returns the state of a window after a full block."""
+    """Returns the state of a window after a full block.
+
+    Args:
+      model: the settings as the layer sees them.
+      state: the state before the block.
+      block: the open block, which has all tokens of the block.
+    """
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
     # The slot of the oldest token comes first.

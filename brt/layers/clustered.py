@@ -39,7 +39,7 @@ class ClusteredState(NamedTuple):
     """The cache, and what every centroid remembers of all blocks before the cached block.
 
     In shapes, C is the number of centroids of a head and R the number of slots for keys of a
-    centroid. The fields after `window` are, in order, those of `CentroidMemory`.
+    centroid. The fields after `window` are the fields of `CentroidMemory`, in the same order.
 
     Attributes:
       window: the keys and values of the last block, as in a sliding-window layer.
@@ -69,8 +69,12 @@ CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEP
 
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
-    """Returns the state of a clustered layer before the first token, for `batch` rows; `dtype` is
-    the dtype of the cached keys and values.
+    """Returns the state of a clustered layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
     """
     section = model.of(Clustered)
     shape = (

@@ -226,7 +226,9 @@ def check_state(name: str, model: Model) -> None:
 
 
 def is_names(leaf: Any) -> bool:
-    """Returns True for the names of an array's axes, which are a tuple, but no NamedTuple."""
+    """Returns True if a leaf of a tree is the names of an array's axes: a tuple that is not a
+    NamedTuple.
+    """
     return type(leaf) is tuple
 
 

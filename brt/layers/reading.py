@@ -81,7 +81,14 @@ def window_part(
     def attend(
         queries: Array, bias: Array | None, scale: Array | None, member: int
     ) -> AttentionPart:
-        """Returns the output and log-sum-exp of query heads that each have keys of their own."""
+        """Returns the attention of queries to the window, for as many heads of queries as of keys.
+
+        Args:
+          queries: [B, T, G, K], one head of queries for each head of keys.
+          bias: the position bias of these heads, or None.
+          scale: the length of these heads' normalised queries, or None.
+          member: the index of these heads among the heads that share a head of keys.
+        """
         own = dropout
         if dropout is not None and member:
             own = Dropout(jax.random.fold_in(dropout.rng, member), dropout.rate)
@@ -96,7 +103,13 @@ def window_part(
 
 
 def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
-    """Returns the place of each of the tokens of a segment in its document, 0 for the first."""
+    """Returns the place of each token of a segment in its document, 0 for the first token of the
+    document.
+
+    Args:
+      past: the cache, which has the places where documents begin.
+      tokens: T, the number of tokens of the segment.
+    """
     assert past.first is not None  # States with sinks count tokens.
     by_token = jnp.repeat(past.first, tokens // past.first.shape[1], axis=1)
     return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
@@ -126,8 +139,13 @@ def sink_part(
 
 
 def updated_sinks(sinks: Sinks, token: TokenProjections, places: Int[Array, " B"]) -> Sinks:
-    """Returns the sinks [B, S, G, K] with a token that is at `places` of its document, if it is one
-    of them.
+    """Returns the sinks [B, S, G, K] after a token was read; they change only if the token is a
+    sink.
+
+    Args:
+      sinks: the sinks before the token.
+      token: the projections of the token.
+      places: the place of the token in its document; the tokens at the first S places are sinks.
     """
     own = (jnp.arange(sinks.keys.shape[1])[None] == places[:, None])[:, :, None, None]
     return Sinks(jnp.where(own, token.keys, sinks.keys), jnp.where(own, token.values, sinks.values))

@@ -73,13 +73,15 @@ class RecurrentState(NamedTuple):
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns a `RecurrentState` that has, for each array, the names of the array's axes."""
+    """Returns a `RecurrentState` of names: each field has the names of the axes of the array that
+    it stands for.
+    """
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """Returns the state of a recurrent layer before the first token, for `batch` lanes; `dtype` is
-    the dtype of the cache.
+    """Returns the state of a recurrent layer before the first token, for `batch` rows of the batch;
+    the cache has the dtype `dtype`.
     """
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
@@ -195,8 +197,8 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            """Creates a bias of the gate whose name contains `part`; with `keeps`, the initial
-            value makes the gate keep the states.
+            """Creates a bias of the gate; `part` is a part of its name. If `keeps` is True, the
+            gate keeps the states at first.
             """
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)

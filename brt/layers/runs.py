@@ -66,7 +66,7 @@ def runs(model: Model) -> list[Run]:
     result: list[Run] = []
 
     def looks(layer: int) -> tuple[str, Model]:
-        """Returns the kind of a layer and the settings as it sees them."""
+        """Returns the kind of a layer, and the settings of the model as the layer sees them."""
         return model.layer_types[layer], model.for_layer(layer)
 
     for (kind, seen), group in groupby(range(model.layers), looks):

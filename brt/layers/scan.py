@@ -73,7 +73,9 @@ def scan_layers(
     def layer(
         module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, shared: Any
     ) -> tuple[Stream, tuple[Any, LayerAux]]:
-        """Calls one layer; returns the stream for the layer above, the state and the aux output."""
+        """Calls one layer. Returns the stream for the layer above; and the layer's state and aux
+        output.
+        """
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
         if whole:
             inputs["taps"] = taps

@@ -20,8 +20,8 @@ class WindowState(NamedTuple):
     """Keys and values of the last block (the Transformer-XL cache).
 
     Attributes:
-      keys: [B, W, G, K], for G heads of keys, in the compute dtype, as they were projected:
-        attention normalises and rotates them.
+      keys: [B, W, G, K], for G heads of keys, in the compute dtype, as they were projected;
+        attention normalises and rotates them later.
       values: [B, W, G, K].
       valid: bool [B], False before the first block of a document.
     """
@@ -95,7 +95,9 @@ def _counts_tokens(model: Model) -> bool:
 
 
 def window_axes(model: Model) -> Any:
-    """Returns the names of the axes of the arrays of a window's state."""
+    """Returns a state of a sliding-window layer whose fields are the names of the axes of the
+    state's arrays.
+    """
     if not _counts_tokens(model):
         return WINDOW_AXES
     keys, values, lanes = WINDOW_AXES
@@ -110,8 +112,8 @@ class LayerOutput(NamedTuple):
       x: the output vectors of the tokens; None if no tokens were read.
       state: the state after the tokens, or the open block.
       aux: auxiliary losses, metrics and the next model state.
-      summaries: summaries [B, N, U, D] of N blocks for the layer above; None if the layer makes
-        none, in which case those of the layer below are passed on.
+      summaries: summaries [B, N, U, D] of N blocks for the layer above. None if the layer computes
+        no summaries; the layer above then gets the summaries that this layer got.
     """
 
     x: Float[Array, "B T D"] | None
@@ -138,13 +140,25 @@ class OpenBlock(NamedTuple):
 
 
 def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:
-    """Returns an empty open block behind the state of a window."""
+    """Returns an open block without tokens: its ring buffer has only the tokens of the window
+    before the block.
+
+    Args:
+      state: the state before the block.
+      memory: keys and values of the recurrent states, or None.
+    """
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
 
 
 def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState | LocalState:
-    """Returns the state of a sliding-window layer that has read nothing."""
+    """Returns the state of a sliding-window layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
+    """
     keys = jnp.zeros((batch, model.window, model.key_heads, model.head_dim), dtype)
     if _counts_tokens(model):
         first = jnp.zeros((batch, model.sinks, model.key_heads, model.head_dim), dtype)
@@ -154,8 +168,10 @@ def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState 
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:
-    """Replaces keys and values by zeros where nothing was read (the null keys of the original
-    code).
+    """Returns the window with zeros as keys and values in rows of the batch that have not read a
+    block of the document.
+
+    The original code attends to these zeros (null keys).
     """
     keep = window.valid[:, None, None, None]
     return window._replace(
@@ -164,11 +180,15 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 
 
 def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
-    """Returns which lanes may attend to the block before their open block."""
+    """Returns True for the rows of the batch whose tokens may attend to the block before their open
+    block.
+    """
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
     return valid & model.cache
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if an empty cache counts as zero keys."""
+    """Returns True if tokens attend to zero keys in place of a missing cache, as the settings may
+    ask for.
+    """
     return model.cache and not model.mask_empty_cache

@@ -12,8 +12,10 @@ from brt.ops.deferred import LayerTaps, Tap
 class TokenTaps(NamedTuple):
     """Accumulators for the deferred weight gradients of a `TransformerBlock` (`brt.ops.deferred`).
 
-    `projections` has one entry for the queries, the keys, the queries of recurrent states if there
-    are any, and the values.
+    Attributes:
+      projections: for the kernels of queries, keys, cross queries (if there are any) and values.
+      output: for the output projection of attention.
+      mlp_in, mlp_out: for the two kernels of the MLP.
     """
 
     projections: Tap | LayerTaps | None = None
@@ -26,7 +28,15 @@ NO_TAPS = TokenTaps()
 
 
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
-    """Returns the accumulators for the blocks of a segment (axis 0), separately for each layer."""
+    """Returns the accumulators for a scan over the blocks of a segment, separately for each layer
+    of a run.
+
+    Args:
+      model: the settings of the model, as the layers see them.
+      params: the parameters of the run, stacked by layer.
+      blocks: the number of blocks, which is axis 0 of the accumulators.
+      lanes: the number of lanes (rows of the batch).
+    """
     projections = ("queries", "keys", "cross_queries", "values")
     rows, own = (blocks, lanes, model.block_length), params["tokens"]
 

@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 
 
 def new_state(model: Model, batch: int) -> StackState:
-    """Returns the state of `batch` lanes that have read nothing."""
+    """Returns the states of all layers before the first token, for `batch` rows of the batch."""
     return new_stack_state(model, batch, compute_dtype(model))
 
 
@@ -164,7 +164,9 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 
 def logit_scale(model: Model) -> float:
-    """Returns the factor of the products of hidden vectors and output weights."""
+    """Returns the factor of the logits, by which the products of hidden vectors and output weights
+    are multiplied.
+    """
     if model.logit_scale == "one":
         return 1.0
     return (model.model_dim if model.logit_scale == "model_dim" else model.vocab_size) ** -0.5
@@ -173,7 +175,13 @@ def logit_scale(model: Model) -> float:
 def logits(
     model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Returns the float32 logits of hidden vectors with the output weights."""
+    """Returns the float32 logits of the next tokens.
+
+    Args:
+      model: the settings of the model.
+      weights: the result of `output_weights`.
+      hidden: the final vectors of the tokens.
+    """
     product = jnp.einsum(
         "btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32
     )

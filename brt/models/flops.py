@@ -5,12 +5,15 @@ from brt.layers.runs import runs
 
 
 def forward_flops_per_token(model: Model) -> int:
-    """Returns the FLOPs per token of a model whose vocabulary size is set; a train step takes about
-    three times as many.
+    """Returns the FLOPs per token of the forward pass; a train step takes about three times as
+    many.
 
     Only matrix products are counted, 2 m n k for each (see `brt.layers.flops`). The step times of
-    the paper include products that its code computed in vain (Block-Recurrent Transformers, Table
-    1).
+    the paper include products whose results its code did not use (Block-Recurrent Transformers,
+    Table 1).
+
+    Args:
+      model: the settings of the model, with the size of the vocabulary set.
     """
     layers = sum(run.layers * run.layer_kind.flops(run.model) for run in runs(model))
     return layers + 2 * model.model_dim * model.vocab_size

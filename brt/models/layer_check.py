@@ -69,7 +69,7 @@ class _Reader:
 
         Args:
           tokens: the tokens of whole blocks.
-          state: the state before them; None if nothing was read.
+          state: the state before these blocks; None if nothing was read.
           start: True where a block is the first of a document; None if no block is.
         """
         if start is None:

@@ -30,8 +30,8 @@ class DecodeState(NamedTuple):
 
     Attributes:
       position: int32, number of target tokens read so far.
-      own: the keys and values of each beam.
-      source: what is read of the source, shared by all beams.
+      own: the keys and values of the target tokens of each beam.
+      source: the caches of the source, which all beams share.
     """
 
     position: Int[Array, ""]
@@ -114,11 +114,12 @@ class Seq2Seq(nn.Module):
     def encode(
         self, source: Int[Array, "B S"], mask: Bool[Array, "B S"], key: jax.Array | None = None
     ) -> Float[Array, "B S D"]:
-        """Reads sources.
+        """Returns the encoder's outputs for sources.
 
         Args:
-          mask: False on padding, which is at the end of a row.
-          key: random key of kinds of attention that draw hash planes; None for a fixed one.
+          source: the token ids.
+          mask: True for tokens, False for padding, which is at the end of a row.
+          key: random key of kinds of attention that draw hash planes; None for a fixed key.
         """
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
@@ -129,7 +130,13 @@ class Seq2Seq(nn.Module):
         mask: Bool[Array, "B S"],
         targets_in: Int[Array, "B T"],
     ) -> Decoded:
-        """Reads whole targets, each token given those before it."""
+        """Reads whole targets; every token attends to itself and the tokens before it.
+
+        Args:
+          encoded: the encoder's outputs.
+          mask: True for source tokens, False for padding.
+          targets_in: the inputs of the decoder.
+        """
         return Decoded(*self.decoder(self.token_embed(targets_in), encoded, mask))
 
     def prefill(
@@ -139,8 +146,13 @@ class Seq2Seq(nn.Module):
         beams: int,
         max_length: int,
     ) -> DecodeState:
-        """Returns the state before the first target token, for up to `max_length` tokens including
-        the start.
+        """Returns the decoding state before the first target token.
+
+        Args:
+          encoded: the encoder's outputs.
+          mask: True for source tokens, False for padding.
+          beams: the number of beams of each source.
+          max_length: the largest number of target tokens, including the start token.
         """
         own = self.decoder.new_cache(encoded.shape[0], beams, max_length)
         return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
@@ -148,7 +160,9 @@ class Seq2Seq(nn.Module):
     def step(
         self, tokens: Int[Array, "B N"], state: DecodeState
     ) -> tuple[Float[Array, "B N D"], DecodeState]:
-        """Reads the next token of every beam; returns its hidden vector and the state after it."""
+        """Reads the next token of every beam; returns the hidden vectors of these tokens and the
+        next state.
+        """
         x = self.token_embed(tokens)
         x, own, source = self.decoder.step(x, state.own, state.source, state.position)
         return x, DecodeState(state.position + 1, own, source)
@@ -175,8 +189,8 @@ def decode(
     mask: Bool[Array, "B S"],
     targets_in: Int[Array, "B T"],
 ) -> Decoded:
-    """Applies `Seq2Seq.decode` without dropout; the `logits` of its vectors are those of the next
-    tokens.
+    """Applies `Seq2Seq.decode` without dropout; `logits` computes the logits of the next tokens
+    from the result.
     """
     found: Any = network.apply({"params": params}, encoded, mask, targets_in, method="decode")
     return found
@@ -199,8 +213,8 @@ def prefill(
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
-    """Reads the next token of every beam; returns the float32 logits of the token after it, and the
-    state.
+    """Reads the next token of every beam, and returns the float32 logits of the following token and
+    the next state.
     """
     found: Any = network.apply({"params": params}, tokens, state, method="step")
     hidden, state = found
@@ -230,7 +244,7 @@ def readout(model: config.Seq2Seq, params: Params) -> Readout:
 
 
 def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Returns float32 logits."""
+    """Returns the float32 logits scale * hidden @ embedding.T + bias, with the fields of `out`."""
     product = out.scale * jnp.einsum(
         "...d,vd->...v", hidden, out.embedding.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
@@ -266,8 +280,15 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Extends a table of positions, whose first two rows are unused, to `length` rows after these
-    (see `extend_positions`).
+    """Returns a table of positions for `length` tokens.
+
+    The first two rows of BART's table belong to no position and are copied, so the result has R =
+    `length` + 2 rows.
+
+    Args:
+      table: the present table.
+      length: the new number of positions.
+      method: see `extend_positions`.
     """
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")

@@ -32,9 +32,11 @@ class SpecialTokens(NamedTuple):
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """Returns the decoder's input for `labels`: the start token, then all labels but the last.
+    """Returns the decoder's input for `labels`: the start token, followed by all labels except the
+    last.
 
-    T5's labels are `... </s>`, BART's `<s> ... </s>`; ignored labels are read as padding.
+    Labels of T5 are `... </s>`, and labels of BART are `<s> ... </s>`. Labels that the loss ignores
+    become padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)

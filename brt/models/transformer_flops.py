@@ -6,7 +6,9 @@ from brt.config import Encoder, Seq2Seq
 
 
 def encoder_flops(model: Encoder, length: int) -> int:
-    """Returns the FLOPs of one sequence with exact attention, without the head."""
+    """Returns the FLOPs of the encoder, without a head, for one sequence of `length` tokens with
+    exact attention.
+    """
     width = model.model_dim
     projections = (3 if model.shared_queries_keys else 4) * 2 * width * width
     attention, mlp = 4 * length * width, 4 * width * model.mlp_dim
@@ -15,7 +17,13 @@ def encoder_flops(model: Encoder, length: int) -> int:
 
 
 def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
-    """Returns the FLOPs of one pair with full self- and cross-attention, including the logits."""
+    """Returns the FLOPs, including the logits, for one pair with full self-attention and
+    cross-attention.
+
+    Args:
+      model: the settings of the model.
+      source, target: the numbers of tokens of the source and of the target.
+    """
     d, width = model.model_dim, model.heads * model.head_dim
     projections = 4 * 2 * d * width
     mlp = (6 if model.activation == "gated_gelu" else 4) * d * model.mlp_dim

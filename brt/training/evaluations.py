@@ -45,7 +45,7 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
       split: name of the split.
       evaluator: the evaluator of the split; `evaluator.partial` is True if it usually evaluates a
         part.
-      whole: True if the metrics are those of the whole split.
+      whole: True if the metrics are computed on the whole split.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 

@@ -12,7 +12,7 @@ from brt.training.workdir import Workdir
 def describe(run: Run, workdir: Workdir) -> str:
     """Returns a line about a run: devices, parameters, tokens, memory and directory.
 
-    The memory is that of the train state, without activations.
+    The line gives the memory of the train state, without activations.
     """
     total, non_embedding = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())

@@ -55,7 +55,9 @@ class DecoderAttention(Projections):
         """
 
         def with_token(past: Array, new: Float[Array, "B N H K"]) -> Array:
-            """Returns the keys or values of the cache with those of the token at `position`."""
+            """Returns the keys or values `past` of the cache with the key or value `new` written at
+            `position`.
+            """
             return jax.lax.dynamic_update_slice_in_dim(
                 past, new[:, :, None].astype(past.dtype), position, axis=2
             )

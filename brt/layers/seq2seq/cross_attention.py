@@ -105,7 +105,13 @@ class SourceAttention(Projections):
         return self.o(y), metrics
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Returns the cache of each source that `step` reads; all beams of a source share it."""
+        """Returns the cache of each source, which `step` reads; all beams of a source share the
+        cache.
+
+        Args:
+          encoded: the encoder's outputs.
+          mask: True for source tokens, False for padding.
+        """
         keys, values = self.k(encoded), self.v(encoded)
         return cross_attention.prefill(
             keys, values, mask, self._learned(), cross_config(self.cross)
@@ -114,8 +120,15 @@ class SourceAttention(Projections):
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
-        """Returns the attention output of one token of every beam, at `position` of the targets,
-        and the cache for the next step.
+        """Reads one token of every beam.
+
+        Args:
+          x: the vector of each beam's token.
+          cache: the cache of the source.
+          position: the position of the token in the targets.
+
+        Returns:
+          The attention output of the token, and the cache for the next step.
         """
         config = cross_config(self.cross)
         cache = cross_attention.advance(cache, position, config)

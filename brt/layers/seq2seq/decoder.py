@@ -86,9 +86,12 @@ class DecoderLayer(Residual):
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
         """Reads one token of each of the N beams in one layer.
 
-        `carried` has the vectors of the tokens and the self-attention caches of all layers. Only
-        the entries of this layer are written, so no other entry is copied. `layer` is the index of
-        this layer.
+        Only the entries of this layer are written in the caches, so no other entry is copied.
+
+        Args:
+          carried: the vectors of the tokens, and the self-attention caches of all layers.
+          layer: the index of this layer.
+          read: the inputs that all layers share.
 
         Returns:
           The tokens' vectors after this layer and the updated caches; and the field `carry` of this
@@ -149,7 +152,12 @@ class Decoder(Ends):
         return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Returns the caches of the source for all layers, which `step` reads."""
+        """Returns the caches of the source for all layers, which `step` reads.
+
+        Args:
+          encoded: the encoder's outputs.
+          mask: True for source tokens, False for padding.
+        """
         return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:

@@ -71,7 +71,8 @@ class Source(NamedTuple):
       distance_bias: the float32 bias of each distance (key minus query) from 1 - T to T - 1, for
         kinds of attention that need the bias in this form; None for others.
       blocks: the block of each token, if blocks have transient global tokens; otherwise None.
-      side: the float32 bias between tokens and transient global tokens; None without the latter.
+      side: the float32 bias between tokens and transient global tokens; None if there are no global
+        tokens.
     """
 
     valid: Bool[Array, "B T"]

@@ -77,8 +77,8 @@ class Block(NamedTuple):
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """Returns the settings of an encoder's layers, which are those of RoBERTa if `m.norm_first` is
-    False.
+    """Returns the settings of an encoder's layers; with `m.norm_first` = False, they are the same
+    as in RoBERTa.
     """
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,

@@ -20,7 +20,7 @@ class Mlp(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the projections, of which a gated activation needs three instead of two."""
+        """Creates the two projections, or three for a gated activation."""
         b = self.block
         inner, outer, axes = (b.mlp_dim,), (b.model_dim,), ("embed", "mlp")
         if b.activation == "gated_gelu":

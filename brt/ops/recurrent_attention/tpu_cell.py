@@ -292,8 +292,8 @@ def _run(
     """Calls the kernel; its first inputs are the tokens.
 
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has. The
-    size in the name is the number of multiplications of a step, in products with weights and in
-    attention.
+    sizes in the name are factors of the number of multiplications of a step, which has products
+    with weights and products of attention.
     """
     (lanes, blocks), ((cached, own), _) = flags.cache_mask.shape, pairs
     (_, heads, window, width), (states, dim) = cached.shape, arrays[0].shape[1:]

@@ -84,7 +84,8 @@ def check_resumable(
 def compare(
     checkpoint: VerifiedCheckpoint, config: Config, abstract: TrainState, allowed: Collection[str]
 ) -> ConfigChanges:
-    """Returns the differences between the config of a checkpoint and that of the resuming run.
+    """Returns the differences between the config of a checkpoint and the config of the resuming
+    run.
 
     Args:
       checkpoint: the checkpoint.
