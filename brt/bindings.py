@@ -280,7 +280,9 @@ def _shorten_warmup(
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Returns the error, extended by the origins of the settings that its message names."""
+    """Returns the error with additional text, which says where the settings that its message names
+    were bound.
+    """
     return ConfigError(f"{error}{_whence(str(error), origins)}")
 
 

@@ -112,9 +112,10 @@ def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns the exponential moving average of values [N] at each value, float [N].
+    """Returns an exponential moving average of the values [N], float [N].
 
-    The average extends over about 1/40 of the values, and is corrected for its start at 0.
+    Entry i is the average of the values up to i. The average extends over about 1/40 of the values,
+    and is corrected for its start at 0.
     """
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0

@@ -1,7 +1,8 @@
-"""Translates bindings of settings that earlier versions had to those of the present ones.
+"""Translates bindings of settings of earlier versions to bindings of the present settings.
 
-`brt.config` lists these settings: `removed` those that are gone, `renamed` those with another name,
-`merged` those that became a part of another one, and `shared` those of several tasks.
+The modules of `brt.config` list the earlier settings. `removed` lists settings that no longer
+exist, `renamed` settings with another name, `merged` settings that became a part of another
+setting, and `shared` settings that several tasks now have in common.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,12 @@ from brt.macros import Binding, Source
 
 
 def without_removed(source: Source) -> Source:
-    """Returns the source without bindings that set a removed setting to what brt always does now.
+    """Returns the source without bindings of removed settings.
+
+    A removed setting may only be bound to the value that brt now always uses.
 
     Raises:
-      ConfigError: a removed setting has another value.
+      ConfigError: a removed setting is bound to another value.
     """
     for binding in source.bindings:
         if binding.name in REMOVED and (reason := refusal(binding.name, binding.value)):
@@ -38,7 +41,14 @@ def notes_on_removed(source: Source) -> Iterator[str]:
 def with_current_names(
     sources: Mapping[str, Source],
 ) -> tuple[dict[str, Source], list[str]]:
-    """Returns the sources with the present names of settings, and a sentence for each renaming."""
+    """Renames bindings of settings that have another name now.
+
+    Args:
+      sources: the bindings of each file and of the command line, by the source's key.
+
+    Returns:
+      The sources with the present names, and a sentence for the user about each renaming.
+    """
     notes: dict[str, str] = {}
 
     def current(binding: Binding) -> list[Binding]:
@@ -61,14 +71,19 @@ def with_current_names(
 
 
 def of_one_task(source: Source, task: str) -> Source:
-    """Returns the source without what an earlier version wrote about other tasks than the run's.
+    """Returns the source without bindings that an earlier version wrote for other tasks than the
+    run's.
 
-    Earlier versions had a setting for each section that has a field of `brt.config.shared`, and
-    the config.gin of a run binds all of them. `Pairs.train` says nothing about a language model,
-    and a default of `Data.train` beside it says nothing about summaries.
+    In earlier versions, every section had its own setting where `brt.config.shared` now has one
+    setting for all tasks, and the config.gin of a run binds all of them. In the config.gin of a
+    language model, for example, a binding of `Pairs.train` has no effect.
+
+    Args:
+      source: the bindings.
+      task: the name of the run's task.
 
     Raises:
-      ConfigError: a setting of another task does not have its default.
+      ConfigError: a setting of another task is bound to a value other than its default.
     """
     shared = [b for b in source.bindings if current_names(b.name) == (public_name(b.name),)]
     earlier = {
@@ -108,11 +123,19 @@ def without_effect(binding: Binding, task: str) -> ConfigError:
 def with_merged(
     winners: Mapping[str, Binding], base: Config | None, task: str
 ) -> tuple[dict[str, Binding], list[str]]:
-    """Replaces settings that became a part of another one by that one, with a sentence each.
+    """Replaces bindings of settings that became a part of another setting by bindings of that
+    setting.
+
+    Args:
+      winners: the binding that takes effect, for each setting.
+      base: the saved config; None for the defaults.
+      task: the name of the run's task.
+
+    Returns:
+      The new bindings, and a sentence for the user about each replacement.
 
     Raises:
-      ConfigError: the setting and the one that contains it are both bound, or the setting has no
-        effect on runs of this task.
+      ConfigError: both settings are bound, or the setting has no effect on runs of this task.
     """
     result = {name: binding for name, binding in winners.items() if name not in MERGED}
     replaced: dict[str, list[Binding]] = {}

@@ -55,8 +55,16 @@ def check_not_negative(section: object, *names: str) -> None:
 
 
 def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
-    """Refuses tuples with other items than `known` ones, and makes their order and number mean
-    nothing.
+    """Refuses a tuple with items that are not in `known`, and sorts the items of the tuple without
+    duplicates.
+
+    Two tuples with the same items are then equal, whatever the order in which the user wrote the
+    items.
+
+    Args:
+      section: the section.
+      name: the name of the field with the tuple.
+      known: the items that are allowed.
     """
     value = getattr(section, name)
     unknown = [item for item in value if item not in known]

@@ -17,7 +17,9 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses pairs that are not ROLE=COLUMN, and roles that are unknown or there twice."""
+    """Refuses items of `columns` that do not have the form ROLE=COLUMN, unknown roles, and roles
+    that occur twice.
+    """
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")

@@ -133,7 +133,9 @@ def settings(section: type) -> dict[str, Setting]:
 
 
 def cached_settings(section: Any) -> dict[str, Any]:
-    """Returns the settings that determine prepared data, besides their sources."""
+    """Returns the settings of a section that determine prepared data, except for the settings that
+    name sources.
+    """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():
         if setting.cached and setting.cached != _SOURCES:

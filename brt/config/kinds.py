@@ -45,10 +45,11 @@ class KindSection:
         return {self.kind: layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the setting that has the indices of a kind's layers: "Recurrence.layers".
+        """Returns the setting that lists the indices of the layers of a kind, such as
+        "Recurrence.layers".
 
         Args:
-          kind: a key of `places`, of which a section with several fields of indices has several.
+          kind: the name of the kind, a key of `places`.
         """
         return f"{type(self).__name__}.layers"
 

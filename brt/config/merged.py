@@ -13,13 +13,13 @@ from brt.config.kernels import AUTO, IMPLEMENTATIONS, OPERATIONS
 
 
 class Merged(NamedTuple):
-    """A setting that became a part of another one.
+    """A setting that became a part of another setting.
 
     Attributes:
       into: the field that replaces the setting, such as "CrossAttention.without".
       type: the type of the setting's values.
-      merge: takes a value of `into` and a value of the setting, and returns the value of `into`
-        that means both.
+      merge: a function of a value of `into` and a value of the setting. It returns the value of
+        `into` that has the same meaning as both values together.
     """
 
     into: str

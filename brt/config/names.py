@@ -23,8 +23,9 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 
 
 def section_types() -> Mapping[str, type]:
-    """Returns the class of every section by its name; those of the model's parts and of kinds of
-    layers follow `Model`.
+    """Returns the class of every section by the section's name.
+
+    The sections of the model's parts and of the kinds of layers come directly after `Model`.
     """
     return _section_types(_kinds())
 
@@ -52,8 +53,10 @@ def section_of(config: Config, name: str) -> Any:
 
 
 def has_section(config: Config, name: str) -> bool:
-    """Returns True unless the section is for a kind of layers, or of positions, that the config's
-    model lacks.
+    """Returns True if the model of a config uses the section `name`.
+
+    A section is not used if it is for a kind of layers, or of positions, that the model does not
+    have.
     """
     if name in SECTIONS or name in PARTS:
         return name != "Rotary" or config.model.positions == "rotary"
@@ -80,7 +83,7 @@ def own_types() -> dict[str, Any]:
 
 
 def derived_fields() -> list[str]:
-    """Returns the fields that are no settings, because they are derived: ["Encoder.features",
+    """Returns the names of all derived fields, which no .gin file can set: ["Encoder.features",
     ...].
     """
     return [
@@ -161,9 +164,10 @@ def _defaults(section: type) -> Any:
 
 
 def current_names(name: str) -> tuple[str, ...]:
-    """Returns the present names of a setting in .gin files: several if an earlier setting was
-    split, and the name itself if it was never renamed. A setting that became a part of another
-    one has the name of that one.
+    """Returns the present names of a setting in .gin files.
+
+    A setting that was never renamed keeps its name. A setting that was split has several names. A
+    setting that became a part of another setting has the name of the other setting.
     """
     if name in MERGED:
         return (public_name(MERGED[name].into),)

@@ -7,12 +7,13 @@ from brt.config.names import own_types
 
 
 class Removed(NamedTuple):
-    """A setting that is gone.
+    """A setting of earlier versions that no longer exists.
 
     Attributes:
-      value: the value that a saved config may have, because brt still behaves so; None: any.
-      now: what holds instead, the end of a sentence.
-      ignored: whether other values have no effect instead of being refused.
+      value: the only value that a saved config may have, because brt now always behaves in this
+        way; None if any value is allowed.
+      now: the end of a sentence that says how brt behaves instead.
+      ignored: True if other values have no effect; False if they are refused.
     """
 
     value: Any
@@ -78,7 +79,9 @@ def refusal(name: str, value: Any) -> str:
 
 
 def note(name: str, value: Any) -> str:
-    """Returns a sentence about a value of a removed setting that has no effect, or ""."""
+    """Returns a sentence which says that a value of a removed setting has no effect; "" if it has
+    the effect that brt always has.
+    """
     removed = REMOVED[name]
     if not removed.ignored or value == removed.value:
         return ""
@@ -86,7 +89,7 @@ def note(name: str, value: Any) -> str:
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config without the removed settings whose values still hold.
+    """Returns a saved config without the removed settings whose values are allowed.
 
     Args:
       saved: the values of a saved config by section and field: {"Model": {"layers": 2}}.
@@ -104,5 +107,5 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_removed(field: str) -> bool:
-    """Returns True for fields that saved configs do not have any more; they have derived ones."""
+    """Returns True if saved configs no longer contain a field; they do contain derived fields."""
     return field in REMOVED and field not in own_types()

@@ -173,7 +173,9 @@ class CrossAttention:
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
-        """Refuses lengths with which the decoder reads not all segments, or positions have none.
+        """Refuses lengths of sources and targets with which the segments do not fit.
+
+        The decoder must read every segment, and every target position must have a segment.
 
         Args:
           max_source_length: largest number of tokens of a source.

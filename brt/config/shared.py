@@ -82,7 +82,7 @@ def field_name(name: str, task: str) -> str:
 
 
 def tasks_with(name: str) -> list[str]:
-    """Returns the names of the tasks of which a section has the field `name`."""
+    """Returns the names of the tasks that have the field `name` in one of their sections."""
     section = name.partition(".")[0]
     return [task for task, sections in _TASKS.items() if section in sections.values()]
 

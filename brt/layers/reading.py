@@ -92,7 +92,8 @@ def window_part(
         own = dropout
         if dropout is not None and member:
             own = Dropout(jax.random.fold_in(dropout.rng, member), dropout.rate)
-        # Shared by lanes and blocks as in the original: one tile to draw and to read.
+        # As in the original code, all lanes and blocks share the mask, so that only one mask has to
+        # be drawn and read.
         mask = own and own.shared_mask(m.key_heads, m.window, m.window)
         return segment_part(
             queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,

@@ -77,10 +77,12 @@ class EvaluationRequest(NamedTuple):
       dataset: opened data that contain the split.
       split: name of the split.
       trained: config that the model was trained with; None if it equals `config`.
-      ablate: part of the memory that a second evaluation resets; None for no second evaluation.
+      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
+        second evaluation.
       compare_exact: also evaluate the whole split with the exact attention that the model's
           attention approximates.
-      windows: windows with which a language model is evaluated, instead of Model.window.
+      windows: window sizes in tokens. A language model is evaluated once with each of them; an
+        empty tuple evaluates once, with Model.window.
     """
 
     config: Config

@@ -215,8 +215,8 @@ class EncoderTask(Task):
         )  # fmt: skip
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises ConfigError if the model of the weights reads frames, and this task tokens, or
-        vice versa.
+        """Raises ConfigError if the model of the weights reads feature vectors and this task reads
+        tokens, or the other way round.
         """
         if self.frames != bool(weights.model.features):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
@@ -226,9 +226,16 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary size for all ids of the weights and the task.
+        """Returns the config with a vocabulary size for all ids of the weights and of the task.
 
-        The tokenizer of converted weights is unknown, so only the numbers of ids can be compared.
+        The tokenizer of converted weights is not known. For such weights, only the number of ids is
+        compared. An encoder of feature vectors has no vocabulary, and the config is returned
+        unchanged.
+
+        Args:
+          config: the config of the run.
+          weights: the weights that training starts from.
+          tokenizer: the tokenizer of the training data.
 
         Raises:
           ConfigError: the weights were trained with another tokenizer.

@@ -222,7 +222,8 @@ class Task(abc.ABC):
         """
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics that are logged as curves, by name: those of `metrics` in a report.
+        """Returns the metrics that are logged as curves, by name: the metrics in `Task.metrics`
+        that a report contains.
 
         A report may lack metrics that are not defined for the data.
 

@@ -69,7 +69,7 @@ class SpeechRecognition(EncoderTask):
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
-        """Returns the config with sizes filled in, including those of the frames.
+        """Returns the config with all sizes filled in, including the size of a frame.
 
         Raises:
           ConfigError: the frames have another number of features than the config says, or the

@@ -67,7 +67,7 @@ class Vocabulary:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including that of `UNKNOWN`."""
+        """Number of ids, including the id of `UNKNOWN`."""
         return len(self.tokens)
 
     def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
