@@ -111,7 +111,7 @@ def model_settings(config: Config) -> dict[str, Any]:
 
 
 def earlier_model_settings(saved: Any, config: Config) -> dict[str, Any]:
-    """Returns `model_settings` of a model of which an earlier version saved the section `Model`.
+    """Returns `model_settings` of a model whose section `Model` was saved by an earlier version.
 
     Args:
       saved: the fields of the section. In the earliest versions, they included the settings of
@@ -230,7 +230,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     """Returns `value` converted to the type of the setting `name` ("Section.field").
 
     Args:
-      name: the name of the setting in .gin files, which may be that of an earlier version.
+      name: the name of the setting in .gin files; names that earlier versions used are accepted.
       value: the value to check.
       task: the name of the task whose runs must allow the value; None allows any task.
 

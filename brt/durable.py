@@ -290,7 +290,7 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
     while True:
         name = partial_name()
         descriptor = os.open(name, flags, mode, dir_fd=place)
-        with contextlib.suppress(BlockingIOError):  # `remove_abandoned` locked it to delete it.
+        with contextlib.suppress(BlockingIOError):  # `remove_abandoned` has locked it.
             locks.acquire(descriptor)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor

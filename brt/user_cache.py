@@ -20,7 +20,7 @@ def directory() -> Path | None:
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(place):
-        place = os.path.expanduser("~/.cache")  # This does not expand if there is no home.
+        place = os.path.expanduser("~/.cache")  # Without a home directory, the ~ stays.
     return Path(place, "brt") if os.path.isabs(place) else None
 
 

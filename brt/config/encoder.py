@@ -22,11 +22,11 @@ class Encoder:
     # A layer has this number of attention heads, which must divide model_dim.
     heads: int = inherited(8)
     mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
-    # Width of the input vectors, that of the data; 0 means that the inputs are tokens.
+    # Width of the input vectors, taken from the data; 0 means that the inputs are tokens.
     features: int = derived(0)
     # Size of the vocabulary of the inputs or outputs; 0 takes it from the data.
     vocab_size: int = inherited(0)
-    # Number of token type embeddings, that of converted weights; RoBERTa has 1, and 0 means none.
+    # Number of token type embeddings, taken from converted weights. RoBERTa has 1; 0 means none.
     token_types: int = derived(0)
     classes: int = derived(2, inherited=False)  # Number of outputs of the classifier.
     # How positions are encoded. 'convolution' mixes each token with its neighbours.

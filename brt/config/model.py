@@ -62,7 +62,8 @@ class Model:
     # True L2-normalises queries and keys and multiplies logits by a learned scale per head.
     normalize_qk: bool = inherited(True)
     mlp_bias: bool = inherited(False)  # True adds biases to the MLPs.
-    # Biases of attention: none, those of queries, keys and values, or also that of the output.
+    # Products of attention that add a bias: none, queries, keys and values ('qkv'), or these and
+    # the output ('all').
     attention_bias: Literal["none", "qkv", "all"] = inherited("none")
     # Factor of the queries where Model.normalize_qk = False. 0 takes 1 / sqrt(head_dim).
     query_scale: float = inherited(0.0)
@@ -87,8 +88,8 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
     remat: bool = free(False)
-    # Results that remat stores nevertheless: none, those of all matrix products, or those of
-    # products with weights.
+    # Results that remat stores nevertheless: none, all matrix products, or only the products with
+    # weights.
     remat_keep: RematPolicy = free("nothing")
     # Layers of one kind that are neighbours, and the blocks of a recurrent layer, are computed in
     # loops. This is the largest number of layers or blocks in one iteration; 1 compiles quickest.

@@ -21,13 +21,13 @@ class Rotary:
     # True multiplies all angles by pi, as the original code of the block-recurrent transformer
     # does. The decoders of Hugging Face need False.
     times_pi: bool = inherited(True)
-    # How angles are scaled for contexts longer than those of pretraining: not at all, all divided
-    # by Rotary.factor, or only the slow ones as in Llama 3.
+    # How angles are scaled for contexts longer than in pretraining: not at all, all divided by
+    # Rotary.factor ('linear'), or only the slow ones divided by it ('llama3').
     scaling: Literal["none", "linear", "llama3"] = inherited("none")
     factor: float = inherited(1.0)  # Angles per token are divided by this number.
-    # Llama 3 divides the angles of pairs that make fewer than low_frequency turns in
-    # original_length tokens, keeps those of pairs that make more than high_frequency turns, and
-    # interpolates in between.
+    # Each pair of dimensions turns at its own speed. 'llama3' counts its turns in original_length
+    # tokens. Angles of pairs with fewer than low_frequency turns are divided, angles of pairs with
+    # more than high_frequency turns are kept, and those in between are interpolated.
     low_frequency: float = inherited(1.0)
     high_frequency: float = inherited(4.0)
     original_length: int = inherited(8192)  # Tokens of a context before it was made longer.

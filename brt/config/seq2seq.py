@@ -37,17 +37,17 @@ class Seq2Seq:
     vocab_size: int = inherited(0)
     # Activation of the MLPs. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
-    # Matrix of the logits: that of the embedding ('tied') or an own one. 'scaled' multiplies the
-    # decoder's output by model_dim ** -0.5 first. T5 v1.0 has 'tied_scaled', T5 v1.1 'own', and
+    # Matrix of the logits: the embedding ('tied') or a separate one ('own'). 'scaled' multiplies
+    # the decoder's output by model_dim ** -0.5 first. T5 v1.0 has 'tied_scaled', T5 v1.1 'own', and
     # BART 'tied'.
     logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
     # Attention of the encoder. 'full' leaves the choice to Attention.kind; 'sliding' and 'local'
-    # see a window; 'transient_global' is that of LongT5.
+    # see a window; 'transient_global' is the attention of LongT5 to a window and global tokens.
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
     # Number of tokens to each side that a token sees, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
     # Number of tokens that a global token of 'transient_global' summarises; converted weights may
-    # have another.
+    # bring another number.
     global_block: int = derived(16)
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
     # Keys at this distance in tokens, or farther away, share the last bucket of T5's bias.

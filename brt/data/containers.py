@@ -1,6 +1,6 @@
 """Detects files that are not text, by their first bytes.
 
-Users may name PDFs, archives or databases by mistake. The error says of which kind the file is, and
+Users may name PDFs, archives or databases by mistake. The error names the kind of file, and says
 how the user can obtain text: with a program that extracts the text, or by giving the file the right
 name.
 """
@@ -66,7 +66,7 @@ SIGNS = (
          "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-# The byte order marks of UTF-32 come first, because those of UTF-16 are prefixes of them.
+# UTF-32 comes first, because its little-endian byte order mark begins with the one of UTF-16.
 _WIDE = (
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),

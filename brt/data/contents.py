@@ -53,7 +53,7 @@ def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
       data: the bytes, in parts.
 
     Raises:
-      BadRecord: the first bytes are those of another kind of file (see `brt.data.containers`).
+      BadRecord: the data begin like another kind of file (see `brt.data.containers`).
     """
     head, left = b"", iter(data)
     for chunk in left:

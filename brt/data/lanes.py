@@ -121,7 +121,7 @@ class BatchIterator(Iterator[Any]):
 
     Args:
       reader: the reader of the batches.
-      start_step: the first step.
+      start_step: index of the first batch that the iterator yields.
       prefetch: the number of batches that the thread builds in advance.
     """
 
@@ -168,11 +168,11 @@ class BatchIterator(Iterator[Any]):
 
 
 def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    """Returns an iterator over the batches of a reader, beginning with those of `start_step`.
+    """Returns an iterator over the batches of a reader from step `start_step` on.
 
     Args:
       reader: the reader of the batches.
-      start_step: the first step.
+      start_step: index of the first batch that the iterator yields.
       prefetch: the number of batches that a thread builds in advance.
     """
     return BatchIterator(reader, start_step, prefetch)

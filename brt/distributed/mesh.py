@@ -138,7 +138,7 @@ def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays of which every device has a complete copy."""
+    """Returns the sharding that gives every device a complete copy of an array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -170,7 +170,7 @@ def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
-    """Returns the global array of all lanes, of which this process has some rows.
+    """Returns the global array of all lanes, made from the rows of every process.
 
     Args:
       mesh: the mesh.

@@ -121,7 +121,7 @@ class TransformerBlock(nn.Module):
             self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
         )
         self.mlp = MLP(m, self.training)
-        nn.share_scope(self, self.mlp)  # The names of its parameters do not contain its own.
+        nn.share_scope(self, self.mlp)  # Its parameters lie beside this layer's own.
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the normalised input from which queries, keys and values are made."""
@@ -148,7 +148,7 @@ class TransformerBlock(nn.Module):
         return TokenProjections(queries, keys, values, cross[0] if cross else None)
 
     def _heads_name(self, x: Float[Array, "B T H K"]) -> str:
-        """Returns the name of the axis of heads, which are those of queries or of keys."""
+        """Returns the name of the heads axis of x, which has a head per query head or key head."""
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:

@@ -102,7 +102,7 @@ def _with_local_cache(
     blocks, tokens = document_start.shape[1], projections.keys.shape[1]
     begins = jnp.arange(blocks, dtype=jnp.int32)[None] * (tokens // blocks)
     first = jnp.where(document_start, begins, -state.length[:, None])
-    # Before the first document that starts in the segment, the document is that of the state.
+    # Blocks before the first document start of the segment continue the document of the state.
     first = jax.lax.cummax(first, axis=1)
     length = jnp.minimum(tokens - first[:, -1], LONGEST)
     if not model.cache:

@@ -31,7 +31,7 @@ class WindowState(NamedTuple):
     valid: Bool[Array, " B"]
 
 
-# The names of the axes of its arrays (`brt.distributed.rules`).
+# The names of the axes of WindowState's arrays, from which `brt.distributed.rules` shards them.
 WINDOW_AXES: Any = WindowState(
     ("lanes", None, "kv_heads", None), ("lanes", None, "kv_heads", None), ("lanes",)
 )

@@ -25,7 +25,7 @@ Task = Literal["ctc", "classification", "regression", "spans", "masked_language_
 HEADS = {
     "ctc": heads.Ctc,
     "classification": heads.Classification,
-    "regression": heads.Classification,  # The logit of its only class is the number.
+    "regression": heads.Classification,  # It has one class, whose logit is the number.
     "spans": heads.Spans,
     "masked_language_modeling": heads.MaskedLanguageModel,
 }
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Returns hidden vectors; those of padding have no meaning.
+        """Returns hidden vectors; the vectors at padding have no meaning.
 
         The vectors of an example depend only on its own valid inputs and on the key.
 

@@ -15,8 +15,10 @@ from brt.layers.runs import ModelState, StackState, check_states, new_model_stat
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
-_LANES, _BLOCKS, _VOCABULARY = 2, 4, 32  # of the tokens that are read
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of logits, relative to the largest one
+# The check reads this many lanes of this many blocks, with tokens from a vocabulary of this size.
+_LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
+# Logits may differ by this much, relative to the largest logit.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 class _Reading(NamedTuple):

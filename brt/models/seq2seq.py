@@ -106,7 +106,7 @@ class Seq2Seq(nn.Module):
         targets_in: Int[Array, "B T"],
         key: jax.Array | None = None,
     ) -> Decoded:
-        """Reads a batch of pairs; the key is that of `encode`."""
+        """Encodes sources and decodes targets; see `encode` and `decode` for the arguments."""
         if self.is_initializing() and not self.model.tied_logits:
             self.lm_head(targets_in)  # Only `readout` reads it.
         return self.decode(self.encode(source, mask, key), mask, targets_in)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-IGNORED = -100  # The label without a loss in Hugging Face datasets.
+IGNORED = -100  # Tokens with this label have no loss, as in Hugging Face datasets.
 
 
 class SpecialTokens(NamedTuple):

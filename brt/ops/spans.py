@@ -47,8 +47,8 @@ def span_nats(
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
     """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    If several spans have the highest sum, the result is the one that starts first, and the shortest
-    of those with this start.
+    If several spans have the highest sum, the result is the span that starts first; if several
+    start there, it is the shortest of them.
 
     Args:
       logits: the logits of each token for being the start and for being the end.

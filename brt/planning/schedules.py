@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-# A v4 and a v5p have two cores, each of which runs half of the grid's steps.
+# A v4 and a v5p have two cores. Each core runs half of the grid's steps.
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. It is 0 if the
 # chip cannot or need not run the kernel. The sizes in a name are, depending on the kernel: queries,

@@ -52,8 +52,9 @@ def _copies_between_memories(one: Instruction, sources: list[list[Shape]]) -> bo
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes that a fusion reads of each parameter, for parameters of which the fusion
-    reads only slices.
+    """Returns the bytes that the fused computation `called` reads, by parameter index.
+
+    Only parameters are included that the fusion reads in slices, not whole.
     """
     inside = module.computations[called].values()
     sizes = {

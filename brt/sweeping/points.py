@@ -31,8 +31,8 @@ class Point(NamedTuple):
     Attributes:
       number: the index of the point.
       name: the name for people, which contains the values that distinguish the point.
-      directory: the name of the point's directory, which is `name` with other characters in place
-        of those that some file systems or shells do not accept.
+      directory: the name of the point's directory: `name`, in which characters that some file
+        systems or shells do not accept are replaced.
       group: the name without the seed.
       bindings: the values of all settings that differ between points, by `Section.field`.
       resolved: the config, with the origin of each value.

@@ -20,8 +20,8 @@ class Evaluator(Protocol):
     Attributes:
       total: number of units to read, in the unit that is passed to `Control.progress`.
       unit: name of the unit, "tok" or "row".
-      partial: True if an evaluation with `whole=False` reads only a part of the data, so that its
-          metrics cannot be compared with those of a whole evaluation.
+      partial: True if an evaluation with `whole=False` reads only a part of the data. Its metrics
+          cannot be compared with the metrics of a whole evaluation.
     """
 
     total: int

@@ -46,7 +46,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
     Raises:
       ConfigError: the workdir does not exist.
-      CheckpointError: the metadata of the described checkpoint are not those of a training run.
+      CheckpointError: the described checkpoint does not have the metadata of a training run.
     """
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")

@@ -77,7 +77,7 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 
 
 def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
-    """Returns the `shard_spec` of every parameter, as a tree like that of the parameters.
+    """Returns the `shard_spec` of every parameter, in a tree with the structure of `params`.
 
     Args:
       params: the parameters.

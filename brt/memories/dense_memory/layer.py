@@ -66,8 +66,7 @@ def dense_memory_flops(model: Model) -> int:
     """
     section = model.of(DenseMemory)
     m = model
-    # `own` is the number of keys of its own block that a token sees, averaged over the tokens of a
-    # block.
+    # A token sees `own` keys of its own block, on average over the tokens of the block.
     own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
     return window_flops(m) + 4 * m.heads * m.head_dim * (section.size + own - m.window)
 

@@ -1,4 +1,4 @@
-"""Layers some of whose heads attend to the tokens of a token's cluster (Routing Transformer, arXiv
+"""Layers in which some heads attend to the tokens of a cluster (Routing Transformer, arXiv
 2003.05997).
 """
 

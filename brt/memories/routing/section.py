@@ -11,9 +11,7 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing(KindSection):
-    """Settings of layers of a causal Routing Transformer, some of whose heads attend to a token's
-    cluster.
-    """
+    """Settings of layers of a causal Routing Transformer: some heads attend to clusters."""
 
     kind: ClassVar[str] = "routing"
 

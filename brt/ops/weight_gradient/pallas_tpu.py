@@ -26,7 +26,7 @@ _LEFT, _RIGHT = (512, 256, 128), 256
 # XLA joins this kernel with an update in place, and then gives the kernel only this much VMEM,
 # regardless of the limit that the kernel asks for.
 _ROOM = 14 * 2**20
-# The loop has at most this many steps, each of which is in the kernel's code.
+# The loop has at most this many steps. It is unrolled, so every step adds to the kernel's code.
 _STEPS = 8
 
 

@@ -209,8 +209,8 @@ def window_attention_forward(
         return weights, shrunk, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the maximum logits and the sums of weights after key tile j, all of whose keys
-        count as zero keys.
+        """Returns the maximum logits and the sums of weights after key tile j, in which every key
+        counts as a zero key.
         """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total

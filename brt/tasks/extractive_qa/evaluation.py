@@ -78,7 +78,7 @@ class AnswerEvaluator(HeadEvaluator):
         return read
 
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
-        """Returns the mask of the tokens of the context, of which answers may consist."""
+        """Returns the mask of the tokens that an answer may contain: the tokens of the context."""
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:

@@ -31,8 +31,8 @@ class SummaryWriter(Writer):
 
         Args:
           prompt: text of the document.
-          options: settings of sampling, or the number of beams of a search; other settings of the
-            search are those of the config section Decoding. The summary has at most
+          options: settings of sampling, or the number of beams of a search; the config section
+            Decoding has the other settings of the search. The summary has at most
             `options.max_tokens` tokens, including the end token.
         """
         config, count = self._config, options.max_tokens

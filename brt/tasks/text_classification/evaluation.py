@@ -216,7 +216,7 @@ class Regressor(SentenceEvaluator):
     def nats(logits: Float[Array, "B 1"], batch: TextBatch) -> Float[Array, " B"]:
         """Returns -log of the density of each row's target, 0 for empty rows.
 
-        The density is that of a normal distribution of variance 1 around the logit.
+        The logit predicts a normal distribution whose mean is the logit and whose variance is 1.
         """
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]

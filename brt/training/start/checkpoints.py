@@ -40,8 +40,8 @@ def find(
         data and the accumulated metrics in addition to the model and its config.
 
     Raises:
-      CheckpointError: the checkpoint does not exist, no checkpoint is intact, or the metadata are
-        not those of a training run.
+      CheckpointError: the checkpoint does not exist, no checkpoint is intact, or the checkpoint
+        does not have the metadata of a training run.
     """
     checkpoint = reader.find(directory, step, warned=warned)
     meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"

@@ -113,7 +113,7 @@ def with_model(config: Config, weights: Weights) -> Config:
 
 
 def _merged(requested: Any, trained: Any, where: str) -> Any:
-    """Merges the model section of a config with that of the weights."""
+    """Returns the section `trained`, with the settings that `requested` may and does change."""
     section, defaults = type(requested), type(requested)()
     changes = {}
     for name, setting in settings(section).items():

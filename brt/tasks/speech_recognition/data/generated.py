@@ -63,7 +63,7 @@ def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
 
 
 def lexicon() -> list[str]:
-    """Returns the words of which generated transcripts consist, without duplicates."""
+    """Returns the distinct words from which generated transcripts are composed."""
     draw, words = _random("lexicon"), {}
     while len(words) < WORDS:
         letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))

@@ -1,6 +1,6 @@
 """ROUGE (Lin 2004) with named protocols.
 
-The scores equal those of the package rouge-score 0.1.2, with which the tests compare them. The
+The scores equal the scores of the package rouge-score 0.1.2; the tests compare the two. The
 package itself takes too long for evaluations: for 10,000 pairs of summaries on one core of an AMD
 EPYC it takes 294 s at 200 words and 1,425 s at 500 words, and this implementation takes 20 s and
 87 s. With the Porter stemmer the times are 400 s and 1,679 s against 23 s and 92 s. The package

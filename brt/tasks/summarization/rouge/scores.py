@@ -1,6 +1,6 @@
 """ROUGE-N, ROUGE-L and ROUGE-Lsum of two lists of words (Lin 2004, sections 2 and 3).
 
-The scores equal those of the package rouge-score 0.1.2, which follows ROUGE-1.5.5.
+The scores equal the scores of the package rouge-score 0.1.2, which follows ROUGE-1.5.5.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The raw datasets that brt reads, and a function that writes them as TensorFlow datasets (TFDS).
 
-Names, versions and features are those of TensorFlow Datasets 4.9, so that a written dataset has
+Names, versions and features are the same as in TensorFlow Datasets 4.9, so a written dataset has
 its usual name both for brt (`tfds:NAME/SPLIT`) and for `tfds.data_source`.
 """
 
