@@ -197,7 +197,7 @@ def last_saved(directory: Path) -> int | None:
 
 
 def warn_on_stderr(message: str) -> None:
-    """Prints a warning to stderr."""
+    """Prints `message` to stderr as a warning."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 

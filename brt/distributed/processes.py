@@ -240,8 +240,8 @@ def announce_end(reason: str) -> None:
 
 
 def report_activity(doing: Callable[[], str]) -> None:
-    """Sets the function that returns the current activity of this process, such as "stepping after
-    step 3".
+    """Registers `doing`, a function that returns the current activity of this process, such as
+    "stepping after step 3".
 
     Other processes report the last known activity if this process's heartbeat stops.
     """

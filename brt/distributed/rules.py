@@ -114,9 +114,9 @@ def automatic_axes() -> frozenset[str]:
 
 
 def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partition spec of an array on the current mesh, from the names of its axes.
+    """Returns the partition spec of an array with this shape on the current mesh.
 
-    A name of None stands for an axis that is not sharded.
+    `names` has the name of each axis of the array, or None for an axis that is not sharded.
     """
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 

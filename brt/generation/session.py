@@ -39,7 +39,7 @@ class Memory(NamedTuple):
     Attributes:
       state: carried state (caches, recurrent states) after the last full block, as in training.
       block: keys and values of the tokens in the open block, which is not full yet.
-      position: int32, number of tokens in the open block, less than the window.
+      position: int32, number of tokens in the open block, less than the length of a block.
       logits: float32 [B, V], logits of the next token.
       count: int32, number of tokens read and written including BOS; folded into random keys.
     """
@@ -227,7 +227,9 @@ class Session:
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
-        """Clears the memory, and uses other learned arrays of the model from now on."""
+        """Clears the memory, and uses `variables` as the learned arrays of the model from
+        now on.
+        """
         self._variables = variables
         self.forget()
 
@@ -318,7 +320,13 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory and `identity`, a description of the model, to a file for `load`."""
+        """Writes the memory to a file, which `load` reads.
+
+        Args:
+          path: the file.
+          identity: a description of the model, with which `load` compares the description of its
+            model.
+        """
         state_files.save(self.memory, path, identity)
 
     def load(

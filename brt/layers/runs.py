@@ -148,6 +148,8 @@ def replace_parts(
 ) -> StackState:
     """Returns `state`, in which the parts named in `replaced` ("cache", "state", "memory") are
     taken from the state `donor`.
+
+    `model` has the settings of the model to which both states belong.
     """
     triples = zip(runs(model), state, donor, strict=True)
     return tuple(

@@ -147,6 +147,11 @@ def new_state(model: Model, batch: int) -> StackState:
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
     """Returns the state with some of its parts ("cache", "state", "memory") reset, as if nothing
     had been read.
+
+    Args:
+      model: the settings of the model.
+      state: the state.
+      parts: the names of the parts to reset.
     """
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)

@@ -126,7 +126,9 @@ class EncoderWithHead(nn.Module):
 
 
 def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
-    """Returns initial parameters, each boxed with the names of its axes."""
+    """Returns initial parameters of the network, each boxed with the names of its axes; `key` is
+    random.
+    """
     features = network.model.features
     inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)
     return network.init(key, inputs, jnp.ones((1, 1), bool), key)["params"]

@@ -169,7 +169,9 @@ class Seq2Seq(nn.Module):
 
 
 def init(network: Seq2Seq, key: Array) -> Params:
-    """Returns initial parameters, each boxed with the names of its axes."""
+    """Returns initial parameters of the network, each boxed with the names of its axes; `key` is
+    random.
+    """
     tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return network.init(key, tokens, mask, tokens)["params"]
 
@@ -215,6 +217,12 @@ def step(
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
     """Reads the next token of every beam, and returns the float32 logits of the following token and
     the next state.
+
+    Args:
+      network: the model.
+      params: the parameters of the model.
+      tokens: the ids of the tokens to read.
+      state: the state after the earlier tokens.
     """
     found: Any = network.apply({"params": params}, tokens, state, method="step")
     hidden, state = found

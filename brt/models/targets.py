@@ -36,7 +36,7 @@ def shift_right(
     last.
 
     Labels of T5 are `... </s>`, and labels of BART are `<s> ... </s>`. Labels that the loss ignores
-    become padding.
+    become padding. `special` has the ids of the start token and of padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)

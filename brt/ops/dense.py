@@ -38,10 +38,11 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the product of `dense` and the residuals of its backward pass, (x, kernel).
+    """Returns the product of `dense`, and (x, kernel), which the backward pass of `dense` needs.
 
-    Unlike `dense`, this function has no custom gradient. The `remat_keep` policies, which choose
-    the values that a rematerialized layer saves, therefore see the product.
+    The arguments are described in `dense`. Unlike `dense`, this function has no custom gradient.
+    The `remat_keep` policies, which choose the values that a rematerialized layer saves, therefore
+    see the product.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 

@@ -48,7 +48,7 @@ class Dropout:
         return x * self.factors(x.shape, x.dtype)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
-        """Returns random factors, 0 or 1 / (1 - rate), for the entries of an array of this shape.
+        """Returns random factors, 0 or 1 / (1 - rate), in the given shape and dtype.
 
         The first axis of the shape is the rows of the local batch. The factors of a row depend on
         the row's index in the global batch and not on the other rows.

@@ -138,5 +138,8 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:
-    """Returns the rows of a table of rotary angles at the given indices."""
+    """Returns the rows of a table of rotary angles at the positions `places`.
+
+    `rotation` is the table.
+    """
     return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in rotation))

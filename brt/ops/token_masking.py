@@ -87,7 +87,11 @@ def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B
 
 
 def prediction_slots(length: int, share: float) -> int:
-    """Returns R, the number of slots for predicted tokens of a row with `length` tokens."""
+    """Returns R, the number of slots for predicted tokens of a row with `length` tokens.
+
+    R is at least the number that `prediction_counts` may return, if `share` is the fraction of
+    tokens to predict.
+    """
     # One slot is added, because `prediction_counts` computes in float32 and may round a half up
     # where Python rounds the half down.
     most = max(round(length * share) + 1, 1)

@@ -68,8 +68,8 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
 
 
 def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
-    """Returns the reason why a kernel does not accept heads of this size and dtype, or None if it
-    does.
+    """Returns the reason why a kernel does not accept heads of `width` numbers with this dtype, or
+    None if it does.
     """
     if width not in (64, 128, 256):
         return f"has heads of 64, 128 or 256, not of {width}"

@@ -89,7 +89,10 @@ class Instruction(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def shapes(text: str) -> list[Shape]:
-    """Returns all arrays of an HLO type; the type of a tuple has several arrays."""
+    """Returns all arrays of an HLO type; the type of a tuple has several arrays.
+
+    `text` is the type as it is written in HLO, such as "f32[8,128]{1,0}".
+    """
     arrays = []
     for dtype, dimensions, layout in _ARRAY.findall(text):
         sizes = tuple(int(d) for d in dimensions.split(",") if d)
@@ -99,7 +102,9 @@ def shapes(text: str) -> list[Shape]:
 
 
 def size(text: str) -> int:
-    """Returns the number of bytes of all arrays of an HLO type together."""
+    """Returns the bytes of all arrays of an HLO type together; `text` is the type, as for
+    `shapes`.
+    """
     return sum(shape.bytes for shape in shapes(text))
 
 

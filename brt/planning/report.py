@@ -73,9 +73,10 @@ def _effort(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan, config: Config) -> str:
-    """Returns the report for people.
+    """Returns the report about a plan, as text for people.
 
-    It contains the memory, the costs of each part, the collectives, the step time and the verdict.
+    It contains the memory, the costs of each part of the model, the collectives, the step time and
+    the verdict. `config` is the config of the run that was planned.
     """
     lines = [
         f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
@@ -167,6 +168,8 @@ def _pace(plan: Plan) -> list[str]:
 def verdict(plan: Plan, config: Config) -> str:
     """Returns a sentence for people: either that the step fits into memory, or which settings would
     make it fit.
+
+    `config` is the config of the run that was planned.
     """
     chip = plan.topology.chip
     if chip is None:

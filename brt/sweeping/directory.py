@@ -153,6 +153,8 @@ class PointDirectory:
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
     """Raises ConfigError if the directory of a point was created for another config than the point
     has now.
+
+    `workdir` is the directory of the sweep, which contains the directories of the points.
     """
     for point in points:
         directory = PointDirectory(workdir / point.directory)

@@ -51,6 +51,11 @@ def run(
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
     """Writes the report of the results so far; returns a text with the table and the report's path.
 
+    Args:
+      workdir: the directory of the sweep.
+      points: all points.
+      sweep: the settings of the sweep.
+
     Raises:
       ConfigError: the workdir does not exist, or contains another sweep.
     """

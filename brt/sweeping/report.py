@@ -90,7 +90,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
-    """Returns the lines of a table with the results of each point."""
+    """Returns the lines of a table with the results of each point; `rows` are the results."""
     return _table(
         {
             "": [_cell(row.point.name) for row in rows],
@@ -118,7 +118,12 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns every point with all its metrics and bindings as CSV; missing values are empty."""
+    """Returns every point with all its metrics and bindings as CSV; missing values are empty.
+
+    Args:
+      rows: the results of each point.
+      groups: the means over points that differ only in their seed.
+    """
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     metrics = [metric.name for metric in results.table_metrics(rows)]

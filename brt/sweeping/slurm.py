@@ -91,6 +91,10 @@ def script(
 def submit(text: str, workdir: Path) -> str:
     """Submits a script with sbatch and returns the output of sbatch.
 
+    Args:
+      text: the script.
+      workdir: the directory of the sweep, in which a directory for the logs is created.
+
     Raises:
       ConfigError: sbatch is not installed or refuses the job.
     """

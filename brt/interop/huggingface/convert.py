@@ -139,6 +139,9 @@ def to_hf(
 def load_converted(source: Path) -> Exported:
     """Loads a directory that `brt.convert --to=brt` wrote, so that it can be exported.
 
+    Args:
+      source: the directory.
+
     Raises:
       CheckpointError: the directory contains no such model.
     """

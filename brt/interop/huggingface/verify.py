@@ -54,7 +54,10 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two random pairs of a source (at most 64 tokens) and a target (at most 16 tokens)."""
+    """Returns two random pairs of a source (at most 64 tokens) and a target (at most 16 tokens).
+
+    `described` has the settings and special tokens of the model that reads the pairs.
+    """
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
     known = model.max_positions if model.family == "bart" else 64

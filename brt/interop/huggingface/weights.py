@@ -72,7 +72,10 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel".
+
+    `model` and `cross` are the settings of the model and of its cross-attention.
+    """
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
 
@@ -188,6 +191,6 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns the first few names as text, followed by the number of the other names."""
+    """Returns the first few of `all_names` as text, followed by the number of the other names."""
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

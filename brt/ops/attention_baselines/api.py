@@ -87,7 +87,7 @@ def random_planes(
     planes for each round.
 
     The planes are for vectors of `width` numbers, and all heads and examples share the planes. Pass
-    them to `bucket_ids` or `reformer`.
+    them to `bucket_ids` or `reformer`. `key` is the random key from which they are drawn.
     """
     return jax.random.normal(key, (rounds, buckets // 2, width))
 

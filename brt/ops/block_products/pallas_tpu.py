@@ -33,8 +33,10 @@ _SUMS = 8
 
 
 def shared_input_refusal(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:
-    """Returns the reason why `shared_input_matmul` does not support these inputs, or None if it
-    does.
+    """Returns the reason why the kernel of `shared_input_matmul` does not support these inputs, or
+    None if it does.
+
+    The arguments are described in `api.shared_input_matmul`.
     """
     first, *others = (Wide.from_kernel(kernel, narrow_first=not transposed) for kernel in kernels)
     if any(wide != first for wide in others):
@@ -124,7 +126,11 @@ def _shared_input_kernel(
 def summed_refusal(
     xs: Sequence[Array], kernels: Kernels, *, transposed: bool, **_: Any
 ) -> str | None:
-    """Returns the reason why `summed_matmul` does not support these inputs, or None if it does."""
+    """Returns the reason why the kernel of `summed_matmul` does not support these inputs, or None
+    if it does.
+
+    The arguments are described in `api.summed_matmul`.
+    """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows = xs[0].shape[: xs[0].ndim - kernels[0].ndim + 1]
     narrow = kernels[0].shape[0 if transposed else -1]

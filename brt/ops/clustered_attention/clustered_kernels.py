@@ -113,8 +113,12 @@ def forward_kernel(
 ) -> None:
     """Writes the centroids, the attention output of each centroid, and the output of each query.
 
-    The output of a query is the attention output of the centroid of the query's cluster. The
-    arguments after `inputs` are references to the outputs, as in `ClusteredKernelOutputs`.
+    The output of a query is the attention output of the centroid of the query's cluster.
+
+    Args:
+      inputs: references to the inputs.
+      y, centroids, read, numbers: references to the outputs, as in `ClusteredKernelOutputs`.
+      settings: static settings of the kernel.
     """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile

@@ -141,7 +141,7 @@ def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
 def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
     """Returns, for each query, the column of a table [W, C] that belongs to the query's cluster.
 
-    The columns of padding are arbitrary.
+    `labels` are the clusters of 128 queries. The columns of padding are arbitrary.
     """
     return gather_lanes(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
 

@@ -37,7 +37,8 @@ def tile_size(tokens: int, clusters: int) -> int:
     """Returns the number of slots of a tile: a power of 2 from 8 to 128 that is below the mean
     number of queries of a cluster.
 
-    With this size, at most half of all slots are empty.
+    With this size, at most half of all slots are empty. `tokens` is the number of queries of a
+    head.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
@@ -128,7 +129,10 @@ def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Ar
 
 
 def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H C"]:
-    """Returns the number of queries in each cluster, int32."""
+    """Returns the number of queries in each cluster, int32.
+
+    `labels` are the clusters of the queries; padding has the label `clusters` and is left out.
+    """
     return _segment_sums(jnp.ones_like(labels), labels, clusters)
 
 
@@ -154,6 +158,8 @@ def gather_by_label(
 ) -> Float[Array, "B H T K"]:
     """Returns, for each query, the row of x that belongs to the query's cluster; padding gets
     zeros.
+
+    `labels` are the clusters of the queries.
     """
     return _gather_by_label(x, labels, x.shape[2])
 

@@ -14,10 +14,10 @@ Kind = Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
 def paper_multiplications(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the paper's count of multiplications for q target and k source positions.
+    """Returns the paper's count of multiplications for q = `targets` and k = `sources` positions.
 
-    With heads of d numbers and segments of s positions, the count is qkd for full attention, qsd
-    for segmented attention, and qsd + kd^2 for `srformer`.
+    With d = `head_dim` and segments of s = `segment_size` positions, the count is qkd for full
+    attention, qsd for segmented attention, and qsd + kd^2 for `srformer`.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
@@ -26,10 +26,10 @@ def paper_multiplications(
 def paper_memory(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the paper's count of stored numbers for q target and k source positions.
+    """Returns the paper's count of stored numbers for q = `targets` and k = `sources` positions.
 
-    With heads of d numbers and m segments of s positions, the count is qk + kd for full attention,
-    qs + kd for segmented attention, and qs + kd + md^2 for `srformer`.
+    With d = `head_dim` and m segments of s = `segment_size` positions, the count is qk + kd for
+    full attention, qs + kd for segmented attention, and qs + kd + md^2 for `srformer`.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)

@@ -64,8 +64,10 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns the parameters as a `CrossParameters`, from nested dictionaries of arrays with the
-    keys that `specifications` returns.
+    """Returns the parameters as a `CrossParameters`.
+
+    `tree` has the parameters as nested dictionaries of arrays, with the keys that `specifications`
+    returns.
     """
     kinds = {
         "raf": segmented.RecurrenceParameters,

@@ -45,7 +45,10 @@ def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
 def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are described in `api.token_scores`.
+    """
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):
         return reason

@@ -48,7 +48,10 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are described in `api.state_scan`.
+    """
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
         return f"attends by itself, not by {attention!r} of softmax_attention"

@@ -26,6 +26,8 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernel of the complete cell does not support these inputs, or None
     if it does.
+
+    The arguments are described in `api.state_scan`.
     """
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):

@@ -102,8 +102,9 @@ class CellGrid(NamedTuple):
         )
 
     def residuals(self, x: CellResiduals) -> CellResiduals:
-        """Returns the block specs of the arrays that the forward pass saves for
-        the backward pass.
+        """Returns the block specs of the arrays that the forward pass saves for the backward pass.
+
+        `x` has the arrays, or their shapes.
         """
         hidden = None if x.hidden is None else self.by_block(x.hidden)
         return CellResiduals(self.by_block(x.vectors), hidden, *map(self.by_step, x[2:]))

@@ -122,7 +122,7 @@ def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> Dec
 
     The function `step` also advances the neurons but does not return them, so without `advance`
     every step repeats the segments since the cache's position. Positions must not decrease from
-    call to call.
+    call to call. `config` has the settings of cross-attention.
     """
     if cache.carry is None:
         return cache

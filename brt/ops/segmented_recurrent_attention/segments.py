@@ -95,8 +95,11 @@ def segment_index(
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Returns a padded source divided into segments of `size` positions; the last segment is filled
-    up with zeros.
+    """Returns a source divided into segments of `size` positions; the last segment is filled up
+    with zeros.
+
+    `x` has a row for each source and a column for each of X positions. In the result, the segments
+    are on axis 0.
     """
     batch, length, *rest = x.shape
     count = -(-length // size)

@@ -104,7 +104,10 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
 def refusal(
     x: Array, dy: Array, inputs: int = 1, outputs: int = 1, *, as_bits: bool = False
 ) -> str | None:
-    """Returns the reason why the kernel does not support these inputs, or None if it does."""
+    """Returns the reason why the kernel does not support these inputs, or None if it does.
+
+    The arguments are described in `api.weight_gradient`.
+    """
     if rules.partitioned():
         return "adds up what one device has"
     if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:

@@ -19,7 +19,10 @@ class Limits(NamedTuple):
     dtypes: tuple[str, ...]
 
     def refusal(self, queries: Float[Array, "B T H K"], cached: tuple[Array, Array]) -> str | None:
-        """Returns the reason why the kernel does not support these inputs, or None if it does."""
+        """Returns the reason why the kernel does not support these inputs, or None if it does.
+
+        The arguments are described in `api.window_part`.
+        """
         window, width = cached[0].shape[1], queries.shape[-1]
         if window not in self.windows:
             return f"has windows of {_alternatives(self.windows)} tokens, not of {window}"

@@ -98,7 +98,10 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are described in `api.window_part`.
+    """
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
     return hopper_refusal(queries, cached)
@@ -110,6 +113,8 @@ def hopper_refusal(
 ) -> str | None:
     """Returns the reason why kernels for Hopper GPUs do not support these inputs, or None if they
     do.
+
+    The arguments are described in `api.window_part`.
     """
     if reason := _LIMITS.refusal(queries, cached):
         return reason

@@ -57,7 +57,10 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are described in `api.window_part`.
+    """
     try:
         _modules()
     except ImportError as error:

@@ -57,7 +57,10 @@ def refusal(
     dropout: DropoutMask | None = None,
     **_: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are described in `api.window_part`.
+    """
     if reason := _LIMITS.refusal(queries, cached):
         return reason
     window, width = cached[0].shape[1], queries.shape[-1]

@@ -228,7 +228,12 @@ def forward_kernel(
     """Writes the output [W, K] and the log-sum-exp [1, W] of a block to `outputs`.
 
     Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
-    `cache_mask` [B, N] is not zero where a block may read the previous block.
+
+    Args:
+      cache_mask: [B, N], not zero where a block may read the previous block.
+      inputs: references to the other inputs.
+      outputs: references to the two outputs.
+      settings: static settings of the kernel.
     """
     y, lse = outputs
     dtype = inputs.values.own.dtype

@@ -28,7 +28,10 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two rows of at most 64 random tokens that the encoder can read."""
+    """Returns two rows of at most 64 random tokens that the encoder can read.
+
+    `described` has the settings of the encoder.
+    """
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
     longest = min(model.max_positions, 64)

@@ -87,7 +87,10 @@ def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel"."""
+    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel".
+
+    `described` has the settings and the task of the encoder.
+    """
     return by_layer(jax.eval_shape(partial(_initial, described)))
 
 
@@ -117,7 +120,10 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
-    """Returns brt's parameters as arrays with RoBERTa's names and layouts."""
+    """Returns brt's parameters as arrays with RoBERTa's names and layouts.
+
+    `described` has the settings and the task of the encoder.
+    """
     known, model = table(described), described.model
     exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))

@@ -55,6 +55,8 @@ def nearest_clusters(
 ) -> Int[Array, "B T H"]:
     """Returns the index of the cluster whose centroid has the largest cosine to each token's query,
     int32.
+
+    `statistics` determines the centroids. The queries get no gradient.
     """
     directions = l2_normalize(statistics.sums).astype(queries.dtype)
     cosines = jnp.einsum(
@@ -110,6 +112,11 @@ def commitment(
     """Returns the mean squared distance between queries and the centroids of their clusters.
 
     The centroids get no gradient.
+
+    Args:
+      queries: the queries of the tokens.
+      clusters: the cluster of each query.
+      statistics: determines the centroids.
     """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])
     own = jnp.einsum("bthc,hck->bthk", jax.nn.one_hot(clusters, means.shape[1]), means)
