@@ -78,7 +78,8 @@ class Plan(NamedTuple):
 
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
-        time of the cycles that the compiler estimates plus `network`.
+        time of the cycles that the compiler estimates plus `network`. Pallas kernels of GPUs do not
+        say how many products they compute, so `products` has at least the FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
             _transfers(kind) * cost.bytes for kind, cost in self.costs.collectives.items()
         )
         times = {
-            "products": total.flops / chip.flops,
+            "products": max(total.flops, (self.model_flops or 0) / self.used) / chip.flops,
             "memory": total.bytes / chip.bandwidth,
             "network": network / chip.network,
         }

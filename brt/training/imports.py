@@ -65,6 +65,7 @@ def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
     length = max(decoder.model.window, decoder.model.block_length)
     return Config(
         model=decoder.model,
+        sampling=decoder.sampling,
         data=Data(tokenizer=str(tokenizer.absolute())),
         training=Training(segment_length=length, batch_size=1, loss_chunk=256),
     )

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny_decoder import write_decoder
 
 from brt import command_line
 from brt.data.sources import CORPORA
@@ -109,6 +110,8 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(path / "books/2.txt", path / "pieces/test")
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
+    write_decoder(path / "SmolLM2-135M")
+    shutil.copy(FIXTURES / "user_files/my_layers.py", path)
     trained = "python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/novels"
     subprocess.run(adapted(trained), cwd=path, check=True)
     return path

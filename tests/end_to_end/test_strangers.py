@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_decoder import write_decoder
 
 import brt
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
@@ -208,7 +209,9 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 # Targets that stand for files which have another name, or none, in a stranger's directory.
 SAME_READER = {
     "run/tokenizer/*": "tokenizer.json",
+    "hf/tokenizer.json": "tokenizer.json",
     "hf/model.safetensors": "m.safetensors",
+    "hf/model-*.safetensors": "m.safetensors",
     "brt/params.safetensors": "m.safetensors",
     "run/evaluations/*/*.json": "run/evaluations/5/validation.json",
     "run/point.json": "sweep/5/point.json",
@@ -325,6 +328,26 @@ def test_converted_directories_are_read_file_by_file(
     run_command("convert", ["--from=brt", str(ours), "--to=hf", str(back)], trace)
     check_in_table("brt", ours, trace, damaged)
     assert not trace.elsewhere(ours, tmp_path) and not trace.others
+
+
+def test_a_strangers_decoder_is_read_file_by_file(
+    tmp_path: Path, trace: Trace, damaged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "hf"
+    write_decoder(source)
+    generation = {"do_sample": True, "temperature": 0.6, "eos_token_id": 2}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    (source / "modeling_llama.py").write_text("raise SystemExit('executed')")
+    before = snapshot(source)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--from=hf", str(source), "--to=brt", str(tmp_path / "brt")]
+    run_command("convert", flags, trace)
+    trace.on = True
+    brt.load(source).generate("e", max_tokens=2)
+    trace.on = False
+    check_in_table("hf", source, trace, damaged)
+    assert not trace.elsewhere(source, tmp_path, user_cache.directory()) and not trace.others
+    assert snapshot(source) == before
 
 
 def test_python_reads_a_strangers_run_without_opening_other_files(

@@ -52,6 +52,13 @@ def test_paces_are_those_of_the_chip() -> None:
     assert "compiler" not in made(low_effort=True).step_seconds
 
 
+def test_a_step_computes_at_least_the_products_of_the_model() -> None:
+    """Kernels of GPUs do not say their products, and a chip cannot exceed its peak."""
+    silent = made(costs=made().costs._replace(parts={"loss": Cost(1e9, 1e6)}))
+    assert silent.step_seconds["products"] == pytest.approx(8 / 4 / 275)
+    assert report.plan_json(silent)["mfu"]["roofline"] <= 1
+
+
 def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
     """Or a plan would be the faster the less is known of it."""
     plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))

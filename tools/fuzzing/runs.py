@@ -19,6 +19,7 @@ from brt.interop import pretrained
 from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config as causal
+from brt.interop.huggingface.causal.reading import generation_settings
 from brt.sweeping import results
 from brt.sweeping.directory import PointDirectory
 from brt.training import bad_steps, inspection, metrics, run_summary, trackers
@@ -251,6 +252,11 @@ def _converted(add: Callable[..., None]) -> None:
             f"hf/{family}/config.json", described,
             lambda path: causal.from_theirs(files.read_json(path), causal.Window()),
         )  # fmt: skip
+    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 0]}
+    add(
+        "hf/llama/generation_config.json", sampled,
+        lambda path: generation_settings(path.parent, 32),
+    )  # fmt: skip
     weight_map = {"weight_map": {"a": "model-1.safetensors"}}
     add("hf/model.safetensors.index.json", weight_map, files.shards)
     sections = config_json(config.Config())

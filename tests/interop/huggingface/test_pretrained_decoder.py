@@ -5,56 +5,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_decoder import MODEL, TEXT, write_decoder
 
 import brt
 from brt import convert, evaluate, generate, train
-from brt.config import Model
-from brt.config.norm import Norm
-from brt.config.rotary import Rotary
+from brt.config import Sampling
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import export, reading, weights
+from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import Window
 from brt.models.flops import forward_flops_per_token
 
-TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
-MODEL = Model(
-    layers=2, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
-    activation="silu", window=64, positions="rotary", normalize_qk=False, logit_scale="one",
-    rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
-    vocab_size=300, end_ids=(2,), dtype="float32",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, random_params: Any) -> Path:
-    """A tiny Llama, whose tokenizer splits digits before it splits words, as that of SmolLM2."""
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hub") / "tiny"
-    place.mkdir()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        [TEXT],
-        trainers.BpeTrainer(
-            vocab_size=280, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
-    tokenizer.save(str(place / "tokenizer.json"))
-    params = jax.tree.map(np.asarray, random_params(MODEL))
-    files.write_tensors(place, dict(weights.export_arrays(params, MODEL)), shard_bytes=20_000)
-    described = export.to_theirs(MODEL, bos_id=1, dtype="float32")
-    files.write_json(place / "config.json", described)
+    write_decoder(place)
     return place
 
 
@@ -108,7 +76,7 @@ def test_a_run_is_made_evaluated_and_given_back(
     assert described["eos_token_id"] == [2]
     assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == [2]
     assert reading.describe(back, Window(32, 4)).model == dataclasses.replace(
-        MODEL, window=32, sinks=4, dtype=direct.config.model.dtype
+        MODEL, window=32, block=32, sinks=4, dtype=direct.config.model.dtype
     )
 
 
@@ -150,6 +118,21 @@ def test_a_tokenizer_that_does_not_fit_is_refused(
     files.write_json(tmp_path / "config.json", described)
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     with pytest.raises(CheckpointError, match=message):
+        reading.describe(tmp_path)
+
+
+def test_settings_of_generation_are_taken(directory: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    described = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 0]}
+    files.write_json(tmp_path / "generation_config.json", described)
+    decoder = reading.describe(tmp_path)
+    assert decoder.sampling == Sampling(temperature=0.6, top_k=20)
+    assert decoder.model.end_ids == (2, 0)
+    files.write_json(tmp_path / "generation_config.json", {**described, "do_sample": False})
+    assert reading.describe(tmp_path).sampling == Sampling()
+    files.write_json(tmp_path / "generation_config.json", {**described, "top_k": "many"})
+    with pytest.raises(CheckpointError, match="generation_config.json: top_k"):
         reading.describe(tmp_path)
 
 

@@ -314,4 +314,4 @@ def _windows(keys: _Keys, layers: int, reading: Window, context: int) -> dict[st
 
 def _block(window: int) -> int:
     """Returns the length of a block: documents are padded to whole blocks."""
-    return 0 if window <= 256 else 256
+    return min(window, 256)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt.config import Model
+from brt import untrusted
+from brt.config import Model, Sampling
 from brt.data import tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
@@ -13,6 +14,12 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config, weights
 from brt.interop.huggingface.causal.config import Window
 from brt.interop.huggingface.weights import Arrays
+
+_SAMPLING = ("temperature", "top_k", "top_p")
+_GENERATION = {
+    "do_sample?": bool | None, "temperature?": int | float | None, "top_k?": int | None,
+    "top_p?": int | float | None,
+}  # fmt: skip
 
 
 class PretrainedDecoder(NamedTuple):
@@ -22,6 +29,7 @@ class PretrainedDecoder(NamedTuple):
       directory: the directory.
       described: the content of config.json.
       model: brt's settings of the model.
+      sampling: how texts are sampled, if generation_config.json asks for sampling.
       tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
     """
@@ -29,6 +37,7 @@ class PretrainedDecoder(NamedTuple):
     directory: Path
     described: Mapping[str, Any]
     model: Model
+    sampling: Sampling
     tokenizer: Tokenizer
     tokenizer_file: Path
 
@@ -68,16 +77,36 @@ def describe(directory: Path, reading: Window = Window()) -> PretrainedDecoder: 
     """
     described = files.read_json(directory / "config.json")
     model = config.from_theirs(described, reading)
-    if (generation := directory / "generation_config.json").is_file():
-        own = config.end_ids(files.read_json(generation), model.vocab_size)
-        model = dataclasses.replace(model, end_ids=own or model.end_ids)
+    ids, sampling = generation_settings(directory, model.vocab_size)
+    model = dataclasses.replace(model, end_ids=ids or model.end_ids)
     tokenizer, file = _tokenizer(directory)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size:,} ids, but config.json says "
             f"vocab_size = {model.vocab_size:,}"
         )
-    return PretrainedDecoder(directory, described, model, tokenizer, file)
+    return PretrainedDecoder(directory, described, model, sampling, tokenizer, file)
+
+
+def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
+    """Returns the ids that end a text and the settings of sampling in generation_config.json.
+
+    Without this file, or if it says nothing about them, there are no ids, and the settings are the
+    defaults.
+
+    Raises:
+      CheckpointError: a value has a wrong type, or an id is not in the vocabulary.
+      ConfigError: a setting of sampling is out of its range.
+    """
+    path = directory / "generation_config.json"
+    content = files.read_json(path) if path.is_file() else {}
+    try:
+        untrusted.check(content, _GENERATION)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    sampled = content if content.get("do_sample") else {}
+    given = {name: sampled[name] for name in _SAMPLING if sampled.get(name) is not None}
+    return config.end_ids(content, vocab_size), Sampling(**given)
 
 
 def _tokenizer(directory: Path) -> tuple[Tokenizer, Path]:

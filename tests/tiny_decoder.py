@@ -1,0 +1,54 @@
+"""A tiny Llama in Hugging Face's format, with random weights."""
+
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from brt.config import Model
+from brt.config.norm import Norm
+from brt.config.rotary import Rotary
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import export, weights
+from brt.models.decoder import Decoder, new_state
+
+TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
+MODEL = Model(
+    layers=2, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
+    activation="silu", window=64, positions="rotary", normalize_qk=False, logit_scale="one",
+    rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
+    vocab_size=300, end_ids=(2,), dtype="float32",
+)  # fmt: skip
+
+
+def write_decoder(place: Path) -> None:
+    """Writes a decoder, whose tokenizer splits digits before it splits words, as that of SmolLM2.
+
+    Args:
+      place: the directory, which must not exist.
+    """
+    place.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(place / "tokenizer.json"))
+    start = jnp.ones((1, 1), bool)
+    params = Decoder(MODEL).init(
+        jax.random.key(0), jnp.zeros((1, 64), jnp.int32), new_state(MODEL, 1), start
+    )
+    arrays = jax.tree.map(np.asarray, nn.meta.unbox(params)["params"])
+    files.write_tensors(place, dict(weights.export_arrays(arrays, MODEL)), shard_bytes=20_000)
+    files.write_json(place / "config.json", export.to_theirs(MODEL, bos_id=1, dtype="float32"))
