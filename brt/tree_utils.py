@@ -17,7 +17,7 @@ import numpy as np
 # {name: {"dtype": "float32", "shape": [8, 8]}}.
 Description = dict[str, dict[str, Any]]
 
-# NumPy's isfinite supports these floating-point dtypes; it does not support those of eight bits.
+# NumPy's isfinite supports these floating-point dtypes, but no dtype of eight bits.
 _OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
 
 HASHED_META = ("step", "data", "seed")

@@ -80,7 +80,7 @@ def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> Partitio
     """Returns the partition spec of a parameter on the given mesh: the result of `spec` for
     matrices, and replication for vectors.
 
-    The arguments are those of `spec`.
+    The arguments are the same as for `spec`.
     """
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 

@@ -37,7 +37,8 @@ def offset_bias(
 ) -> Float[Array, "H O"]:
     """Returns the bias of each head for each of the O offsets (key minus query).
 
-    `table` has the bias of each of R buckets; the other arguments are those of `relative_buckets`.
+    `table` has the bias of each of R buckets; the other arguments are the same as for
+    `relative_buckets`.
     """
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways

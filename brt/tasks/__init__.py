@@ -91,5 +91,5 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 
 def _sections(task: Task) -> set[str]:
-    """Returns the config sections that a task reads, including those of kinds of layers."""
+    """Returns the config sections that a task reads, including the sections of kinds of layers."""
     return {*task.sections, *(kind_sections() if "Model" in task.sections else ())}

@@ -33,8 +33,10 @@ class Routing(KindSection):
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are routing layers and a layer has no windowed heads,
-        positions are rotary, `Model.feedback` is set, or the model has no cache.
+        """Raises ConfigError if there are routing layers in a model in which they cannot work.
+
+        They need heads with windows, positions other than rotary ones, a cache, and
+        `Model.feedback` = False.
         """
         if not self.layers:
             return

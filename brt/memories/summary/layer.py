@@ -105,7 +105,9 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A layer with a short-term memory (MELODI, arXiv 2410.03156)."""
+    """A layer in which every block passes vectors, the short-term memory, to the next block
+    (MELODI, arXiv 2410.03156).
+    """
 
     model: Model
     training: bool = False
@@ -383,7 +385,7 @@ class SummaryLayer(nn.Module):
 
 
 class LongSummaryLayer(SummaryLayer):
-    """A layer with a short-term and a long-term memory (MELODI, arXiv 2410.03156)."""
+    """A `SummaryLayer` with a long-term memory, to which every block adds a few vectors."""
 
     remembers: ClassVar[bool] = True
 

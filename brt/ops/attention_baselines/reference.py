@@ -23,8 +23,8 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over its `count` best keys.
 
-    A key is included if fewer than `count` keys have a larger logit. The arguments are those of
-    `attention_baselines.oracle_top_k`; dropout is not supported.
+    A key is included if fewer than `count` keys have a larger logit. The arguments are the same as
+    for `attention_baselines.oracle_top_k`; dropout is not supported.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
@@ -48,8 +48,8 @@ def attend_in_chunks(
     rounds.
 
     Nothing is sorted: the chunk of a token follows from the number of tokens before it in the order
-    of buckets. The arguments are those of `attention_baselines.attend_in_chunks`; dropout is not
-    supported.
+    of buckets. The arguments are the same as for `attention_baselines.attend_in_chunks`; dropout is
+    not supported.
     """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]

@@ -31,7 +31,7 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over its `count` best keys.
 
-    All [B, H, T, X] logits exist at once. The arguments are those of
+    All [B, H, T, X] logits exist at once. The arguments are the same as for
     `attention_baselines.oracle_top_k`.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
@@ -61,7 +61,7 @@ def attend_in_chunks(
     """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
     rounds.
 
-    The arguments are those of `attention_baselines.attend_in_chunks`.
+    The arguments are the same as for `attention_baselines.attend_in_chunks`.
     """
     tokens = queries.shape[1]
     more = -tokens % chunk

@@ -64,8 +64,8 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [B, R, *outputs] for each.
 
-    The arguments are those of `block_products.shared_input_matmul`. With `interpret`, the kernel
-    runs on any device and with any sizes.
+    The arguments are the same as for `block_products.shared_input_matmul`. With `interpret`, the
+    kernel runs on any device and with any sizes.
     """
     count, (lanes, rows, narrow) = len(kernels), x.shape
     wide = _cut(Wide.from_kernel(kernels[0], narrow_first=not transposed), kernels)
@@ -169,8 +169,8 @@ def summed_matmul(
 ) -> Float[Array, "B R C"]:
     """Returns the sum of the products of each input with its kernel, [B, R, C].
 
-    The arguments are those of `block_products.summed_matmul`. With `interpret`, the kernel runs on
-    any device and with any sizes.
+    The arguments are the same as for `block_products.summed_matmul`. With `interpret`, the kernel
+    runs on any device and with any sizes.
     """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype

@@ -19,7 +19,7 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
 
-    The arguments are those of `block_products.shared_input_matmul`.
+    The arguments are the same as for `block_products.shared_input_matmul`.
     """
     wide = x.astype(jnp.float32)
     found = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
@@ -39,7 +39,7 @@ def summed_matmul(
 ) -> Float[Array, "*R C"]:
     """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are those of `block_products.summed_matmul`; `as_bits` is ignored.
+    The arguments are the same as for `block_products.summed_matmul`; `as_bits` is ignored.
     """
     total = jnp.zeros(())
     for x, kernel in zip(xs, kernels, strict=True):

@@ -23,7 +23,7 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
 
-    The arguments are those of `block_products.shared_input_matmul`.
+    The arguments are the same as for `block_products.shared_input_matmul`.
     """
     if transposed:
         products = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
@@ -46,8 +46,8 @@ def summed_matmul(
 ) -> Float[Array, "*R C"]:
     """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are those of `block_products.summed_matmul`. XLA's products read inputs that are
-    stored as bits (`as_bits`) like any others, without a conversion here.
+    The arguments are the same as for `block_products.summed_matmul`. XLA's products read inputs
+    that are stored as bits (`as_bits`) like any others, without a conversion here.
     """
     pairs = list(zip(xs, kernels, strict=True))
     if transposed:

@@ -90,8 +90,8 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens, in the dtype of
     `values`.
 
-    The arguments are those of `api.causal_clustered_attention`. With `interpret`, the kernels run
-    on any device, with any sizes.
+    The arguments are the same as for `api.causal_clustered_attention`. With `interpret`, the
+    kernels run on any device, with any sizes.
     """
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))

@@ -27,7 +27,7 @@ def memory_scan(
     """Returns the memory after the segment, and the memories that the segment's blocks read,
     stacked on a first axis N.
 
-    The arguments are those of `api.memory_scan`.
+    The arguments are the same as for `api.memory_scan`.
     """
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     results = [
@@ -56,7 +56,7 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens, in the dtype of
     `values`.
 
-    The arguments are those of `api.causal_clustered_attention`.
+    The arguments are the same as for `api.causal_clustered_attention`.
     """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks

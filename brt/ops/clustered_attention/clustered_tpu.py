@@ -86,8 +86,8 @@ def clustered(
     """Returns, for each query, the attention output of its cluster's centroid, in the dtype of
     `values`.
 
-    The arguments are those of `xla.clustered`, without dropout and bias. With `interpret`, the
-    kernels run on any device and with heads of any size.
+    The arguments are the same as for `xla.clustered`, without dropout and bias. With `interpret`,
+    the kernels run on any device and with heads of any size.
     """
     count = min(config.clusters, labels.shape[-1])
     local = functools.partial(_local, settings=ClusteredKernelSettings(count, interpret))

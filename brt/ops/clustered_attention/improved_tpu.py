@@ -112,8 +112,8 @@ def improved_clustered(
 ) -> Float[Array, "B H T E"]:
     """Returns the output of improved clustered attention for all queries, in the dtype of `values`.
 
-    The arguments are those of `xla.improved_clustered`, without dropout and bias. With `interpret`,
-    the kernels run on any device and with heads of any size.
+    The arguments are the same as for `xla.improved_clustered`, without dropout and bias. With
+    `interpret`, the kernels run on any device and with heads of any size.
     """
     settings = ImprovedKernelSettings(
         min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret

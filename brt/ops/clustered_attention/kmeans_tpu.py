@@ -74,7 +74,8 @@ def kmeans(
     """Returns the cluster of each code, int32, or C for padding; and the centroids to which the
     last iteration assigned the codes.
 
-    The arguments are those of `clustering.kmeans`. With `interpret`, the kernel runs on any device.
+    The arguments are the same as for `clustering.kmeans`. With `interpret`, the kernel runs on any
+    device.
     """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():

@@ -30,7 +30,7 @@ def clustered(
 ) -> Float[Array, "B H T E"]:
     """Returns, for each query, the attention output of its cluster's centroid.
 
-    The arguments are those of `xla.clustered`; dropout is not supported.
+    The arguments are the same as for `xla.clustered`; dropout is not supported.
     """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
@@ -53,7 +53,7 @@ def improved_clustered(
     """Returns the output of improved clustered attention, which computes exact logits for best
     keys.
 
-    The arguments are those of `xla.improved_clustered`; dropout is not supported.
+    The arguments are the same as for `xla.improved_clustered`; dropout is not supported.
     """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
@@ -97,7 +97,7 @@ def kmeans(
     """Returns the cluster of each code and the centroids of the last assignment, by Lloyd's
     algorithm.
 
-    Each bit has a separate count. The arguments are those of `clustering.kmeans`.
+    Each bit has a separate count. The arguments are the same as for `clustering.kmeans`.
     """
     per_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)

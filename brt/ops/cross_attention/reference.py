@@ -33,7 +33,7 @@ def attend(
     """Returns the attention output of the T target positions from t0 on, and metrics of the
     `srformer` kind's neurons.
 
-    The arguments are those of `api.attend`; dropout is not supported.
+    The arguments are the same as for `api.attend`; dropout is not supported.
     """
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(

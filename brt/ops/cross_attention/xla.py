@@ -36,8 +36,8 @@ def attend(
     """Returns the attention output of the T target positions from t0 on, and metrics of the
     `srformer` kind's neurons.
 
-    The arguments are those of `api.attend`. `implementation` names an implementation of segmented
-    recurrent attention, which this function calls.
+    The arguments are the same as for `api.attend`. `implementation` names an implementation of
+    segmented recurrent attention, which this function calls.
     """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(
@@ -55,7 +55,7 @@ def build_windows(
 ) -> segmented.SegmentWindows:
     """Returns the keys and values that the targets of each segment read.
 
-    The arguments are those of `api.attend`.
+    The arguments are the same as for `api.attend`.
     """
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))

@@ -93,8 +93,8 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token; without gradients.
 
-    The arguments are those of `api.token_scores`; `bias` must be None, and `chunk` is ignored. With
-    `interpret`, the kernel runs on any device and with any sizes.
+    The arguments are the same as for `api.token_scores`; `bias` must be None, and `chunk` is
+    ignored. With `interpret`, the kernel runs on any device and with any sizes.
     """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     return TokenScores(results.nats, results.lead > 0)
@@ -114,8 +114,8 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both float32 scalars.
 
-    The arguments are those of `api.cross_entropy`; `bias` must be None, and `chunk` is ignored.
-    With `interpret`, the kernels run on any device and with any sizes.
+    The arguments are the same as for `api.cross_entropy`; `bias` must be None, and `chunk` is
+    ignored. With `interpret`, the kernels run on any device and with any sizes.
     """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     loss = results.nats

@@ -33,7 +33,7 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token.
 
-    The arguments are those of `api.token_scores`; `chunk` is ignored.
+    The arguments are the same as for `api.token_scores`; `chunk` is ignored.
     """
     log_p = _log_p(hidden, embedding, bias, scale)
     target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
@@ -53,7 +53,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both scalars.
 
-    The arguments are those of `api.cross_entropy`; `chunk` is ignored.
+    The arguments are the same as for `api.cross_entropy`; `chunk` is ignored.
     """
     log_p = _log_p(hidden, embedding, bias, scale)
     nats = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]

@@ -105,7 +105,7 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token; without gradients.
 
-    The arguments are those of `api.token_scores`.
+    The arguments are the same as for `api.token_scores`.
     """
     chunk, product = (
         _chunk_length(hidden.shape[1], chunk),
@@ -135,7 +135,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both float32 scalars.
 
-    The arguments are those of `api.cross_entropy`.
+    The arguments are the same as for `api.cross_entropy`.
     """
     return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 

@@ -24,7 +24,7 @@ def local_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over all keys at most `radius` away.
 
-    The arguments are those of `api.local_attention`; dropout is not supported.
+    The arguments are the same as for `api.local_attention`; dropout is not supported.
     """
     place = np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]

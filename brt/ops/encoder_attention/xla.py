@@ -26,7 +26,7 @@ def local_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over all keys at most `radius` away.
 
-    The arguments are those of `api.local_attention`.
+    The arguments are the same as for `api.local_attention`.
     """
     block, tokens = radius + 1, queries.shape[1]
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)

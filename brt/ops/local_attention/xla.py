@@ -27,9 +27,9 @@ def local_attention(
     """Returns the attention output of every token over its window, and the log-sum-exp of its
     logits.
 
-    The arguments are those of `api.local_attention`, with the W cached keys and values before those
-    of the segment, and with `first` for every token. The backward pass computes the attention
-    weights of a chunk again.
+    The arguments are the same as for `api.local_attention`, except for three: `keys` and `values`
+    begin with the W cached keys and values, and `first` has an entry for every token. The backward
+    pass computes the attention weights of a chunk again.
     """
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)

@@ -19,7 +19,7 @@ def attend(
 ) -> Float[Array, "*B Q H K"]:
     """Returns the attention output of every query over the keys that it sees.
 
-    The arguments are those of `api.attend`; dropout is not supported.
+    The arguments are the same as for `api.attend`; dropout is not supported.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)

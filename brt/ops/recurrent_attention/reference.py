@@ -36,7 +36,8 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read; all float32.
 
-    The arguments are those of `api.state_scan`; `taps`, `unroll` and `attention` are ignored.
+    The arguments are the same as for `api.state_scan`; `taps`, `unroll` and `attention` are
+    ignored.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -180,7 +180,7 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read.
 
-    The arguments are those of `api.state_scan`; `options` are those of `state_update`.
+    The arguments are the same as for `api.state_scan`; `options` are passed to `state_update`.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -78,8 +78,8 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read, computed by one kernel for the complete cell.
 
-    The arguments are those of `api.state_scan`. Arguments that this function does not name are
-    ignored. With `interpret`, the kernel runs on any device and with any sizes.
+    The arguments are the same as for `api.state_scan`. Arguments that this function does not name
+    are ignored. With `interpret`, the kernel runs on any device and with any sizes.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -86,7 +86,7 @@ def prefill(
 ) -> DecodingCache:
     """Returns the cache of each source, in the form that `config.cache` selects.
 
-    The arguments are those of `api.prefill`.
+    The arguments are the same as for `api.prefill`.
     """
     keys, values, mask = (
         jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)

@@ -95,8 +95,8 @@ def recurrence(
 ) -> RecurrentStates:
     """Returns the states R of every segment, the factor of their output, and the firing rate.
 
-    The arguments are those of `recurrence.recurrence`. With `interpret`, the kernel runs on any
-    device and with heads of any size.
+    The arguments are the same as for `recurrence.recurrence`. With `interpret`, the kernel runs on
+    any device and with heads of any size.
     """
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]

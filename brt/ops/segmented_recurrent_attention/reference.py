@@ -31,7 +31,7 @@ def attend(
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    The arguments are those of `api.attend`; dropout is not supported.
+    The arguments are the same as for `api.attend`; dropout is not supported.
     """
     states, aux = _states(windows, parameters, config)
     counts, t = windows.counts[:, None], t0 + jnp.arange(queries.shape[1])[None]

@@ -47,7 +47,7 @@ _TILE = 1024 * _ROWS
 def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.attend_to_blocks`.
+    q, k, v and `cache_mask` are the queries, keys, values and mask of `api.attend_to_blocks`.
     """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]

@@ -152,8 +152,8 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are those of `api.weight_gradient`. With `interpret`, the kernel runs on any
-    device and with any sizes.
+    The arguments are the same as for `api.weight_gradient`. With `interpret`, the kernel runs on
+    any device and with any sizes.
     """
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows

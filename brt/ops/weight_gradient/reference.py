@@ -14,7 +14,7 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are those of `api.weight_gradient`; `as_bits` is ignored.
+    The arguments are the same as for `api.weight_gradient`; `as_bits` is ignored.
     """
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)

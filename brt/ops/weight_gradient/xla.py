@@ -17,7 +17,7 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are those of `api.weight_gradient`. XLA's products read an x that is stored as
-    bits (`as_bits`) like any other, without a conversion here.
+    The arguments are the same as for `api.weight_gradient`. XLA's products read an x that is stored
+    as bits (`as_bits`) like any other, without a conversion here.
     """
     return dense.weight_gradient(x, dy, inputs, outputs)

@@ -86,8 +86,8 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
-    `api.window_part`, except that `keys` and `values` begin with the cached block, and that
+    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are the same
+    as for `api.window_part`, except that `keys` and `values` begin with the cached block, and that
     `dropout` has the factors of the weights instead of a mask.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)

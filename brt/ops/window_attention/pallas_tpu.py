@@ -99,8 +99,9 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are those of
-    `api.window_part`. With `interpret`, the kernels run on any device and with windows of any size.
+    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are the same
+    as for `api.window_part`. With `interpret`, the kernels run on any device and with windows of
+    any size.
     """
     window = cached[0].shape[1]
     forward, backward = (

@@ -25,8 +25,8 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The arguments are those of `api.window_part`, except that `keys` and `values` begin with the
-    cached block, and that `dropout` has the factors of the weights instead of a mask.
+    The arguments are the same as for `api.window_part`, except that `keys` and `values` begin with
+    the cached block, and that `dropout` has the factors of the weights instead of a mask.
     """
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1

@@ -47,7 +47,7 @@ def bias_gradient(
     """Returns the gradient of the bias, float32, from the gradient of the tile that `bias_tile`
     returns.
 
-    The other arguments are those of `bias_tile`.
+    The other arguments are the same as for `bias_tile`.
     """
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"

@@ -63,8 +63,8 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The arguments are those of `api.window_part`, except that `keys` and `values` begin with the
-    cached block, and that `dropout` has the factors of the weights instead of a mask.
+    The arguments are the same as for `api.window_part`, except that `keys` and `values` begin with
+    the cached block, and that `dropout` has the factors of the weights instead of a mask.
     """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 

@@ -25,7 +25,7 @@ def memory_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over its neighbours, in the dtype of `values`.
 
-    The arguments are those of `api.memory_attention`.
+    The arguments are the same as for `api.memory_attention`.
     """
     blocks = counts.shape[1]
     width = queries.shape[1] // blocks

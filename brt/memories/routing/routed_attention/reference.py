@@ -22,7 +22,7 @@ def routed_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over the last R tokens of the token's cluster.
 
-    The arguments are those of `api.routed_attention`.
+    The arguments are the same as for `api.routed_attention`.
     """
     visible = places(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]

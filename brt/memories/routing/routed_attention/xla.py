@@ -53,7 +53,7 @@ def routed_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over the last R tokens of the token's cluster.
 
-    The arguments are those of `api.routed_attention`.
+    The arguments are the same as for `api.routed_attention`.
     """
     visible = places(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
