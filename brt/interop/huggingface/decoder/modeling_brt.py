@@ -80,7 +80,7 @@ def rotate(x, first):
 
 
 def attend(queries, keys, values, bias=None, seen=None):
-    """Returns attended values [B, Q, H, K]; keys are [B, X, H, K]. Without a `seen` key: zeros."""
+    """Returns attended values [B, Q, H, K] for keys [B, X, H, K]; zeros where no key is `seen`."""
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
     if bias is not None:
         logits = logits + bias.float()
