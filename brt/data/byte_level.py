@@ -13,7 +13,7 @@ import numpy as np
 
 from brt import untrusted
 from brt.data import tokenizer_files
-from brt.data.chunks import ChunkTokenizer
+from brt.data.chunks import ChunkTokenizer, end_of_word
 from brt.errors import DataError
 
 # A tokenizer.json with one of these settings is refused, because the settings change the text.
@@ -43,6 +43,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
     Raises:
       DataError: the file is damaged, has no piece that can be BOS, or does not keep every byte.
     """
+
+    _chunk_end = staticmethod(end_of_word)
 
     def __init__(self, path: Path | str):
         self.path = Path(path)

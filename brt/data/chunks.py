@@ -7,7 +7,7 @@ read.
 
 import abc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,31 +18,12 @@ BATCH = 64  # This number of chunks is encoded in parallel.
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
-def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """Yields a text in chunks of at most `size` characters.
+def end_of_line(text: str, start: int, stop: int) -> int:
+    """Returns where a chunk of a text that begins at `start` ends, at most at `stop`.
 
-    A chunk ends after the last newline within `size` characters. If there is no newline, the chunk
-    ends before the last space that follows another character; if there is no space either, the
-    chunk has `size` characters.
-
-    Args:
-      chunks: the text, in parts of any length.
-      size: the largest number of characters in a chunk.
+    The chunk ends after the last newline. Without a newline, it ends before the last space that
+    follows another character; without such a space, it ends at `stop`.
     """
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        start = 0
-        while len(text) - start > size:
-            end = _end(text, start, start + size)
-            yield text[start:end]
-            start = end
-        text = text[start:]
-    if text:
-        yield text
-
-
-def _end(text: str, start: int, stop: int) -> int:
     newline = text.rfind("\n", start, stop)
     if newline >= 0:
         return newline + 1
@@ -52,14 +33,53 @@ def _end(text: str, start: int, stop: int) -> int:
     return space if space > start else stop
 
 
+def end_of_word(text: str, start: int, stop: int) -> int:
+    """Returns where a chunk of a text that begins at `start` ends, at most at `stop`.
+
+    The chunk ends before the last space between two ASCII letters: there, the pre-tokenizers of all
+    byte-level tokenizers cut a text, whatever stands around. Without such a space, the chunk ends
+    where `end_of_line` says. `text` must have a character at `stop`.
+    """
+    space = stop
+    while (space := text.rfind(" ", start + 1, space)) >= 0:
+        around = text[space - 1] + text[space + 1]
+        if around.isascii() and around.isalpha():
+            return space
+    return end_of_line(text, start, stop)
+
+
+def cut(
+    chunks: Iterable[str], size: int, end: Callable[[str, int, int], int] = end_of_line
+) -> Iterator[str]:
+    """Yields a text in chunks of at most `size` characters.
+
+    Args:
+      chunks: the text, in parts of any length.
+      size: the largest number of characters in a chunk.
+      end: `end_of_line` or `end_of_word`, which says where a chunk ends.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        start = 0
+        while len(text) - start > size:
+            stop = end(text, start, start + size)
+            yield text[start:stop]
+            start = stop
+        text = text[start:]
+    if text:
+        yield text
+
+
 class ChunkTokenizer(abc.ABC):
     """Base class of tokenizers that encode long texts chunk by chunk.
 
     A subclass defines `_encode`, which encodes a batch of chunks, and sets `_bytes`, the bytes that
-    each id stands for.
+    each id stands for. It may set `_chunk_end`, which says where chunks end (see `cut`).
     """
 
     _bytes: list[bytes]
+    _chunk_end: staticmethod = staticmethod(end_of_line)
 
     @abc.abstractmethod
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
@@ -76,7 +96,7 @@ class ChunkTokenizer(abc.ABC):
           chunks: consecutive parts of the text, of any length, as they were read. The ids do not
             depend on where the parts end, because `cut` divides the text again.
         """
-        pieces = cut(chunks, CHUNK)
+        pieces = cut(chunks, CHUNK, self._chunk_end)
         while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)
 

@@ -4,6 +4,7 @@ import random
 import numpy as np
 import pytest
 from tokenizers import (
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -127,3 +128,40 @@ def test_files_that_lose_bytes_are_refused(file, tmp_path):
         with pytest.raises(DataError) as caught:
             tokenizers.load(str(path))
         assert sentence in str(caught.value)
+
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+STEPS = {
+    "GPT-2": [pre_tokenizers.Split(Regex(GPT_2), "isolated")],
+    "Llama 3": [pre_tokenizers.Split(Regex(LLAMA_3), "isolated")],
+    "SmolLM2": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.Split(Regex(GPT_2), "isolated"),
+    ],
+}
+
+
+@pytest.mark.parametrize("family", STEPS)
+def test_long_texts_have_the_ids_of_the_whole_text(family, tmp_path):
+    """Lines end in spaces, and paragraphs are separated by several newlines."""
+    library = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([*STEPS[family], level])
+    library.decoder = decoders.ByteLevel()
+    library.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    lines = NOVEL.read_text(encoding="utf-8")[:60_000].splitlines()
+    ends = "\n", "  \n", "\n\n\n", "\n    ", " 1999 \n\t", "\r\n\r\n"
+    text = "".join(line + ends[i % len(ends)] for i, line in enumerate(lines))
+    library.train_from_iterator([text], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizers.load(str(tmp_path / "tokenizer.json")).encode(text)
+    expected = library.encode(text, add_special_tokens=False).ids
+    np.testing.assert_array_equal(found, expected)
