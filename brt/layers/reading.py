@@ -4,7 +4,6 @@ Queries and keys are rotated here: a position counts from the beginning of the s
 open block, so that angles stay exact however long a document is.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +11,6 @@ from brt.config import Model
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.state import Sinks, has_null_keys
 from brt.ops.dropout import Dropout
-from brt.ops.grouped_heads import by_member
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import (
@@ -78,29 +76,12 @@ def window_part(
             scale=scale,
         )  # fmt: skip
 
-    def attend(
-        queries: Array, bias: Array | None, scale: Array | None, member: int
-    ) -> AttentionPart:
-        """Returns the attention of queries to the window, for as many heads of queries as of keys.
-
-        Args:
-          queries: [B, T, G, K], one head of queries for each head of keys.
-          bias: the position bias of these heads, or None.
-          scale: the length of these heads' normalised queries, or None.
-          member: the index of these heads among the heads that share a head of keys.
-        """
-        own = dropout
-        if dropout is not None and member:
-            own = Dropout(jax.random.fold_in(dropout.rng, member), dropout.rate)
-        # As in the original code, all lanes and blocks share the mask, so that only one mask has to
-        # be drawn and read.
-        mask = own and own.shared_mask(m.key_heads, m.window, m.window)
-        return segment_part(
-            queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
-            null_keys=has_null_keys(m), scale=scale, implementation=implementation,
-        )  # fmt: skip
-
-    return by_member(attend, queries, m.key_heads, bias, scale)
+    # Lanes and blocks share a mask, as in the original: one tile to draw and to read.
+    mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
+    return segment_part(
+        queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
+        null_keys=has_null_keys(m), scale=scale, implementation=implementation,
+    )  # fmt: skip
 
 
 def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:

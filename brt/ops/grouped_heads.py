@@ -5,13 +5,17 @@ In shapes, H is the number of heads of queries, and G the number of heads of key
 of the queries. Keys and values are never repeated in memory.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops.dropout import DropoutMask
 from brt.ops.normalization import inverse_norms
-from brt.ops.partial_attention import AttentionPart
 
 
 def step_logits(
@@ -48,46 +52,65 @@ def weighted_values(
     return output.reshape(batch, heads, values.shape[3])
 
 
-def by_member(
-    attend: Callable[[Array, Array | None, Array | None, int], AttentionPart],
-    queries: Float[Array, "B T H K"],
-    groups: int,
-    bias: Float[Array, "H W"] | None,
-    scale: Float[Array, " H"] | None,
-) -> AttentionPart:
-    """Returns the attention of grouped queries, computed by an operation that needs equally many
-    heads of queries and of keys.
+def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation of window attention that needs as many heads of keys as of queries.
 
-    A group is the R = H / G heads of queries that share a head of keys. `attend` is called R times,
-    each time for one member of every group. It therefore reads the keys R times.
+    For grouped queries, the wrapper calls the implementation R times, each time for one member of
+    every group, and therefore reads the keys R times.
 
     Args:
-      attend: (queries [B, T, G, K], bias [G, W], scale [G], index of the member) -> the attention
-        of these heads.
-      queries: the queries of all heads.
-      groups: G, the number of heads of keys.
-      bias: the position bias of all heads, or None.
-      scale: the length of the normalized queries of all heads, or None.
+      attend: a function with the arguments of `brt.ops.window_attention.api.window_part`, which
+        returns the output [B, T, G, K] and the log-sum-exp [B, T, G] of G heads.
     """
-    if queries.shape[2] == groups:
-        return attend(queries, bias, scale, 0)
 
-    def split(x: Array, axis: int) -> Array:
-        """Returns x with the axis of heads split into groups and their members."""
-        return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+    @functools.wraps(attend)
+    def attend_by_member(
+        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
+        bias: Array | None, cache_mask: Array, dropout: DropoutMask | None = None,
+        *, scale: Array | None = None, **options: Any,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Returns the output and the log-sum-exp of all heads of queries."""
+        others = cached, keys, values
+        groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]
+        if members == 1:
+            return attend(queries, *others, bias, cache_mask, dropout, scale=scale, **options)
 
-    # Members are not taken by slices with a stride: XLA computes a wrong gradient of such a slice
-    # of an axis that is sharded over devices (jax 0.10.2).
-    by_group = split(queries, 2)
-    parts = [
-        attend(
-            by_group[:, :, :, member],
-            None if bias is None else split(bias, 0)[:, member],
-            None if scale is None else split(scale, 0)[:, member],
-            member,
-        )
-        for member in range(by_group.shape[3])
-    ]
-    output = jnp.stack([part.output for part in parts], axis=3)
-    lse = jnp.stack([part.lse for part in parts], axis=3)
-    return AttentionPart(output.reshape(queries.shape), lse.reshape(queries.shape[:3]))
+        def of(x: Array, axis: int, member: int) -> Array:
+            """Returns the part of x that belongs to one member of each group."""
+            by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
+            return jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
+
+        parts = [
+            attend(
+                of(queries, 2, member), *others,
+                None if bias is None else of(bias, 0, member),
+                cache_mask,
+                dropout and dataclasses.replace(dropout, keep=of(dropout.keep, 0, member)),
+                scale=None if scale is None else of(scale, 0, member),
+                **options,
+            )
+            for member in range(members)
+        ]  # fmt: skip
+        output, lse = (jnp.stack(part, axis=3) for part in zip(*parts, strict=True))
+        return output.reshape(queries.shape), lse.reshape(queries.shape[:3])
+
+    return attend_by_member
+
+
+def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
+    """Returns, within `shard_map`, the heads of keys or values that a device's queries attend to.
+
+    If the devices along a mesh axis share the heads of queries, but are too many to share the heads
+    of keys, every device has all heads of keys. The result has one head if all queries of the
+    device belong to one group, and otherwise a head for each query.
+
+    Args:
+      x: all heads of keys or values.
+      heads: the number of heads of queries on each device.
+      members: R, the number of heads of queries that share a head of keys.
+      axis: the name of the mesh axis.
+    """
+    first = jax.lax.axis_index(axis) * heads
+    if members % heads == 0:
+        return jax.lax.dynamic_slice_in_dim(x, first // members, 1, axis=2)
+    return jnp.take(x, (first + jnp.arange(heads)) // members, axis=2)

@@ -87,6 +87,37 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
         assert error <= CANCELLING.get(name, 1) * TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow_cases("pallas_gpu*")
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    "implementation", ["xla", "xla_cpu", "reference", "pallas_interpret", "pallas_gpu_interpret"]
+)
+def test_grouped_queries_read_keys_as_if_these_were_repeated(
+    implementation: str, normalized: bool
+) -> None:
+    """Three heads of queries share each of two heads of keys."""
+    given, members, window = inputs(2, 64), 3, 64
+    rng = np.random.default_rng(1)
+    heads = 2 * members
+    given |= {
+        "queries": jnp.asarray(rng.normal(size=(2, 2 * window, heads, 16)), jnp.float32) / 4,
+        "bias": jnp.asarray(rng.normal(size=(heads, window)), jnp.float32),
+        "dropout": DropoutMask(jnp.asarray(rng.random((heads, window, window)) < 0.5), scale=1.25),
+        "scale": jnp.arange(1.0, 1 + heads) if normalized else None,
+    }
+
+    def repeated(x: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, members, axis=2), x)
+
+    def window_part_of_repeated(cached: Any, keys: Any, values: Any, **others: Any) -> Any:
+        return window_part(
+            cached=repeated(cached), keys=repeated(keys), values=repeated(values), **others
+        )
+
+    expected = run(window_part_of_repeated, given, implementation="xla")
+    assert_close(run(window_part, given, implementation=implementation), expected)
+
+
 @pytest.mark.slow_cases("*-False*", "512-*", "256-options3-*")
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(

@@ -5,36 +5,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from brt.config import Mesh
 from brt.distributed import mesh as meshes
 from brt.distributed.rules import constrain
-from brt.ops.grouped_heads import by_member
 from brt.ops.window_attention import segment_part
 
-LANES, TOKENS, HEADS, GROUPS, WIDTH, WINDOW = 2, 16, 8, 2, 4, 4
+LANES, TOKENS, WIDTH, WINDOW = 2, 16, 4, 4
 
 
-def test_gradients_equal_those_of_one_device() -> None:
+@pytest.mark.parametrize(
+    ("heads", "groups", "mesh"),
+    [
+        (8, 2, Mesh(tensor=8)),
+        (12, 4, Mesh(tensor=6)),  # Heads 2 and 3 of a device belong to two groups.
+        (8, 4, Mesh(tensor=4, sequence=2)),
+        (8, 1, Mesh(data=2, tensor=2, sequence=2)),
+    ],
+)
+def test_gradients_equal_those_of_one_device(heads: int, groups: int, mesh: Mesh) -> None:
     draw = np.random.default_rng(0).normal
-    queries, weights = draw(size=(2, LANES, TOKENS, HEADS, WIDTH)).astype(np.float32)
-    keys, values = draw(size=(2, LANES, TOKENS, GROUPS, WIDTH)).astype(np.float32)
-    cached = draw(size=(2, LANES, WINDOW, GROUPS, WIDTH)).astype(np.float32)
+    queries, weights = draw(size=(2, LANES, TOKENS, heads, WIDTH)).astype(np.float32)
+    keys, values = draw(size=(2, LANES, TOKENS, groups, WIDTH)).astype(np.float32)
+    cached = draw(size=(2, LANES, WINDOW, groups, WIDTH)).astype(np.float32)
     mask = jnp.ones((LANES, TOKENS // WINDOW), bool)
 
     def loss(queries: Any, keys: Any, values: Any, cached: Any) -> jax.Array:
         queries = constrain(queries, "lanes", "tokens", "heads", None)
         keys, values = (constrain(x, "lanes", "tokens", "kv_heads", None) for x in (keys, values))
-
-        def attend(queries: Any, *_: Any) -> Any:
-            return segment_part(queries, tuple(cached), keys, values, None, mask)
-
-        output = by_member(attend, queries, GROUPS, None, None).output
+        output = segment_part(queries, tuple(cached), keys, values, None, mask).output
         return jnp.sum(constrain(output, "lanes", "tokens", "heads", None) * weights)
 
     def gradients(mesh: Mesh) -> Any:
         with meshes.use(meshes.build(mesh, {})):
             return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(queries, keys, values, cached)
 
-    for found, expected in zip(gradients(Mesh(tensor=8)), gradients(Mesh()), strict=True):
+    for found, expected in zip(gradients(mesh), gradients(Mesh()), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -4,8 +4,9 @@ A segment is read in blocks of W tokens. A token attends to the W tokens that en
 with the token before it, wherever its block begins. Keys of the block before the segment come from
 the cache. Transformer-XL is the special case of one block per segment.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
+values (`brt.ops.grouped_heads`), K of numbers of a head, T of tokens of a segment, and N of its
+blocks of W tokens; Z = W + T counts the cached block, too.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.grouped_heads import step_logits, weighted_values
+from brt.ops.grouped_heads import by_member, step_logits, weighted_values
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
@@ -32,11 +33,13 @@ from brt.ops.window_attention import (
 
 
 def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that reads cached and new keys as one array.
+    """Wraps an implementation that reads cached and new keys as one array, and that needs as many
+    heads of keys as of queries.
 
     The wrapper also normalizes queries and keys if a scale is passed.
     """
 
+    @by_member
     def attend_to_joined_keys(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: bool,
@@ -101,9 +104,9 @@ OP = Op(
 
 def window_part(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
     dropout: DropoutMask | None = None,

@@ -9,6 +9,9 @@ rows. Maxima and sums then go along the sublanes of vector registers, and number
 processed in tiles of R rows, which need only the keys that they see. The bias of all tiles is one
 circulant matrix [W, R], rolled by a multiple of R, so that its gradient is one sum [W, R], too.
 
+With grouped queries, the steps of the R heads of a group read the same keys and values. Each head
+writes gradients of its own for them, and these are summed behind the kernel.
+
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
 segment in order and accumulate the gradients of keys and values in VMEM, as the queries of the next
 block add to them.
@@ -84,9 +87,9 @@ def _backward_vmem_bytes(window: int, width: int, itemsize: int, drops: bool) ->
 
 def window_attention(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
     dropout: DropoutMask | None,
@@ -128,10 +131,10 @@ class _Arguments(NamedTuple):
     """The arrays that attention is computed from, with heads before tokens."""
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "B H T K"]
-    v: Float[Array, "B H T K"]
-    cached_k: Float[Array, "B H W K"]
-    cached_v: Float[Array, "B H W K"]
+    k: Float[Array, "B G T K"]
+    v: Float[Array, "B G T K"]
+    cached_k: Float[Array, "B G W K"]
+    cached_v: Float[Array, "B G W K"]
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
     cache_mask: Int[Array, "B N"]
@@ -203,12 +206,12 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         return jnp.minimum(n, blocks - 1)
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n reads block `place(n)` of an array x [B, H, T,
-        K] of tokens.
+        """Returns the block spec with which step n reads block `place(n)` of an array x of tokens,
+        [B, H, T, K] or, with a head for every group of queries, [B, G, T, K].
         """
-        window = inputs.q.shape[2] // blocks
+        window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
         shape = (None, None, window, x.shape[3])
-        return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))
+        return pl.BlockSpec(shape, lambda h, b, n, _: (b, h // members, place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
         """Returns the block spec with which a step reads the row vector of its block; None if x is
@@ -300,8 +303,15 @@ def _backward(
     previous_spec = pl.BlockSpec(
         (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
     )
+    cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
+
+    def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
+        """Returns the shape of the gradients of keys or values x, for each head of queries."""
+        return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
+
     like = WindowKernelGradients(
-        arguments.q, arguments.k, arguments.v, arguments.cached_k, arguments.cached_v,
+        arguments.q, by_query_head(arguments.k), by_query_head(arguments.v),
+        by_query_head(arguments.cached_k), by_query_head(arguments.cached_v),
         inputs.scale, inputs.tile,
     )  # fmt: skip
     (results,) = pl.pallas_call(
@@ -310,8 +320,8 @@ def _backward(
             num_scalar_prefetch=1, grid=(heads, batch, blocks + 1), in_specs=[specs],
             out_specs=[
                 WindowKernelGradients(
-                    specs.q, previous_spec, previous_spec, specs.keys.cached, specs.values.cached,
-                    specs.scale, specs.tile,
+                    specs.q, previous_spec, previous_spec, cached_spec, cached_spec, specs.scale,
+                    specs.tile,
                 )
             ],
             scratch_shapes=[pltpu.VMEM((2, window, width), jnp.float32)] * 2,
@@ -324,10 +334,17 @@ def _backward(
     d_bias = None
     if arguments.bias is not None:
         d_bias = tpu_bias.bias_gradient(results.tile, settings.attend_to_self, settings.interpret)
+    k, v, cached_k, cached_v = (_summed(x, arguments.k.shape[1]) for x in results[1:5])
     return (arguments._replace(
-        q=results.q, k=results.keys, v=results.values, cached_k=results.cached_keys,
-        cached_v=results.cached_values, scale=d_scale, bias=d_bias, cache_mask=None, dropout=None,
+        q=results.q, k=k, v=v, cached_k=cached_k, cached_v=cached_v, scale=d_scale, bias=d_bias,
+        cache_mask=None, dropout=None,
     ),)  # fmt: skip
+
+
+def _summed(x: Float[Array, "B H T K"], groups: int) -> Float[Array, "B G T K"]:
+    """Returns the sum of gradients over the heads of queries of each group."""
+    batch, heads, *rest = x.shape
+    return x if heads == groups else x.reshape(batch, groups, -1, *rest).sum(axis=2)
 
 
 _attend.defvjp(_forward, _backward)

@@ -5,9 +5,11 @@ Each device computes the attention of its own tokens in `shard_map`, because XLA
 cannot split a kernel. If the blocks of a segment are sharded, a device also reads the last W keys
 and values of the device before it in the segment; the first device reads the cache.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
+values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +18,18 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops.dropout import DropoutMask
+from brt.ops.grouped_heads import local_groups
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention.api import window_part
 
-_SEQUENCE_AXIS = "sequence"
+_SEQUENCE_AXIS, _HEADS_AXIS = "sequence", "tensor"
 
 
 def segment_part(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
     dropout: DropoutMask | None = None,
@@ -43,9 +46,15 @@ def segment_part(
     arguments and the result are the same as in `api.window_part`.
     """
     by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
+    members = queries.shape[2] // keys.shape[2]
 
     def attend_on_device(q, cached, k, v, bias, cache_mask, dropout, scale):
         """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        if k.shape[2] * members > q.shape[2]:
+            own = functools.partial(
+                local_groups, heads=q.shape[2], members=members, axis=_HEADS_AXIS
+            )
+            cached, k, v = (own(cached[0]), own(cached[1])), own(k), own(v)
         if by_block:
             cached = _window_from_left(cached[0], k), _window_from_left(cached[1], v)
         return window_part(
@@ -58,15 +67,16 @@ def segment_part(
         return attend_on_device(*inputs)
     tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
     token_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
-    before = rules.partition_spec("lanes", None, "heads", None, shape=cached[0].shape)
+    key_partition = rules.partition_spec("lanes", tokens, "kv_heads", None, shape=keys.shape)
+    before = rules.partition_spec("lanes", None, "kv_heads", None, shape=cached[0].shape)
     head_partition = P(token_partition[2])
     return jax.shard_map(
         attend_on_device,
         in_specs=(
             token_partition,
             (before, before),
-            token_partition,
-            token_partition,
+            key_partition,
+            key_partition,
             head_partition,
             rules.partition_spec("lanes", blocks, shape=cache_mask.shape),
             head_partition,
@@ -78,7 +88,7 @@ def segment_part(
     )(*inputs)
 
 
-def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H K"]) -> Array:
+def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G K"]) -> Array:
     """Returns the window before a device's own tokens, from the left neighbour or the cache."""
     last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_SEQUENCE_AXIS)
     from_left = jax.lax.ppermute(last, _SEQUENCE_AXIS, [(i, i + 1) for i in range(size - 1)])
