@@ -57,8 +57,8 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
     Args:
       config: the settings.
       workdir: the directory of the run; progress is printed to stderr.
-      allow_config_change: names of settings ("Optimizer.b1") that may differ from those of the
-        checkpoint.
+      allow_config_change: names of settings, such as "Optimizer.b1", that may have other values
+        than in the checkpoint.
 
     Returns:
       The trained model.

@@ -280,8 +280,12 @@ def _shorten_warmup(
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Returns the error with additional text, which says where the settings that its message names
-    were bound.
+    """Returns the error with a longer message, which also says where settings were bound.
+
+    Args:
+      error: an error whose message names settings.
+      origins: the place of the binding of each setting, such as "a.gin:3" or "--gin_bindings", by
+        the setting's name.
     """
     return ConfigError(f"{error}{_whence(str(error), origins)}")
 

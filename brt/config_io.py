@@ -66,7 +66,13 @@ def config_text(config: Config) -> str:
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns `config_text` with the origin and the documentation of each setting as comments."""
+    """Returns `config_text` with comments: the origin and the documentation of each setting.
+
+    Args:
+      config: the config.
+      origins: the origin of each setting's value, such as "default" or "a.gin:3", by the setting's
+        name.
+    """
     comments = _field_comments()
     values = {name: repr(value) for name, value in _used_values(config).items()}
     name_width = max(map(len, values))
@@ -114,8 +120,8 @@ def earlier_model_settings(saved: Any, config: Config) -> dict[str, Any]:
     """Returns `model_settings` of a model whose section `Model` was saved by an earlier version.
 
     Args:
-      saved: the fields of the section. In the earliest versions, they included the settings of
-        kinds of layers. Later versions did not save these.
+      saved: the fields of the section. The earliest versions saved the settings of kinds of layers
+        in this section, and later versions did not save these settings at all.
       config: the config from which the settings of kinds are taken if they were not saved.
 
     Raises:
@@ -187,8 +193,9 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of each setting or derived field that differs, except in
-    secrets.
+    """Returns (name, old value, new value) of each setting and derived field that differs.
+
+    Passwords and keys are replaced by *** first, so that a change of a password is no difference.
     """
     before, after = (
         redacted(config_values(config) | {name: _value(config, name) for name in derived_fields()})
@@ -227,12 +234,14 @@ def _used_values(config: Config) -> dict[str, Any]:
 
 
 def checked_value(name: str, value: Any, task: str | None = None) -> Any:
-    """Returns `value` converted to the type of the setting `name` ("Section.field").
+    """Returns `value` converted to the type of a setting, such as a list to a tuple.
 
     Args:
-      name: the name of the setting in .gin files; names that earlier versions used are accepted.
+      name: the name of the setting in .gin files, "Section.field". Names that earlier versions
+        used are accepted.
       value: the value to check.
-      task: the name of the task whose runs must allow the value; None allows any task.
+      task: the name of a task. If several tasks have the setting with different types, the value
+        must have the type for this task. None accepts a value that any of the types allows.
 
     Raises:
       ConfigError: the value has another type.

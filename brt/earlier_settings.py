@@ -71,8 +71,8 @@ def with_current_names(
 
 
 def of_one_task(source: Source, task: str) -> Source:
-    """Returns the source without bindings that an earlier version wrote for other tasks than the
-    run's.
+    """Returns the source without bindings that belong to other tasks, and that an earlier version
+    wrote to the run's config.gin.
 
     In earlier versions, every section had its own setting where `brt.config.shared` now has one
     setting for all tasks, and the config.gin of a run binds all of them. In the config.gin of a
@@ -123,8 +123,8 @@ def without_effect(binding: Binding, task: str) -> ConfigError:
 def with_merged(
     winners: Mapping[str, Binding], base: Config | None, task: str
 ) -> tuple[dict[str, Binding], list[str]]:
-    """Replaces bindings of settings that became a part of another setting by bindings of that
-    setting.
+    """Replaces bindings of merged settings, which are now a part of another setting, by bindings of
+    the other setting.
 
     Args:
       winners: the binding that takes effect, for each setting.

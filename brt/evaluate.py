@@ -1,7 +1,7 @@
 """Evaluates a trained model on whole documents.
 
 python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
-python -m brt.evaluate --workdir=models/smol --windows=256,512,1024   # what context is worth
+python -m brt.evaluate --workdir=models/smol --windows=256,512,1024   # compare three windows
 python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   # while it trains
 """
 

@@ -3,7 +3,7 @@
 python -m brt.inspect --workdir=runs/quickstart
 python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes mean equal runs
 python -m brt.inspect --workdir=runs/quickstart --data         # verify the prepared data
-python -m brt.inspect --workdir=runs/quickstart --probe        # measure what the memory is worth
+python -m brt.inspect --workdir=runs/quickstart --probe        # measure how much the memory helps
 python -m brt.inspect --workdir=runs/quickstart --probe \\
     --gin.Evaluation.segment_length=64                         # memory is removed every 64 tokens
 """

@@ -54,7 +54,8 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Checks the macros that bindings use, and returns a binding that uses each macro, by macro.
+    """Checks the macros that bindings use. Returns one of the bindings that use a macro, for each
+    macro by its name.
 
     Args:
       macros: the bindings of macros by name.

@@ -104,9 +104,9 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Context that converts errors from writing a file which a flag names.
+    """Context that converts OSErrors of writing to errors whose message names a flag and a path.
 
-    The context is for files that `check_files` has checked before.
+    The context is for files that a flag names and that `check_files` has checked before.
 
     Args:
       flag: the name of the flag.

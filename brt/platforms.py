@@ -23,8 +23,8 @@ def use_cpus(count: int | None = None) -> None:
 
 
 _NVIDIA = ("nvidia*", "nvhost*", "nvgpu*", "dxg")
-# The package that compiles for each kind of accelerator, and the device files of a machine that has
-# such an accelerator.
+# Each pair belongs to a kind of accelerator: the package that compiles for it, and the device files
+# of a machine that has it.
 _COMPILERS = {
     "libtpu": ("accel*", "vfio/*"),
     "jax_cuda12_plugin": _NVIDIA,

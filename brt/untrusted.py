@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 LARGEST = 1 << 30  # Files that are read into memory have at most this many bytes by default.
-NUMBER = int | float  # As a kind for `check`: any JSON number, with or without a fraction.
+NUMBER = int | float  # `check` with this kind accepts JSON numbers with and without a fraction.
 _CHUNK = 1 << 20  # Arrays are read in chunks of this number of bytes.
 _DEEPEST = 100  # Lists and objects in JSON may be nested at most this deeply.
 _RATIO = 1032  # Deflate compresses by at most this factor.

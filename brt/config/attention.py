@@ -36,9 +36,9 @@ class Attention:
     # Number of keys with exact logits: per cluster for improved_clustered, per query for
     # oracle_top_k.
     top_k: int = free(32)
-    # How improved_clustered weights the exact keys against all others: as in the paper
-    # ('paper_constant' gives the weight no gradient, as in the authors' code), or with a correction
-    # for the spread of the queries in a cluster.
+    # Rule for the share of attention that improved_clustered gives to the keys with exact logits.
+    # 'paper' computes the share as in the paper. 'paper_constant' does so without a gradient, as in
+    # the authors' code. 'lse_jensen' corrects the share for the spread of the queries in a cluster.
     mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
     rounds: int = free(1)  # Rounds of hashing of reformer; more rounds are slower and more exact.
     buckets: int = free(64)  # A round of Reformer has this number of hash buckets.

@@ -23,7 +23,9 @@ def check(condition: bool, message: str) -> None:
 
 
 def name_of(section: object, field: str) -> str:
-    """Returns the name that .gin files have for a field of a section."""
+    """Returns the name of a field in .gin files, such as "Data.train" for the field `train` of the
+    section `Pairs`.
+    """
     return public_name(f"{type(section).__name__}.{field}")
 
 
@@ -117,6 +119,11 @@ def fill_held_out_rows(section: Any) -> None:
 
 def share_of(section: Any, split: str) -> float:
     """Returns the share of the training rows that a split holds out, or 0.0 if it names sources.
+
+    Args:
+      section: the section of the data.
+      split: "validation" or "test", the field of the section that is ("part:SHARE",) or names
+        sources.
 
     Raises:
       ConfigError: the split names a part together with sources, or the share is not valid.

@@ -9,9 +9,9 @@ def column(section: Any, role: str, usual: str = "") -> str:
     """Returns the column that a section names for a role, or `usual` if it names none.
 
     Args:
-      section: a section with a field `columns` of pairs ROLE=COLUMN.
-      role: what the column contains.
-      usual: the result without such a pair.
+      section: a section whose field `columns` has items ROLE=COLUMN, such as "text=article".
+      role: the content of the column, such as "text".
+      usual: the result if no item has this role.
     """
     return dict(pair.split("=", 1) for pair in section.columns).get(role, usual)
 

@@ -24,7 +24,8 @@ class Data:
     # The training documents are read from these sources.
     train: tuple[str, ...] = sources(("corpus:novels/train",))
     # The validation documents are read from these sources. () holds out a part of the training
-    # documents. 'auto' means the embedded novels if train has its default, and () otherwise.
+    # documents. The default is 'auto', which stands for 'corpus:novels/validation' if `train` has
+    # its default, and otherwise for ().
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
     # The test documents are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
@@ -47,8 +48,9 @@ class Data:
     test_fraction: float = free(0.05, cached=True)
     # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
-    # The second source of train, and each further source, is added after these numbers of steps.
-    # This is possible for memory tasks only. () reads all sources from the start.
+    # Training begins with the first source of `train` only, and adds one more source at each of
+    # these ascending steps. This is possible for memory tasks only. () reads all sources from the
+    # start.
     curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:

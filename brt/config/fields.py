@@ -29,7 +29,7 @@ _DECLARED = "setting"
 _SOURCES = "sources"  # This value of `cached` marks files on whose content prepared data depend.
 _USUAL = "usual"
 _NESTED = "nested"
-_AUTO: Any = ("auto",)  # This value stands for sources that the user did not name.
+_AUTO: Any = ("auto",)  # This value stands for held-out sources that the user did not name.
 Path = Literal["", "read", "written"]
 GENERATED = "generated:"  # Sources with this prefix are generated instead of read.
 MEMORY = "memory:"  # Sources with this prefix are memory tasks (docs/memory.md).
@@ -40,10 +40,14 @@ class Setting(NamedTuple):
 
     Attributes:
       resume: True if a resumed run may change the field.
-      warm_start: where a run that starts from weights takes the value from; see the module.
-      cached: whether prepared data depend on the field; see the module.
-      path: whether the field names a path; see the module.
-      derived: whether the field is derived instead of set; see the module.
+      warm_start: the value in a run that starts from weights: "own" takes the value of the run's
+        config, "inherited" the value of the weights, and "adaptable" the value of the weights
+        unless the config sets another one.
+      cached: True if the value determines prepared data; or the names of properties of the section
+        that determine prepared data instead of the value itself.
+      path: "read" or "written" if the value names files that brt reads or writes; otherwise "".
+      derived: True if the data or converted weights determine the value, and no .gin file can bind
+        the field.
     """
 
     resume: bool
@@ -54,7 +58,14 @@ class Setting(NamedTuple):
 
 
 def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path = "") -> T:
-    """Declares a field that a resumed run may change."""
+    """Declares a field that a resumed run may change.
+
+    Args:
+      default: the default of the field.
+      cached: True if the value determines prepared data; or the names of properties of the section
+        that determine prepared data instead of the value itself.
+      path: "read" or "written" if the value names files that brt reads or writes; otherwise "".
+    """
     return _field(default, Setting(True, "own", cached, path))
 
 
@@ -64,10 +75,11 @@ def sources(default: T) -> T:
 
 
 def held_out(usual: T) -> T:
-    """Declares sources of a held-out split, which `fill_held_out` sets if the user names none.
+    """Declares the sources of a held-out split. The default is ("auto",), which `fill_held_out`
+    replaces when the section is made.
 
     Args:
-      usual: the held-out sources that belong to the default of `train`.
+      usual: the sources that replace "auto" if `train` has its default or is generated.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
@@ -90,7 +102,12 @@ def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
 
 
 def fixed(default: T, *, cached: bool | str = False) -> T:
-    """Declares a field that a resumed run must keep, and that does not belong to the weights."""
+    """Declares a field that a resumed run must keep, and that does not belong to the weights.
+
+    Args:
+      default: the default of the field.
+      cached: True if the value determines prepared data; see `free`.
+    """
     return _field(default, Setting(False, "own", cached))
 
 
@@ -100,7 +117,9 @@ def inherited(default: T) -> T:
 
 
 def adaptable(default: T) -> T:
-    """Declares a field of the weights that a run starting from them may change."""
+    """Declares a field that belongs to the weights, but that a run which starts from the weights
+    may change, such as the window.
+    """
     return _field(default, Setting(False, "adaptable", False))
 
 
@@ -115,12 +134,12 @@ def derived(default: T, *, inherited: bool = True) -> T:
 
 
 def nested(default: T) -> T:
-    """Declares a field that holds other sections and is no setting itself."""
+    """Declares a field that holds one or several other sections and is no setting itself."""
     return dataclasses.field(default=default, metadata={_NESTED: True})
 
 
 def settings(section: type) -> dict[str, Setting]:
-    """Returns the declaration of every setting of a section.
+    """Returns the declaration of every setting of a section, by the name of the field.
 
     Raises:
       KeyError: a field is not declared by a function of this module.
@@ -133,8 +152,9 @@ def settings(section: type) -> dict[str, Setting]:
 
 
 def cached_settings(section: Any) -> dict[str, Any]:
-    """Returns the settings of a section that determine prepared data, except for the settings that
-    name sources.
+    """Returns the values of a section that determine prepared data, by name.
+
+    The sources are left out, because the hashes of their files identify them.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():

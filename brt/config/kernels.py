@@ -6,7 +6,8 @@ from brt.config.checks import check
 from brt.config.fields import free
 
 AUTO = "auto"
-# These operations have several implementations. A value says what models use the operation for.
+# The keys are the operations that have several implementations, and the values say what models use
+# each operation for.
 OPERATIONS = {
     "window_attention": "attention of a decoder's tokens to their window",
     "recurrent_attention": "the scan of recurrent layers over blocks",

@@ -52,7 +52,8 @@ class Model:
     # False lets a block attend only to itself, as in a vanilla transformer.
     cache: bool = adaptable(True)
     vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
-    # Ids of tokens that end a generated text, which pretrained models name.
+    # Generation ends after one of these token ids. They come from the configuration of a pretrained
+    # model; models that brt trains from random weights have none.
     end_ids: tuple[int, ...] = derived(())
     # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, or not at all.
     positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
@@ -219,15 +220,18 @@ class Model:
         return self.kv_heads or self.heads
 
     def has_own_window(self, layer: int) -> bool:
-        """Returns True if Model.layer_windows gives this layer a window of its own."""
+        """Returns True if Model.layer_windows, and not Model.window, sets the window of the layer
+        with this index, counted from 0.
+        """
         pattern = self.layer_windows or (0,)
         return bool(pattern[layer % len(pattern)])
 
     def for_layer(self, layer: int) -> "Model":
-        """Returns the settings as this layer sees them; blocks stay as they are.
+        """Returns the settings that the layer with this index, counted from 0, reads.
 
-        `window` is the window of the layer. A layer with a window of its own has no sinks, and the
-        angles of `Rotary.local_base`.
+        In the result, `window` is the window of the layer; the length of a block does not change.
+        If Model.layer_windows sets the window of the layer, the result has no sinks, and rotary
+        angles with the base `Rotary.local_base`.
         """
         if not self.layer_windows:
             return self

@@ -23,9 +23,9 @@ class Sentences:
     # The training rows are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. 'auto' is the default. It means
-    # 'generated:validation/200' if `train` has its default or is generated, and 'part:0.05'
-    # otherwise.
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # Sources of the test rows, with the same rules as validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))

@@ -121,8 +121,8 @@ class CrossAttention:
     # and 'stride' moves on by one segment every `stride` positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
     stride: int = fixed(8)  # Number of target tokens per segment if index_mode is 'stride'.
-    # Where padding counts, as in the authors' code: in the number of segments of a source
-    # ('segments'), or in the sums of the recurrence ('sums').
+    # Padding counts as tokens, as in the authors' code, in the number of segments of a source
+    # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
     count_padding_in: tuple[str, ...] = fixed(())
     # True accepts sources with more segments than the decoder reads.
     allow_skipped_segments: bool = fixed(False)
@@ -146,8 +146,8 @@ class CrossAttention:
     # 0.02 as in the authors' BART.
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
     raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
-    # Where a decode step takes the recurrent states from: a table with the states of all segments,
-    # or the state carried from the previous step, which needs less memory.
+    # A decode step takes the recurrent states from a table with the states of all segments, or from
+    # the state that the previous step carries to it, which needs less memory.
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
@@ -220,9 +220,9 @@ class Pairs:
     # The training pairs are read from these sources.
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
     # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. 'auto' is the default. It means
-    # 'corpus:summaries/validation' if `train` has its default or is generated, and 'part:0.05'
-    # otherwise.
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'corpus:summaries/validation', the argument of `held_out`, if `train` has its default, and
+    # otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # Sources of the test pairs, with the same rules as validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))

@@ -9,7 +9,9 @@ these fields alike, but their defaults may differ.
 
 from collections.abc import Iterator
 
-# For every task, these fields are set in the section that is the key.
+# The keys are sections of .gin files. The values are the fields that .gin files set in this section
+# for every task, although the section of the run's task may have another name: `Data.train` sets
+# `Pairs.train` in a run of summarisation.
 SHARED: dict[str, frozenset[str]] = {
     "Model": frozenset((
         "layers", "model_dim", "heads", "head_dim", "mlp_dim", "vocab_size", "positions",
@@ -22,7 +24,7 @@ SHARED: dict[str, frozenset[str]] = {
     )),
     "Decoding": frozenset(("beams",)),
 }  # fmt: skip
-# The sections that have such fields, besides `Model`, `Data` and `Decoding` themselves.
+# The keys are the sections of `SHARED`, and the values are other sections that have their fields.
 _OTHERS = {
     "Decoding": ("Speech",),
     "Model": ("Seq2Seq", "Encoder"),

@@ -32,9 +32,9 @@ class Speech:
     # The training utterances are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/1000",))
     # The validation utterances are read from these sources. 'part:SHARE' holds out this share of
-    # the training rows, and () means no validation. 'auto' is the default. It means
-    # 'generated:validation/100' if `train` has its default or is generated, and 'part:0.05'
-    # otherwise.
+    # the training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/100', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/100",))
     # The test utterances are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/100",))

@@ -22,7 +22,7 @@ KINDS = {
 }
 # Files with these suffixes contain many documents, each of which is a record.
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
-# The files in a directory that have one of these suffixes are read as documents.
+# If a source is a directory, its files with these suffixes are read as documents.
 DOCUMENTS = (*TEXT, *RECORDS)
 # Files with these suffixes are tables.
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")

@@ -19,9 +19,9 @@ REACH = 1 << 16  # At most this number of characters is searched for the end of 
 # A document is cut after the end of a paragraph, a line or a word, which these patterns match.
 BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 
-# The parts of one document, by the name of the split that a part belongs to. A part is given by the
-# position of its first character and the position after its last one (None for the end of the
-# document).
+# A value of this type divides one document. The keys are the names of splits, and the values are
+# the range of characters that belongs to the split: the position of the first character, and the
+# position after the last one (None for the end of the document).
 Parts = dict[str, tuple[int, int | None]]
 
 

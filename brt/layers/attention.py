@@ -124,7 +124,7 @@ class TransformerBlock(nn.Module):
         nn.share_scope(self, self.mlp)  # Its parameters lie beside this layer's own.
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns the normalised input from which queries, keys and values are made."""
+        """Returns x after norm and dropout, the input of the queries, keys and values."""
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:

@@ -190,7 +190,16 @@ def of(name: str) -> LayerKind:
 
 
 def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
-    """Returns the names of the state's fields that belong to a part; () if the kind lacks it."""
+    """Returns the names of the state's fields that belong to a part of what a layer remembers.
+
+    Args:
+      kind: the kind of the layer.
+      part: "cache", "state" or "memory"; evaluation can reset each part separately.
+      state: the state of a layer of this kind.
+
+    Returns:
+      Names of fields; () if layers of this kind do not have this part.
+    """
     fields = kind.parts.get(part, ())
     return state._fields if fields is None else fields
 

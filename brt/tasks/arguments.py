@@ -77,9 +77,9 @@ class EvaluationRequest(NamedTuple):
       dataset: opened data that contain the split.
       split: name of the split.
       trained: config that the model was trained with; None if it equals `config`.
-      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
-        second evaluation.
-      compare_exact: also evaluate the whole split with the exact attention that the model's
+      ablate: part of the carry ("cache", "state" or "memory") that a second evaluation resets
+        before every segment; None for no second evaluation.
+      compare_exact: True also evaluates the whole split with the exact attention that the model's
           attention approximates.
       windows: window sizes in tokens. A language model is evaluated once with each of them; an
         empty tuple evaluates once, with Model.window.

@@ -61,7 +61,7 @@ class EncoderTask(Task):
         return super().select_metrics(report) | exact_metrics
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-        """Returns the module that the config describes: an encoder with a head.
+        """Returns the Flax module that the config describes: an encoder with a head.
 
         Args:
           config: config of the model.
@@ -131,11 +131,12 @@ class EncoderTask(Task):
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError if the encoder does not read tokens, or not that many tokens.
+        """Raises ConfigError if the encoder does not read tokens, or cannot read sequences as long
+        as the settings allow.
 
         Args:
           config: the config.
-          lengths: for each setting that is a sequence length, its name and its value in tokens.
+          lengths: (name, value in tokens) of each setting that is a length of sequences.
         """
         model = config.encoder
         if model.features:
@@ -226,10 +227,12 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with a vocabulary size for all ids of the weights and of the task.
+        """Returns the config with the vocabulary size that training needs: the larger of the
+        weights' vocabulary size and the number of ids that the task needs for its tokenizer.
 
-        The tokenizer of converted weights is not known. For such weights, only the number of ids is
-        compared. An encoder of feature vectors has no vocabulary, and the config is returned
+        The tokenizer of the weights must be the tokenizer of the training data. The tokenizer of
+        converted weights is not known; their vocabulary size must equal the number of ids that the
+        task needs. An encoder of feature vectors has no vocabulary, and the config is returned
         unchanged.
 
         Args:
@@ -238,7 +241,8 @@ class EncoderTask(Task):
           tokenizer: the tokenizer of the training data.
 
         Raises:
-          ConfigError: the weights were trained with another tokenizer.
+          ConfigError: the weights were trained with another tokenizer, or the tokenizer of the
+            weights is not known and the vocabulary sizes differ.
         """
         known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
         if weights.tokenizer is None and known != ids:
@@ -262,8 +266,8 @@ class EncoderTask(Task):
 
         Args:
           config: config of the model to train.
-          weights: the weights.
-          initial: newly initialised parameters.
+          weights: the weights that the config names in Training.init_from.
+          initial: newly initialised parameters, for the parameters that the weights lack.
         """
         same = weights.task in (self.name, self.head)
         return merge_weights(

@@ -86,7 +86,12 @@ class HeadEvaluator(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, limit: int) -> Iterator[Any]:
-        """Yields batches of all rows; if `limit` is above 0, one batch of the first rows."""
+        """Yields the batches of rows that are evaluated.
+
+        Args:
+          limit: 0 yields batches of all rows of the split. A number above 0 yields a single batch,
+            which has at most this number of rows, from the start of the split.
+        """
 
     @abc.abstractmethod
     def summarize(
@@ -96,8 +101,9 @@ class HeadEvaluator(abc.ABC):
 
         Args:
           config: config of the model, with the evaluated kind of attention.
-          outputs: the results of the function of `forward` for each row, by row.
-          timed: the function of `forward`, with the time that its calls took.
+          outputs: for each row of the split, by its index, the results of the function that
+            `forward` returns.
+          timed: the function that `forward` returns, with the time that its calls took.
         """
 
     @abc.abstractmethod

@@ -113,10 +113,11 @@ class Task(abc.ABC):
         """Returns the reader that yields the training batch of each step."""
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that are sharded over axes of the mesh, by the name of the array axis.
+        """Returns the settings whose values the mesh of devices has to divide.
 
-        Each value is the name and the value of a setting, which has to be a multiple of the number
-        of devices along the mesh axis.
+        The keys are names of array axes, such as "heads", which are sharded over an axis of the
+        mesh. A value is (name of a setting, its value), and this value has to be a multiple of the
+        number of devices along the mesh axis.
         """
         training, section = config.training, getattr(config, self.model)
         lanes = training.batch_size // training.gradient_accumulation
@@ -130,7 +131,9 @@ class Task(abc.ABC):
         return getattr(config, self.model).vocab_size > 0
 
     def required_vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of token ids that the model needs."""
+        """Returns the number of token ids that the model needs: the ids of the tokenizer and, for
+        some tasks, further ids such as a mask.
+        """
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
@@ -234,9 +237,11 @@ class Task(abc.ABC):
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
-        """Returns a function from parameters and carry to metrics by tag, which training logs.
+        """Returns a function that computes metrics which training logs every
+        Training.probe_every steps.
 
-        The function has to be cheap. The result is None if the task has no such metrics.
+        The function maps the parameters and the carry to float32 scalars by tag, and has to be
+        cheap. The result is None if the task has no such metrics.
         """
         return None
 
@@ -264,7 +269,9 @@ class Task(abc.ABC):
         return self.metrics[0]
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the factor that converts bits per token to the unit of the primary metric."""
+        """Returns the number by which bits per token are divided to get the primary metric, such as
+        the mean number of bytes per token for bits per byte.
+        """
         return 1.0
 
     # The following methods generate and score texts, and export a model.

@@ -126,7 +126,7 @@ class MetricAccumulator:
     def report(self) -> dict[str, float]:
         """Returns the averages of the metrics since the last call, by tag, and resets them.
 
-        "data/tokens" is no average but the number of scored tokens since step 0.
+        One entry is not an average: "data/tokens", the number of scored tokens since step 0.
         """
         tokens = max(self._tokens, 1.0)
         values = {

@@ -14,7 +14,7 @@ from brt.training import muon
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
-# Adafactor stores full second moments of matrices with a dimension below this.
+# If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
 SMALLEST_FACTORED = 128
 
 

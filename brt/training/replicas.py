@@ -93,11 +93,12 @@ def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree
 
 
 def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Applies `jax.lax.with_sharding_constraint` to each array of a tree, with the spec of its own.
+    """Returns the arrays of a tree, each constrained to a sharding over the replicas by
+    `jax.lax.with_sharding_constraint`.
 
     Args:
       tree: arrays.
-      specs: a spec for each array.
+      specs: the spec of each array, in a tree of the same structure.
     """
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 # An event is a position in the filler (the text that separates facts from questions), and the text
 # that is inserted there.
 Events = list[tuple[int, str]]
-# For each person or thing, the name of its place or owner, and the position after the sentence that
-# says so.
+# A value of this type maps a person to the place where the person is, or a thing to its owner. The
+# position after the sentence that says so is stored together with the place or owner.
 LastStated = dict[bytes, tuple[bytes, int]]
 
 _DIGITS = "0123456789abcdef"

@@ -8,9 +8,10 @@ from brt.memories.summary.section import Summaries
 def summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term memory.
 
-    Compared with a sliding-window layer, attention to a window is replaced by attention to the
-    block and to the short-term memory. The summaries, which are processed like tokens, and the
-    mixtures are added.
+    The count starts from a sliding-window layer, and replaces its attention to a window by
+    attention to the block and to the short-term memory. It adds the summaries, which are processed
+    like tokens, and the mixtures: the weighted sums of memory and summaries that become the new
+    memory.
     """
     section = model.of(Summaries)
     m, width, places = (

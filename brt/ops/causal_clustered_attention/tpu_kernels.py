@@ -101,11 +101,12 @@ class _RowTile(NamedTuple):
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
-        """Returns the concatenated logits of the three kinds of slots, and MASKED for slots that a
-        row does not see.
+        """Concatenates the logits of the three kinds of slots, and replaces the logits of slots
+        that a row does not see by the number MASKED.
 
-        `parts` are the logits of the previous block's slots, of the kept keys and of the centroids'
-        sums.
+        Args:
+          parts: the logits of the previous block's keys [S, R], of the kept keys [M, R] and of the
+            centroids' sums [C, R].
         """
         pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)

@@ -37,9 +37,9 @@ def _by_head_and_block(
 
         Args:
           queries: [B, T, H, K].
-          k: keys with heads before tokens.
-          others: the values with heads before tokens, followed by the other arguments of
-            `function`.
+          k: the keys, [B, *N, H, S, K]. If there is an axis of N blocks, the T queries of a row
+            are split into N blocks of T / N queries, and each attends to its own block of keys.
+          others: the values with the shape of k, followed by the other arguments of `function`.
           scale: the length to which the queries are normalized first; None for queries that are not
             normalized.
           options: passed to `function`.

@@ -22,8 +22,9 @@ def attention(
     Args:
       q: the queries, already multiplied by any scale.
       k, v: the keys and values.
-      cache_mask: True if the queries of a row may read the first half of the keys; None if every
-        key is readable.
+      cache_mask: None if every key is readable. Otherwise the keys are two blocks of S / 2 keys:
+        the cached keys of the previous block, and the keys of the queries' own block. A row is True
+        if its queries may read the cached keys.
       null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
         unreadable keys from the softmax.
     """

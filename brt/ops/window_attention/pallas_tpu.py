@@ -297,9 +297,9 @@ def _backward(
         tile = arguments.bias_tile(settings.backward_rows, settings)
     inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
     specs, window, width = _specs(inputs, blocks), arguments.window, arguments.q.shape[3]
-    # Each step of the grid writes the gradients of the keys and values of the previous block. The
-    # first step has no previous block in the segment. It writes the cache's gradients to the place
-    # of the first block, and the next step overwrites this place.
+    # Step n of the grid's last axis writes the gradients of the keys and values of block n - 1. For
+    # step 0, there is no such block. `previous_spec` gives step 0 the output of block 0, too, and
+    # step 1 overwrites what step 0 wrote there.
     previous_spec = pl.BlockSpec(
         (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
     )

@@ -82,7 +82,9 @@ class AnswerEvaluator(HeadEvaluator):
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches of all windows; if `limit` is above 0, one batch of the first windows."""
+        """Yields batches of all windows, or if `limit` is above 0, a single batch of at most this
+        number of windows from the start of the split.
+        """
         return QuestionReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -95,8 +97,9 @@ class AnswerEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: the results of the function of `forward` for each window, by window.
-          timed: the function of `forward`, with the time that its calls took.
+          outputs: for each window, by its index, the results of the function that `forward`
+            returns.
+          timed: the function that `forward` returns, with the time that its calls took.
         """
         section, store = self._section, self.store
         windows: dict[int, list[WindowPrediction]] = {}

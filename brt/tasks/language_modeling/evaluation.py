@@ -193,10 +193,12 @@ class DocumentEvaluator:
         Args:
           variables: the learned arrays of the model.
           control: functions that interrupt the work and report its progress.
-          ablate: part of the memory that is reset before every segment; None for no part.
+          ablate: part of the carry that is reset before every segment: "state", "cache", "memory"
+            or "both" for all three; None for no part.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
-          on_blocks: called with the document [B, N] and the nats [B, N] of the blocks of each
-            batch.
+          on_blocks: function that is called after each batch with two arrays [B, N] for the N
+            blocks of B lanes: the index of each block's document, -1 for padding, and the nats of
+            each block. None calls nothing.
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))

@@ -54,11 +54,11 @@ def segment_guesses(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
     """Reads a segment, and compares the most likely tokens with the true ones.
 
-    The arguments are those of `predict`.
+    The function has the arguments of `predict`, without `dropout`.
 
     Returns:
-      A tuple: the nats of every token, 0 for tokens that are not scored; True for tokens that were
-      the most likely ones; and the state after the segment.
+      A tuple: the nats of every token, 0 for tokens that are not scored; for every token, True if
+      the true token was the most likely one; and the state after the segment.
     """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
@@ -75,7 +75,8 @@ def block_nats(
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Returns the nats of every block of a segment, and the state after the segment.
 
-    The nats of a block are summed over its scored tokens. The arguments are those of `predict`.
+    The nats of a block are summed over its scored tokens. The function has the arguments of
+    `predict`, without `dropout`.
     """
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry

@@ -68,8 +68,8 @@ class LanguageModeling(Task):
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless segments consist of whole blocks, attention is causal, and the
-        states of layers fit their kinds.
+        """Raises ConfigError unless segments consist of whole blocks, attention is causal, and
+        every kind of layer declares the fields and the axes of its state correctly.
         """
         model, kind = config.model, config.attention.kind
         check_states(model)

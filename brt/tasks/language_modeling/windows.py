@@ -1,8 +1,8 @@
-"""What context is worth: the same documents read with several windows.
+"""Evaluates one model with several windows, to measure how much a longer context helps.
 
 Every document is read from its start to its end with each window, and every token is scored each
-time. The differences are therefore paired by document. The largest window shows the most that a
-memory beside a smaller window could win.
+time. The differences between windows are therefore paired by document. The difference between a
+small and the largest window shows how much a memory could improve a model with the small window.
 """
 
 import dataclasses
@@ -38,15 +38,16 @@ class Difference(NamedTuple):
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
-    """Returns by how many bits per byte the first reading needs more than the other.
+    """Returns the bits per byte of a reading of documents, minus the bits per byte of another
+    reading of the same documents, with a confidence interval.
 
-    The interval is that of a ratio of two sums over documents, with Student's distribution: it says
-    how much the difference would vary with other documents of the same kind.
+    The difference is the ratio of two sums over documents. The interval uses Student's distribution
+    and says how much the difference would vary with other documents of the same kind.
 
     Args:
-      nats: the nats of each document, float64 [D].
-      other: the nats of each document in the other reading, float64 [D].
-      sizes: the bytes of each document, int [D].
+      nats: float64 [D], the nats of each document in the first reading.
+      other: float64 [D], the nats of each document in the other reading.
+      sizes: int [D], the bytes of each document.
     """
     bits, count = (nats - other) / math.log(2), len(nats)
     value = float(bits.sum() / sizes.sum())
@@ -60,8 +61,8 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
 class WindowEvaluator:
     """Evaluates one model with several windows; see `brt.tasks.evaluators.Evaluator`.
 
-    The windows replace Model.window. Layers with a window of their own in Model.layer_windows keep
-    it.
+    The windows replace Model.window. Layers that Model.layer_windows gives another window keep that
+    window.
 
     Args:
       request: the split, with the windows.

@@ -95,9 +95,11 @@ class MaskedLanguageModeling(EncoderTask):
         return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns a name, and the entropy of the token frequencies in the validation data.
+        """Returns ("entropy of single tokens", E), where E is the entropy of the frequencies of
+        tokens in the validation data, in bits.
 
-        A model that knows only the frequencies of tokens would reach this number of bits per token.
+        A model that knows only the frequencies of tokens would need E bits per token. The result is
+        None without validation data.
         """
         held_out = dataset.splits.get("validation")
         if not held_out:

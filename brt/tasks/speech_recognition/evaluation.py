@@ -66,7 +66,9 @@ class TranscriptEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        """Yields batches of all utterances; if `limit` is above 0, one batch of the first ones."""
+        """Yields batches of all utterances, or if `limit` is above 0, a single batch of at most
+        this number of utterances from the start of the split.
+        """
         return SpeechReader.evaluation(
             self.store,
             batch_size=self.batch_size,
@@ -81,8 +83,9 @@ class TranscriptEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: the results of the function of `forward` for each row, by row.
-          timed: the function of `forward`, with the time that its calls took.
+          outputs: for each row of the split, by its index, the results of the function that
+            `forward` returns.
+          timed: the function that `forward` returns, with the time that its calls took.
         """
         kind, rows = config.attention.kind, list(outputs)
         transcripts = [

@@ -163,6 +163,10 @@ def check_width(config: Config, dataset: Dataset, split: str) -> None:
 
 
 def check_attention(config: Config, dataset: SpeechDataset) -> None:
-    """Raises ConfigError if attention settings exceed the length of the longest utterance."""
+    """Raises ConfigError if Attention.clusters or Attention.top_k exceeds the number of frames of
+    the longest utterance in the data.
+
+    No utterance could have that many clusters, or keys with exact logits.
+    """
     longest = dataset.longest
     config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

@@ -57,7 +57,9 @@ class Summarization(Task):
     table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless the model supports the kinds of attention and the lengths."""
+        """Raises ConfigError if the model does not support the configured kinds of attention, or
+        the configured maximum lengths of documents and summaries.
+        """
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
         if kind != "full" and model.encoder_attention != "full":
             raise ConfigError(

@@ -93,7 +93,9 @@ class SentenceEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches of all rows; if `limit` is above 0, one batch of the first rows."""
+        """Yields batches of all rows, or if `limit` is above 0, a single batch of at most this
+        number of rows from the start of the split.
+        """
         return SentenceReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -106,8 +108,9 @@ class SentenceEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: the results of the function of `forward` for each row, by row.
-          timed: the function of `forward`, with the time that its calls took.
+          outputs: for each row of the split, by its index, the results of the function that
+            `forward` returns.
+          timed: the function that `forward` returns, with the time that its calls took.
         """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))

@@ -40,7 +40,9 @@ _LAYER = {
     "mlp_gate_bias": "mlp.gate_proj.bias",
     "mlp_out_bias": "mlp.down_proj.bias",
 }
-# With norms of the outputs, the name of the norm before the MLP means another one.
+# Models that also normalise the outputs of attention and MLP (Gemma 3) use these names. Their
+# `post_attention_layernorm` is the norm of attention's output, whereas other models use this name
+# for the norm before the MLP.
 _OUTPUT_NORMS = {
     "output_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",

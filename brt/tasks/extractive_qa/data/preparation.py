@@ -61,13 +61,20 @@ class Preparation(TextPreparation):
             yield row.text
 
     def content(self, row: Question) -> str:
-        """Returns the context of a question; all questions about a context are in one split."""
+        """Returns the text that assigns a question to a split: its context.
+
+        All questions about a context are therefore in one split.
+        """
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
         """Yields the questions of some sources, and a BadRow for each question with a fault.
 
         A question that has the id of an earlier question has a fault.
+
+        Args:
+          split: name of the split that has these sources; not used.
+          names: the sources, such as paths of files.
         """
         seen: set[str] = set()
         no_answer = self.section.no_answer
@@ -82,7 +89,13 @@ class Preparation(TextPreparation):
                 seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written."""
+        """Writes the store of a split, and returns a line that tells the user what was written.
+
+        Args:
+          split: name of the split.
+          directory: directory of the new store.
+          tally: counts the questions of the split and leaves out questions that cannot be used.
+        """
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
         valid: list[Question] = []
         context_of, questions, rows = [], [], []

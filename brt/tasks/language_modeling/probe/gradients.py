@@ -36,13 +36,23 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
     continues the document. In the second lane, the segment is marked as the start of a document, so
     that the learned initial states receive gradients, too.
 
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      store: documents, of which the longest is read.
+
     Returns:
-      JSON with these entries. `parameters`: number of parameters. `starved`: names of parameters
-        without any gradient. `not_finite`: names of parameters with a gradient that is not finite.
-        `states`: for every layer with a recurrent state, `blocks`, the norms of d nats of block n /
-        d state before the segment, for each block n, and `through`, the norm that remains of a unit
-        gradient that flows back through the state of the layer alone. `verdict`: a sentence that
-        sums this up.
+      JSON with these entries:
+
+        parameters  number of parameter arrays
+        starved     names of parameters whose gradient is zero
+        not_finite  names of parameters with a gradient that is not finite
+        states      an entry for every layer with a recurrent state. Its `blocks` has, for each
+                    block n, the norm of the gradient of the nats of block n with respect to the
+                    state before the segment. A gradient of norm 1 at the state after the segment
+                    flows back to the state before it, through this layer alone; `through` is the
+                    norm that remains.
+        verdict     a sentence that sums up the other entries
     """
     config = _without_dropout(config)
     backward = jax.jit(partial(_backward, config))

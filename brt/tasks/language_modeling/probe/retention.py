@@ -36,8 +36,8 @@ _SIZE = 0.01  # The perturbation has this size, relative to the root mean square
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
-    The blocks are those of the longest document in `store`. If the document is too short for BLOCKS
-    blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
+    The model reads blocks of the longest document in `store`. If the document is too short for
+    BLOCKS blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
     """
     model = config.model
     batches = evaluation_batches(

@@ -52,14 +52,15 @@ def normalize(features: Features, by: Moments) -> Features:
 
 
 def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Concatenates each `stride`-th frame with the `stack` - 1 frames after it.
+    """Concatenates `stack` consecutive frames to one stacked frame, which shortens the utterance.
 
-    Frames after the end of the utterance are zeros.
+    Stacked frame i consists of the frames i * stride, ..., i * stride + stack - 1. Frames after the
+    end of the utterance are zeros.
 
     Args:
       features: [X, F], the frames of an utterance.
-      stack: number of frames that are concatenated.
-      stride: distance of the first frames.
+      stack: number of consecutive frames in a stacked frame.
+      stride: number of frames by which each stacked frame starts after the stacked frame before.
 
     Returns:
       [ceil(X / stride), stack * F].

@@ -95,7 +95,13 @@ class SpeechPreparation(Preparation):
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written."""
+        """Writes the store of a split, and returns a line that tells the user what was written.
+
+        Args:
+          split: name of the split.
+          directory: directory of the new store.
+          tally: counts the utterances of the split and leaves out utterances that cannot be used.
+        """
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
@@ -157,11 +163,16 @@ class SpeechPreparation(Preparation):
             raise DataError(f"Data.{split} = {getattr(self.section, split)} has no utterance")
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Recording]:
-        """Yields the recordings of some sources."""
+        """Yields the recordings of some sources.
+
+        Args:
+          split: name of the split that has these sources; not used.
+          names: the sources, such as paths of tables of wav files.
+        """
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
-        """Returns the id and the transcript of a recording as one text."""
+        """Returns the text that assigns a recording to a split: its id and its transcript."""
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:

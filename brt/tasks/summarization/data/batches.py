@@ -35,7 +35,12 @@ class PairReader(RowReader):
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        """Returns a batch of pairs, with documents padded to `length`; see `gather` below."""
+        """Returns a batch of pairs.
+
+        Args:
+          rows: int [B], indices of pairs in the store; -1 is an empty row.
+          length: number of ids to which documents are padded.
+        """
         return gather(self.store, rows, length)
 
     @staticmethod

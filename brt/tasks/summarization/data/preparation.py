@@ -60,7 +60,13 @@ class Preparation(TokenizedPreparation):
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written."""
+        """Writes the store of a split, and returns a line that tells the user what was written.
+
+        Args:
+          split: name of the split.
+          directory: directory of the new store.
+          tally: counts the pairs of the split and leaves out pairs that cannot be used.
+        """
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(
             directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
@@ -69,12 +75,20 @@ class Preparation(TokenizedPreparation):
         return described(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        """Yields the pairs of some sources, and a BadRow for each pair that cannot be used."""
+        """Yields the pairs of some sources, and a BadRow for each pair that cannot be used.
+
+        Args:
+          split: name of the split that has these sources; not used.
+          names: the sources, such as paths of files.
+        """
         pairs = self.section
         return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
 
     def content(self, row: Pair) -> str:
-        """Returns the document of a pair; pairs with the same document belong to one split."""
+        """Returns the text that assigns a pair to a split: its document.
+
+        All pairs with the same document are therefore in one split.
+        """
         return row.source
 
 

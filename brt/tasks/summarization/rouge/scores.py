@@ -76,7 +76,8 @@ def _rises(a: Words, b: Words) -> list[int]:
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    flat = everything  # In this number, bits are set at positions where the length does not grow.
+    # Bit j of `flat` is set if the longest common subsequence does not grow at word j of b.
+    flat = everything
     rises = [0]
     for word in a:
         matches = flat & where.get(word, 0)

@@ -96,11 +96,19 @@ class Preparation(TextPreparation):
             yield from row.texts
 
     def content(self, row: Example) -> str:
-        """Returns the sentences of a row as one text."""
+        """Returns the text that assigns a row to a split: its sentences, one per line."""
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
-        """Yields the rows of some sources, and a BadRow for each row that cannot be used."""
+        """Yields the rows of some sources, and a BadRow for each row that cannot be used.
+
+        Args:
+          split: name of the split that has these sources, for error messages.
+          names: the sources, such as paths of files.
+
+        Raises:
+          DataError: a generated source has classes for labels, but the task reads numbers.
+        """
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
@@ -112,7 +120,13 @@ class Preparation(TextPreparation):
         )  # fmt: skip
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written."""
+        """Writes the store of a split, and returns a line that tells the user what was written.
+
+        Args:
+          split: name of the split.
+          directory: directory of the new store.
+          tally: counts the rows of the split and leaves out rows that cannot be used.
+        """
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
