@@ -148,6 +148,18 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
     assert not longer
 
 
+def test_a_step_of_a_pretrained_decoder_compiles(tmp_path: Path) -> None:
+    """Three heads of queries share a head of keys, which the kernels read where it lies."""
+    bindings = "Model.layers = 2", "Training.batch_size = 1", "Model.dtype = 'bfloat16'"
+    run(
+        "-m", "brt.plan", "--gin_file=configs/decoders/smollm2_135m.gin", "--topology=v5e:1x1",
+        "--effort=low", f"--json={tmp_path / 'plan.json'}",
+        *(f"--gin_bindings={b}" for b in bindings),
+    )  # fmt: skip
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["parts"]["attention"]["bytes"] < 1.3e9
+
+
 @pytest.mark.parametrize(
     ("topology", "lanes", "gib"), [("v4:2x4x4", 32, 6.0), ("v5e:4x4", 16, 6.0)]
 )

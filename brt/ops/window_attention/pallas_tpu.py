@@ -211,7 +211,14 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         """
         window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
         shape = (None, None, window, x.shape[3])
-        return pl.BlockSpec(shape, lambda h, b, n, _: (b, h // members, place(n), 0))
+
+        def group(h: Array) -> Array:
+            """Returns the index of the keys of a head of queries. Kernels cannot compute h // R,
+            which handles negative numbers.
+            """
+            return h if members == 1 else jax.lax.div(h, jnp.int32(members))
+
+        return pl.BlockSpec(shape, lambda h, b, n, _: (b, group(h), place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
         """Returns the block spec with which a step reads the row vector of its block; None if x is
