@@ -121,15 +121,15 @@ class TransformerBlock(nn.Module):
             self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
         )
         self.mlp = MLP(m, self.training)
-        nn.share_scope(self, self.mlp)  # Its parameters lie beside this layer's own.
+        nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns x after norm and dropout, the input of the queries, keys and values."""
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns queries, keys and values of the tokens, each by a matrix product of its own,
-        because splitting the result of one product would copy it.
+        """Returns queries, keys and values of x, whose weight gradients go to `taps`. Each is a
+        product of its own, because splitting the result of one product would copy it.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
@@ -386,8 +386,8 @@ class TransformerBlock(nn.Module):
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Returns x plus the projected outputs of the attentions (`attended`), plus the output of
-        the MLP.
+        """Returns the residual stream x, plus the projection of the outputs of the layer's one or
+        two attentions (`attended`), plus the output of the MLP.
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]

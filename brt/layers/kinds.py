@@ -235,8 +235,9 @@ def check_state(name: str, model: Model) -> None:
 
 
 def is_names(leaf: Any) -> bool:
-    """Returns True if a leaf of a tree is the names of an array's axes: a tuple that is not a
-    NamedTuple.
+    """Returns True if a node of a tree has the names of an array's axes: a tuple, not a NamedTuple.
+
+    Functions of `jax.tree` take this function as the argument `is_leaf`.
     """
     return type(leaf) is tuple
 

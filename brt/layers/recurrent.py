@@ -344,8 +344,13 @@ class RecurrentLayer(nn.Module):
         """Returns an open block without tokens, which has the keys and values of the recurrent
         states.
 
-        `document_start` is True for rows of the batch that begin a document, or None if none does.
-        The open block is the state of the `LayerOutput`, and x, which is None, its output.
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+          document_start: True for rows of the batch that begin a document; None if none does.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
         """
         vectors = self._vectors(state, document_start)
         memory = state_kv(
@@ -363,10 +368,11 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token. Its key and value enter the open block, and the recurrent states do not
-        change.
+        """Reads the token with the input vector x, at index `position` of its block.
 
-        Returns the token's output vector, and the open block as the state of the `LayerOutput`.
+        The token's key and value are added to `block`, which has the keys and values of the block's
+        earlier tokens. `state`, the state after the previous block, does not change. Returns the
+        token's output vector, and the open block as the state of the `LayerOutput`.
         """
         attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
         return LayerOutput(*attended)

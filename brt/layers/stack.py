@@ -200,7 +200,9 @@ class Stack(nn.Module):
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
         """Returns open blocks without tokens for all runs, which `decode_step` fills.
 
-        `state` has the states of all runs before the block.
+        Args:
+          state: the states of all runs before the block.
+          model_state: the model state of the runs.
         """
         return tuple(
             self._scan(
@@ -250,6 +252,11 @@ class Stack(nn.Module):
 
         In models with summaries, each layer passes the block's summaries to the layer above in this
         method.
+
+        Args:
+          state: the states of all runs before the block.
+          block: the open blocks of all runs, which have all tokens of the block.
+          model_state: the model state of the runs.
         """
         lanes = len(jax.tree.leaves(state)[0])
         stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
