@@ -97,6 +97,20 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
     return attend_by_member
 
 
+def summed_over_groups(x: Float[Array, "B *S"], groups: int, axis: int) -> Float[Array, "B *Z"]:
+    """Returns the sum over the heads of queries of each group, of gradients of keys or values.
+
+    Args:
+      x: the gradients for each head of queries.
+      groups: G, the number of heads of keys.
+      axis: the axis of x that has H heads; in the result, it has G heads.
+    """
+    members = x.shape[axis] // groups
+    if members == 1:
+        return x
+    return x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :]).sum(axis=axis + 1)
+
+
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
     """Returns, within `shard_map`, the heads of keys or values that a device's queries attend to.
 

@@ -33,13 +33,11 @@ from brt.ops.window_attention import (
 
 
 def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that reads cached and new keys as one array, and that needs as many
-    heads of keys as of queries.
+    """Wraps an implementation that reads cached and new keys as one array.
 
     The wrapper also normalizes queries and keys if a scale is passed.
     """
 
-    @by_member
     def attend_to_joined_keys(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: bool,
@@ -60,7 +58,10 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation as `_with_joined_keys` does; dropout masks become factors."""
+    """Wraps an implementation that needs as many heads of keys as of queries.
+
+    The wrapper does the same as `_with_joined_keys`; dropout masks become factors.
+    """
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
         """Returns the result of `function`, which takes the factors of the weights instead of a
@@ -70,7 +71,7 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
 
-    return _with_joined_keys(attend_with_factors)
+    return by_member(_with_joined_keys(attend_with_factors))
 
 
 OP = Op(

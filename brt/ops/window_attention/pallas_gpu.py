@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from brt.ops import dispatch
 from brt.ops.dispatch import output_residual
 from brt.ops.dropout import DropoutMask
+from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
@@ -143,8 +144,8 @@ class WindowGpuSettings(NamedTuple):
 
 def window_attention(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    keys: Float[Array, "B Z G K"],
+    values: Float[Array, "B Z G K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
     dropout: DropoutMask | None,
@@ -177,8 +178,8 @@ class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
     q: Float[Array, "B T H K"]
-    k: Float[Array, "B Z H K"]
-    v: Float[Array, "B Z H K"]
+    k: Float[Array, "B Z G K"]
+    v: Float[Array, "B Z G K"]
     bias: Float[Array, "H W"] | None
     cache_mask: Int[Array, "B N"]
     dropout: Int8[Array, "H W W"] | None
@@ -249,7 +250,14 @@ def _backward(
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     others = {"gradient": gradient, "lse": lse, "along": along.swapaxes(1, 2) - d_lse}
     batch, tokens, heads, _ = arguments.q.shape
-    q, k, v = ((shape_like(x), _token_spec(x)) for x in (arguments.q, arguments.k, arguments.v))
+    q = shape_like(arguments.q), _token_spec(arguments.q)
+
+    def by_query_head(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """Returns shape and spec of the gradients of keys or values, for each head of queries."""
+        shape = jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
+        return shape, _token_spec(shape)
+
+    k, v = by_query_head(arguments.k), by_query_head(arguments.v)
     launch = arguments.launch("queries")
     (d_q,) = _call(
         gpu_kernels.window_attention_queries, arguments, settings, launch,
@@ -261,6 +269,7 @@ def _backward(
         ((arguments.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
     )  # fmt: skip
     d_bias = None if arguments.bias is None else _bias_gradient(arguments, settings, others)
+    d_k, d_v = (summed_over_groups(x, arguments.k.shape[2], axis=2) for x in (d_k, d_v))
     return (_Arguments(d_q, d_k, d_v, d_bias, None, None),)
 
 
@@ -316,13 +325,20 @@ def shape_like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _token_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
+def _token_spec(x: Any, parts: int = 1, members: int = 1) -> pl.BlockSpec:
     """Returns the block of all tokens of a lane and head of an array [B, T, H, K].
 
-    A lane belongs to `parts` consecutive indices of the grid's last axis.
+    Args:
+      x: the array.
+      parts: the number of consecutive indices of the grid's last axis that a lane belongs to.
+      members: the number of consecutive heads of the grid that read the same head of x.
     """
     shape = (None, x.shape[1], None, x.shape[3])
-    return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), 0, h, 0))
+
+    def head(h: Array) -> Array:
+        return h if members == 1 else jax.lax.div(h, members)
+
+    return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), 0, head(h), 0))
 
 
 def _row_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
@@ -345,10 +361,11 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
         return None if x is None else place(x, *options)
 
     lane_block = (None, inputs.cache_mask.shape[1])
+    members = inputs.q.shape[2] // inputs.keys.shape[2]
     return WindowTileInputs(
         _token_spec(inputs.q, parts),
-        _token_spec(inputs.keys, parts),
-        _token_spec(inputs.values, parts),
+        _token_spec(inputs.keys, parts, members),
+        _token_spec(inputs.values, parts, members),
         _head_spec(inputs.band),
         pl.BlockSpec(lane_block, lambda _, h, g: (jax.lax.div(g, parts), 0)),
         optional_spec(_head_spec, inputs.dropout),

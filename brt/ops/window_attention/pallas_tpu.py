@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.ops.dispatch import bits_dtype, from_bits, input_residual, output_residual
 from brt.ops.dropout import DropoutMask
+from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.tpu import LANES, parallel_heads, tokens_first, vmem_limit, vmem_refusal
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
@@ -341,17 +342,13 @@ def _backward(
     d_bias = None
     if arguments.bias is not None:
         d_bias = tpu_bias.bias_gradient(results.tile, settings.attend_to_self, settings.interpret)
-    k, v, cached_k, cached_v = (_summed(x, arguments.k.shape[1]) for x in results[1:5])
+    k, v, cached_k, cached_v = (
+        summed_over_groups(x, arguments.k.shape[1], axis=1) for x in results[1:5]
+    )
     return (arguments._replace(
         q=results.q, k=k, v=v, cached_k=cached_k, cached_v=cached_v, scale=d_scale, bias=d_bias,
         cache_mask=None, dropout=None,
     ),)  # fmt: skip
-
-
-def _summed(x: Float[Array, "B H T K"], groups: int) -> Float[Array, "B G T K"]:
-    """Returns the sum of gradients over the heads of queries of each group."""
-    batch, heads, *rest = x.shape
-    return x if heads == groups else x.reshape(batch, groups, -1, *rest).sum(axis=2)
 
 
 _attend.defvjp(_forward, _backward)
