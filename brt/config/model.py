@@ -226,6 +226,16 @@ class Model:
         pattern = self.layer_windows or (0,)
         return bool(pattern[layer % len(pattern)])
 
+    def beyond_context(self) -> str:
+        """Returns a sentence which says that tokens read more than in pretraining; "" if not."""
+        reach, context = self.window + self.sinks, self.rotary.context
+        if not context or reach <= context:
+            return ""
+        return (
+            f"tokens see {self.window:,} tokens and {self.sinks} sinks, more than the context of "
+            f"{context:,} tokens that the model was made for; a smaller window may read better"
+        )
+
     def for_layer(self, layer: int) -> "Model":
         """Returns the settings that the layer with this index, counted from 0, reads.
 

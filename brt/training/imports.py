@@ -53,6 +53,8 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: Window) -> It
             f"{model.model_dim}, {parameter_count(params):,} parameters"
         )
         yield f"window {model.window}, sinks {model.sinks}, blocks of {model.block_length} tokens"
+        if beyond := model.beyond_context():
+            yield f"note: {beyond}"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"
         if verified:
             exported = dict(weights.export_arrays(params, model))

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.data import losses
+from brt.data.cache import say
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
@@ -147,6 +148,8 @@ class DocumentEvaluator:
             request.config, request.dataset, request.split, request.ablate
         )  # fmt: skip
         self._config, self._split, self._ablate = config, split, ablate
+        if beyond := config.model.beyond_context():
+            say(f"warning: {beyond}", True)
         self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())

@@ -121,6 +121,17 @@ def test_a_tokenizer_that_does_not_fit_is_refused(
         reading.describe(tmp_path)
 
 
+def test_a_window_beyond_the_context_is_read_and_said(
+    directory: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    ours = tmp_path / "ours"
+    run(convert, "--from=hf", str(directory), "--to=brt", str(ours), "--window=64", "--sinks=4")
+    said = "tokens see 64 tokens and 4 sinks, more than the context of 64 tokens"
+    assert f"note: {said}" in capsys.readouterr().out
+    run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}", "--windows=16,32,64")
+    assert capsys.readouterr().err.count(f"warning: {said}") == 1
+
+
 def test_settings_of_generation_are_taken(directory: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((directory / name).read_bytes())
