@@ -83,7 +83,11 @@ def _literal(field: str, value: str) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that accepts only complete flags, and raises ConfigError for others."""
+    """Returns a parser that accepts no abbreviated flags and raises ConfigError for unknown flags.
+
+    Args:
+      description: the docstring of the command, which --help shows.
+    """
     script = Path(sys.argv[0])
     return _Parser(
         prog=f"python -m brt.{script.stem}" if script.parent == Path(__file__).parent else None,
@@ -183,8 +187,8 @@ def variants(
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
-        """Returns the config with further bindings and included files, with the origins of its
-        settings and notes about bound settings.
+        """Returns the config of the flags with the bindings `more`, which override the files of
+        --gin_file, and with the files `includes`, as if the files of --gin_file included them.
         """
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:

@@ -140,9 +140,12 @@ def saved_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def config_from_json(saved: Mapping[str, Any]) -> Config:
-    """Returns the config that `config_json` wrote; fields that it lacks take their defaults.
+    """Returns the config that `config_json` wrote, also in an earlier version of brt.
 
     Settings of earlier versions are read under their present names.
+
+    Args:
+      saved: the fields by section, {"Model": {"layers": 12}}; missing fields take their defaults.
 
     Raises:
       ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.

@@ -34,7 +34,12 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
 
 
 def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
-    """Returns a plot of a metric against the window in tokens, on a logarithmic axis."""
+    """Returns a plot of a metric against the window, on a logarithmic axis of windows.
+
+    Args:
+      values: the metric for each window in tokens.
+      ylabel: the label of the y axis.
+    """
     figure, (axes,) = new_figure(1)
     axes.plot(list(values), list(values.values()), "o-", markersize=4)
     axes.set_xscale("log", base=2)
@@ -80,7 +85,9 @@ def png(figure: Figure) -> bytes:
 
 
 def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
-    """Makes the y axis logarithmic if all values are above 0, with ticks such as 0.6."""
+    """Makes the y axis of a plot logarithmic if all plotted values are above 0, with tick labels
+    such as 0.6 instead of powers of ten.
+    """
     if not len(values) or min(values) <= 0:
         return
     axes.set_yscale("log")

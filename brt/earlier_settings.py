@@ -105,13 +105,13 @@ def of_one_task(source: Source, task: str) -> Source:
 
 
 def is_default(binding: Binding) -> bool:
-    """Returns True if a field is bound to the default of its section."""
+    """Returns True if a binding gives a field the default of its section."""
     value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
     return default_of(binding.name) in (value, (value,))
 
 
 def without_effect(binding: Binding, task: str) -> ConfigError:
-    """Returns an error about a setting that runs of this task do not have."""
+    """Returns an error about a binding of a setting that runs of this task do not have."""
     name = MERGED[binding.name].into if binding.name in MERGED else binding.name
     tasks = (other for own in fields_of(name) for other in tasks_with(own))
     return ConfigError(

@@ -48,6 +48,6 @@ def clock(seconds: float | int) -> str:
 
 
 def finite(content: Any) -> Any:
-    """Returns a value as JSON. Arrays become lists, and numbers that are not finite become None."""
+    """Returns `content` as a JSON value. Arrays become lists, and NaN and infinity become None."""
     text = json.dumps(content, default=lambda array: array.tolist())
     return json.loads(text, parse_constant=lambda name: None)

@@ -143,7 +143,7 @@ class _Values(config_parser.ParserDelegate):
         self.references: list[str] = []
 
     def configurable_reference(self, name: str, evaluate: bool) -> None:
-        """Adds a reference (@name) to `references`."""
+        """Adds a reference to `references`: @name, or @name() if `evaluate` is True."""
         self.references.append(f"@{name}{'()' if evaluate else ''}")
 
     def macro(self, name: str) -> Macro:

@@ -115,7 +115,9 @@ def _size(
 
 
 def substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
-    """Returns a value in which every Macro is replaced by the value of the macro."""
+    """Returns a value in which every Macro is replaced by the value that `macros` binds to its
+    name.
+    """
     if isinstance(value, Macro):
         return substituted(macros[value.name].value, macros)
     if isinstance(value, list | tuple):

@@ -45,7 +45,10 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 
 
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns abstract arrays by name, as a target for restoring; the inverse of `describe`."""
+    """Returns abstract arrays with the dtypes and shapes of a description, by name.
+
+    They are the target for restoring arrays. The function is the inverse of `describe`.
+    """
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
         for name, entry in description.items()

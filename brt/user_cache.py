@@ -58,7 +58,7 @@ def writable() -> Path:
 
 
 def make(place: Path) -> None:
-    """Creates a directory and its parents, with permissions for the user alone.
+    """Creates the directory `place` and its missing parents, with permissions for the user alone.
 
     Raises:
       OSError: a directory cannot be created.

@@ -70,7 +70,7 @@ def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path
 
 
 def sources(default: T) -> T:
-    """Declares a free field that names the sources of data to prepare."""
+    """Declares a free field with this default that names the sources of data to prepare."""
     return _field(default, Setting(True, "own", _SOURCES, "read"))
 
 
@@ -112,13 +112,13 @@ def fixed(default: T, *, cached: bool | str = False) -> T:
 
 
 def inherited(default: T) -> T:
-    """Declares a field that belongs to the weights, such as the width of a layer."""
+    """Declares a field with this default that belongs to the weights, such as a layer's width."""
     return _field(default, Setting(False, "inherited", False))
 
 
 def adaptable(default: T) -> T:
-    """Declares a field that belongs to the weights, but that a run which starts from the weights
-    may change, such as the window.
+    """Declares a field with this default that belongs to the weights. A run that starts from the
+    weights may nevertheless change the value, such as the window.
     """
     return _field(default, Setting(False, "adaptable", False))
 
@@ -134,7 +134,9 @@ def derived(default: T, *, inherited: bool = True) -> T:
 
 
 def nested(default: T) -> T:
-    """Declares a field that holds one or several other sections and is no setting itself."""
+    """Declares a field whose default is a section or a tuple of sections, and which is no setting
+    itself.
+    """
     return dataclasses.field(default=default, metadata={_NESTED: True})
 
 

@@ -265,12 +265,18 @@ class Model:
         return next((own for own in self.kinds if type(own) is section), section())
 
     def with_kinds(self, *sections: KindSection) -> "Model":
-        """Returns the same model with these sections added, or replaced if it has them already."""
+        """Returns the same model with these sections of kinds of layers. A section replaces the
+        model's section of the same class.
+        """
         new = {type(section): section for section in (*self.kinds, *sections)}
         return dataclasses.replace(self, kinds=tuple(new.values()))
 
     def without(self, *sections: type[KindSection]) -> "Model":
-        """Returns the same model without layers of these kinds, which become sliding windows."""
+        """Returns the same model without layers of some kinds, which become sliding-window layers.
+
+        Args:
+          sections: the classes of these kinds' sections, such as `Recurrence`.
+        """
         left = tuple(section for section in self.kinds if type(section) not in sections)
         return dataclasses.replace(self, kinds=left)
 

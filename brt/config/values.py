@@ -9,7 +9,9 @@ from brt.errors import ConfigError
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'right'?`, or "" if no known name is similar."""
+    """Returns `; did you mean 'NAME'?` with the known name that is most similar to `wrong`, for the
+    end of an error message; "" if no known name is similar.
+    """
     near = nearest(wrong, known)
     return f"; did you mean {near!r}?" if near else ""
 

@@ -95,7 +95,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of each chunk, int32 arrays."""
+        """Yields the ids of each of the `chunks` of a text, as int32 arrays."""
         return map(self.encode, chunks)
 
     def decode_bytes(self, ids: Ids) -> bytes:

@@ -58,6 +58,9 @@ def start(launch: Launch) -> None:
     The function does nothing if the process is the only one. The call must precede any use of
     devices.
 
+    Args:
+      launch: the flags that say how to find the other processes.
+
     Raises:
       ConfigError: the flags are not valid.
       PeerError: not all processes connected.

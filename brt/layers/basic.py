@@ -86,11 +86,13 @@ learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
-    """Returns the policy of `nn.remat` for a value of the setting `Model.remat_keep`.
+    """Returns the policy of `nn.remat`: which results of the forward pass it saves for the backward
+    pass instead of recomputing them.
 
-    "nothing" saves no results for the backward pass. "products" saves the results of all matrix
-    products, and "products_with_weights" only of products with weights. Both also save the outputs
-    of kernels.
+    Args:
+      keep: the setting `Model.remat_keep`. "nothing" saves no results. "products" saves the results
+        of all matrix products, and "products_with_weights" only the results of products with
+        weights. Both also save the outputs of kernels.
     """
     policies = jax.checkpoint_policies
     if keep == "nothing":

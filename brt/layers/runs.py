@@ -104,7 +104,7 @@ def state_axes(model: Model) -> StackState:
     """Returns the names of the axes of each array of a `StackState`, for sharding."""
 
     def stacked(leaf: Names) -> Names:
-        """Returns the names of an array's axes with the axis of layers inserted at 1."""
+        """Returns the names of an array's axes (`leaf`) with the axis of layers inserted at 1."""
         return (*leaf[:1], "layers", *leaf[1:])
 
     axes = (run.layer_kind.axes(run.model) for run in runs(model))
@@ -125,9 +125,11 @@ def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
 
 
 def settled(model: Model, model_state: ModelState) -> ModelState:
-    """Returns the model state for the next train step, from the model state after this step.
+    """Returns the model state for the next train step, by `LayerKind.settle` of each run's kind.
 
-    `LayerKind.settle` of each run's kind computes the result.
+    Args:
+      model: the settings of the model.
+      model_state: the model state that the calls of the layers in this step have returned.
     """
     by_name = {run.name: run for run in runs(model)}
     return {

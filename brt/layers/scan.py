@@ -73,8 +73,16 @@ def scan_layers(
     def layer(
         module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, shared: Any
     ) -> tuple[Stream, tuple[Any, LayerAux]]:
-        """Calls one layer. Returns the stream for the layer above; and the layer's state and aux
-        output.
+        """Calls one layer, which `nn.scan` repeats for all layers of the run.
+
+        Args:
+          module: the module of the layer.
+          stream: the output of the layer below.
+          each, model_state, taps: the layer's own parts of the arguments of `scan_layers`.
+          shared: the keyword arguments that all layers share.
+
+        Returns:
+          The stream for the layer above; and the layer's state and its `LayerAux`.
         """
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
         if whole:

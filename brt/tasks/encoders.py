@@ -201,6 +201,10 @@ class EncoderTask(Task):
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns the weights of an encoder that brt.convert wrote.
 
+        Args:
+          config: config of the run that starts from the weights.
+          where: the directory of the weights.
+
         Raises:
           CheckpointError: the directory contains no encoder.
         """
@@ -288,7 +292,9 @@ def with_exact_attention(config: Config) -> Config | None:
 
 
 def refuse_ablation(ablate: str | None) -> None:
-    """Raises ConfigError if an ablation is requested, because encoders have no memory."""
+    """Raises ConfigError if `ablate` names a part of the memory that an evaluation has to reset,
+    because encoders have no memory.
+    """
     if ablate:
         raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")
 

@@ -127,6 +127,10 @@ class BadSteps:
     def record_skip(self, step: int, reason: str) -> str:
         """Records a step that left the train state unchanged; returns a message for the user.
 
+        Args:
+          step: the bad step.
+          reason: a phrase that says what is wrong with the step.
+
         Raises:
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
         """

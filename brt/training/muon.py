@@ -63,7 +63,9 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        """Returns the updates of the parameters, and the new state of the optimizer."""
+        """Returns the updates that are added to the parameters, and the new state of the optimizer,
+        from the gradients, the old state and the parameters.
+        """
         updates, new_state = transform.update(
             _grouped(gradients, axes), state, _grouped(params, axes)
         )

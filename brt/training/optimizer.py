@@ -118,7 +118,9 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        """Returns the updates of the parameters, and the new state of the optimizer."""
+        """Returns the updates that are added to the parameters, and the new state of the optimizer,
+        from the gradients, the old state and the parameters.
+        """
         (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
         updates, outside_state = transform.update(outside, state.outside, p_outside)
         stacked_states = {}

@@ -57,7 +57,7 @@ class PhaseTracker:
         return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Registers a function that is called with the new status whenever a phase begins."""
+        """Registers the function `listener`, called with the new status whenever a phase begins."""
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:

@@ -106,7 +106,9 @@ class Progress:
         self._show_metrics(step, metrics)
 
     def began(self, step: int, bits_per_token: float) -> None:
-        """Shows the loss of the first step, so that the user need not wait for the first report."""
+        """Shows the training loss of the first step (`bits_per_token`), so that the user need not
+        wait for the first report.
+        """
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:

@@ -60,7 +60,7 @@ def _git(checkout: Path) -> dict[str, Any] | None:
         return None
 
     def git(*arguments: str) -> str:
-        """Runs a git command in the checkout, and returns its output."""
+        """Runs git with these arguments in the checkout, and returns its output."""
         return subprocess.run(
             ["git", "-C", str(checkout), *arguments],
             capture_output=True, text=True, check=True, timeout=10,

@@ -246,7 +246,11 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
-        """Returns the train state after a step, and the step's metrics."""
+        """Returns the train state after a step, and the step's metrics.
+
+        `params` and `rest` are the results of `step_inputs`. The other arguments of `train_step`
+        (the batch, the random key and the limit of the loss) are `inputs`.
+        """
         state = rest._replace(params=params)
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 

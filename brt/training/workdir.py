@@ -299,12 +299,12 @@ def _remove_partial_files(workdir: Workdir) -> None:
 
 
 def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
-    """Writes a JSON file atomically; `write_bytes` explains the argument `below` and the errors."""
+    """Writes a JSON value (`content`) atomically; `write_bytes` explains `below` and the errors."""
     write_text(path, json.dumps(content, indent=1) + "\n", below=below)
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text file atomically; `write_bytes` explains the argument `below` and the errors."""
+    """Writes a text in UTF-8 atomically; `write_bytes` explains `below` and the errors."""
     write_bytes(path, text.encode(), below=below)
 
 

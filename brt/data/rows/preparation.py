@@ -221,7 +221,11 @@ class Preparation(abc.ABC):
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Raises DataError if two splits have a file in common."""
+        """Raises DataError if two splits have a file in common.
+
+        Args:
+          hashes: hashes of the files of each split.
+        """
         cache.refuse_shared(hashes)
 
     def key_values(self) -> dict[str, Any]:

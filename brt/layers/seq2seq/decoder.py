@@ -78,7 +78,7 @@ class DecoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
     def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
-        """Returns x unchanged, and the layer's cache of the source, which `step` reads."""
+        """Returns x (None) unchanged, and the cache of the source that `read` has, for `step`."""
         return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
@@ -161,7 +161,12 @@ class Decoder(Ends):
         return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
-        """Returns a self-attention cache without tokens, for targets of up to `length` tokens.
+        """Returns the self-attention caches of all layers before the first token.
+
+        Args:
+          batch: the number of sources.
+          beams: the number of targets that are decoded for each source.
+          length: the largest number of tokens of a target.
 
         Raises:
           ConfigError: `length` exceeds BART's positions.

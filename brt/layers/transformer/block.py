@@ -77,8 +77,11 @@ class Block(NamedTuple):
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """Returns the settings of an encoder's layers; with `m.norm_first` = False, they are the same
-    as in RoBERTa.
+    """Returns the settings of an encoder's layers, which are RoBERTa's if `m.norm_first` is False.
+
+    Args:
+      m: the settings of the encoder.
+      kernels: the names of the implementations of operations.
     """
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
@@ -89,7 +92,12 @@ def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
 
 
 def of_seq2seq(m: config.Seq2Seq, kernels: config.Kernels) -> Block:
-    """Returns the settings of T5's or BART's layers; T5 does not scale its queries."""
+    """Returns the settings of T5's or BART's layers, of which only BART scales its queries.
+
+    Args:
+      m: the settings of the encoder-decoder, whose field `family` is "t5" or "bart".
+      kernels: the names of the implementations of operations.
+    """
     t5 = m.family == "t5"
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "rms" if t5 else "layer",
@@ -122,8 +130,8 @@ class Residual(nn.Module):
     def after(
         self, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
     ) -> Float[Array, "*B D"]:
-        """Returns the sum of x and the sub-layer's output y after dropout. The sum is normalised
-        unless norms come first.
+        """Returns the sum of x and dropout(y), where y is the output of a sub-layer. The sum is
+        normalised by `norm` unless norms come first.
         """
         total = x + dropout(self, y, self.block.dropout)
         total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)

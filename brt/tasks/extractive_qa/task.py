@@ -52,7 +52,14 @@ class ExtractiveQa(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> QuestionDataset:
-        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the tokenizer of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return Preparation(config.questions).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
@@ -73,6 +80,11 @@ class ExtractiveQa(EncoderTask):
         """Returns the cross-entropy of the answers' first and last tokens, summed over a batch.
 
         The second result has the same value and the number of scored targets, for metrics.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          inputs: the batch of windows, and the random key for dropout.
         """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))

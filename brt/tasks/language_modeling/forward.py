@@ -42,8 +42,13 @@ def segment_nats(
 ) -> tuple[Float[Array, "B T"], StackState]:
     """Returns the nats of every token of a segment, and the state after the segment.
 
-    The nats (negative log-likelihoods) of tokens that are not scored are 0. The arguments are those
-    of `predict`.
+    The nats (negative log-likelihoods) of tokens that are not scored are 0.
+
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      carry: caches and recurrent states before the segment.
+      batch: a segment of every lane (row of the batch).
     """
     nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
@@ -54,7 +59,11 @@ def segment_guesses(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
     """Reads a segment, and compares the most likely tokens with the true ones.
 
-    The function has the arguments of `predict`, without `dropout`.
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      carry: caches and recurrent states before the segment.
+      batch: a segment of every lane (row of the batch).
 
     Returns:
       A tuple: the nats of every token, 0 for tokens that are not scored; for every token, True if
@@ -75,8 +84,13 @@ def block_nats(
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Returns the nats of every block of a segment, and the state after the segment.
 
-    The nats of a block are summed over its scored tokens. The function has the arguments of
-    `predict`, without `dropout`.
+    The nats of a block are summed over its scored tokens.
+
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      carry: caches and recurrent states before the segment.
+      batch: a segment of every lane (row of the batch).
     """
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry

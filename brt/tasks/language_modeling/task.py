@@ -100,7 +100,14 @@ class LanguageModeling(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the tokenizer of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
@@ -153,7 +160,9 @@ class LanguageModeling(Task):
         return new_model_state(config.model)
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
-        """Returns the arrays that layers learn without gradients, updated at the end of a step."""
+        """Returns the model state (arrays that layers learn without gradients) for the next step,
+        from the model state after the last microbatch of this step.
+        """
         return settled(config.model, model_state)
 
     def predict(
@@ -167,7 +176,13 @@ class LanguageModeling(Task):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a segment and its other results; see `loss.loss`."""
+        """Returns the loss of a segment, summed over its scored tokens, and its other results.
+
+        Args:
+          config: config of the model.
+          params: parameters of the decoder.
+          inputs: a segment of every lane, the random key, the carry and the model state.
+        """
         return loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:

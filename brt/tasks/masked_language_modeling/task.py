@@ -59,7 +59,14 @@ class MaskedLanguageModeling(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the tokenizer of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
@@ -76,7 +83,13 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss, summed over the masked tokens of a batch, and its other results."""
+        """Returns the loss, summed over the masked tokens of a batch, and its other results.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          inputs: the batch of segments, and the random key for masks, attention and dropout.
+        """
         batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))

@@ -145,7 +145,12 @@ class TranscriptEvaluator(HeadEvaluator):
         }
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of error rates, with a row for each kind of attention."""
+        """Returns the lines of a table of error rates, with a row for each kind of attention.
+
+        Args:
+          report: the complete report as JSON.
+          results: the result of each kind of attention.
+        """
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [
@@ -167,7 +172,7 @@ class TranscriptEvaluator(HeadEvaluator):
 
 
 def shown(transcript: Transcript) -> str:
-    """Returns the reference and the hypothesis as text for people."""
+    """Returns the reference and the hypothesis of a transcript as lines of text for people."""
     t = transcript
     return (
         f"{t.id}: {t.tokens.count} errors in {t.tokens.reference} tokens\n"

@@ -57,7 +57,14 @@ class SpeechRecognition(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
     ) -> SpeechDataset:
-        """Opens one split, encoded with a given vocabulary; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the vocabulary of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the vocabulary of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
@@ -115,7 +122,14 @@ class SpeechRecognition(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the CTC loss of the transcripts, summed over a batch, and its other results."""
+        """Returns the CTC loss of the transcripts, summed over a batch, and its other results.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          inputs: the batch of utterances, and the random key for SpecAugment, attention and
+            dropout.
+        """
         batch, speech = inputs.batch, config.speech
         features = batch.features
         if speech.time_masks or speech.feature_masks:

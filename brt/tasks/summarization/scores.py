@@ -86,7 +86,9 @@ def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummar
 
 
 def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
-    """Returns every summary with its scores, as JSON."""
+    """Returns a JSON row for each of the scored summaries: the summary, its reference and its
+    scores in percent.
+    """
     return [
         {
             "id": summary.id,
@@ -103,7 +105,7 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """Returns the report as text for people: scores, lengths, and three examples.
+    """Returns the report of scored summaries as text for people: scores, lengths, three examples.
 
     The examples are the summaries of the first, the middle and the last document.
     """

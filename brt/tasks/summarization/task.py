@@ -94,7 +94,14 @@ class Summarization(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
     ) -> PairDataset:
-        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the tokenizer of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return Preparation(config.pairs).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
@@ -130,7 +137,15 @@ class Summarization(Task):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of summaries, summed over a batch, and its other results."""
+        """Returns the cross-entropy of the tokens of summaries, summed over a batch, and metrics.
+
+        The cross-entropy is smoothed by Training.label_smoothing.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder-decoder.
+          inputs: the batch, and the random key for dropout.
+        """
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
@@ -168,7 +183,7 @@ class Summarization(Task):
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns the means of the learned scalars of each layer, by tag."""
+            """Returns each layer's learned scalars (means over heads), by tag, without `carry`."""
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
@@ -240,7 +255,12 @@ class Summarization(Task):
         return Exported(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns the weights of a T5 or BART model that brt.convert wrote."""
+        """Returns the weights of a T5 or BART model that brt.convert wrote.
+
+        Args:
+          config: config of the run that starts from the weights.
+          where: the directory of the weights.
+        """
         described = pretrained.describe(where)
         return Weights(
             str(where), described.model, None, None,

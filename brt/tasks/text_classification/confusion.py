@@ -9,11 +9,12 @@ Confusion = Int[np.ndarray, "true guessed"]
 
 
 def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
-    """Returns the confusion matrix: the number of rows with each pair of true and predicted label.
+    """Returns the confusion matrix, int64 [true labels, predicted labels]: the number of rows with
+    each pair of true and predicted label.
 
     Args:
-      true: true label of each row.
-      guessed: predicted label of each row.
+      true: index of each row's true label.
+      guessed: index of each row's predicted label.
       labels: number of labels.
     """
     table = np.zeros((labels, labels), np.int64)
@@ -22,12 +23,20 @@ def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
 
 
 def accuracy(table: Confusion) -> float:
-    """Returns the fraction of rows whose label was predicted correctly; 0 if there are no rows."""
+    """Returns the fraction of rows whose label was predicted correctly; 0 if there are no rows.
+
+    `table` is the result of `confusion`.
+    """
     return float(np.trace(table) / max(table.sum(), 1))
 
 
 def f1(table: Confusion, label: int = 1) -> float:
-    """Returns the F1 score of one label; 0 if the label neither occurs nor is predicted."""
+    """Returns the F1 score of one label; 0 if the label neither occurs nor is predicted.
+
+    Args:
+      table: the result of `confusion`.
+      label: index of the label.
+    """
     both = table[label].sum() + table[:, label].sum()
     return float(2 * table[label, label] / both) if both else 0.0
 
@@ -36,6 +45,7 @@ def matthews(table: Confusion) -> float:
     """Returns the Matthews correlation, generalised to several labels by Gorodkin (2004, eq. 8).
 
     The result is from -1 to 1, and 0 if all rows have the same label or the same prediction.
+    `table` is the result of `confusion`.
     """
     true, guessed, total = table.sum(axis=1), table.sum(axis=0), int(table.sum())
     covariance = total * int(np.trace(table)) - int(true @ guessed)

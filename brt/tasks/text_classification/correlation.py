@@ -8,12 +8,12 @@ Numbers = Float[np.ndarray, " N"]
 
 
 def pearson(x: Numbers, y: Numbers) -> float:
-    """Returns Pearson's correlation of two series of numbers of equal length."""
+    """Returns Pearson's correlation of two series of numbers x and y of equal length."""
     return float(scipy.stats.pearsonr(*_exact(x, y)).statistic) if _vary(x, y) else 0.0
 
 
 def spearman(x: Numbers, y: Numbers) -> float:
-    """Returns Spearman's rank correlation of two series; equal numbers share a rank."""
+    """Returns Spearman's rank correlation of two series x and y; equal numbers share a rank."""
     return float(scipy.stats.spearmanr(x, y).statistic) if _vary(x, y) else 0.0
 
 

@@ -60,12 +60,19 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Converts logits to predictions, such as log probabilities of labels."""
+        """Converts the head's logits [B, C] to the predictions that are scored, such as the log
+        probabilities of C labels.
+        """
 
     @staticmethod
     @abc.abstractmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log p of each row's target, 0 for empty rows; training minimises the sum."""
+        """Returns -log p of each row's target, 0 for empty rows; training minimises the sum.
+
+        Args:
+          logits: the head's logits.
+          batch: the rows, whose field `targets` has the true labels or numbers.
+        """
 
     @abc.abstractmethod
     def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
@@ -140,7 +147,12 @@ class SentenceEvaluator(HeadEvaluator):
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of metrics, with a row for each kind of attention."""
+        """Returns the lines of a table of metrics, with a row for each kind of attention.
+
+        Args:
+          report: the complete report as JSON.
+          results: the result of each kind of attention.
+        """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = f"{report['rows']:,} sentences{left_out}, trained with {report['trained_with']}"
         return [f"{title} attention", "", *metric_table(report, results, self.forms)]
@@ -162,12 +174,12 @@ class Classifier(SentenceEvaluator):
 
     @staticmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Returns log probabilities of the labels."""
+        """Returns the log probabilities of the labels, the log-softmax of the head's logits."""
         return jax.nn.log_softmax(logits)
 
     @staticmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns the cross-entropy of each row's label."""
+        """Returns the cross-entropy of each row's true label under the logits, 0 for empty rows."""
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets[:, 0])
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
@@ -252,6 +264,10 @@ def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any
 
     Accuracy and F1 are percentages. The F1 score is computed for the second label, and only if
     there are two labels.
+
+    Args:
+      table: the confusion matrix, [true labels, predicted labels].
+      labels: names of the labels, in the order of the matrix.
     """
     metrics = {
         "accuracy": 100 * confusion.accuracy(table),

@@ -49,7 +49,14 @@ class TextClassification(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> SentenceDataset:
-        """Opens one split, encoded with a given tokenizer; see `Task.open_split`."""
+        """Opens one split of the data, encoded with the tokenizer of a run.
+
+        Args:
+          config: the config, which names the sources of the split.
+          split: name of the split.
+          tokenizer: the tokenizer of the run.
+          known: directory in which the run prepared the same data before; None if there is none.
+        """
         return Preparation(config.sentences, numbers=self.numbers).open_split(
             split, tokenizer, known
         )
@@ -91,6 +98,11 @@ class TextClassification(EncoderTask):
         """Returns the cross-entropy of the labels, summed over a batch, and its other results.
 
         The loss is smoothed by Training.label_smoothing, but the metric `Aux.nats` is not.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          inputs: the batch of sentences, and the random key for attention and dropout.
         """
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))

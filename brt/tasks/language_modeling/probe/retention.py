@@ -94,7 +94,11 @@ def _perturb(model: Model, carried: StackState) -> StackState:
     for lane, layer in enumerate(sorted(states), start=1):
 
         def noisy(array: Float[Array, "B ..."], lane: int = lane, layer: int = layer) -> Array:
-            """Returns the array with noise in a lane, relative to its root mean square there."""
+            """Returns an array of states with noise in the lane `lane`.
+
+            The size of the noise is a fraction of the root mean square of the lane's states. The
+            index `layer` is the seed of the noise.
+            """
             noise = jax.random.normal(jax.random.key(layer), array.shape[1:])
             size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(array[lane])))
             return array.at[lane].add(size * noise)
@@ -107,7 +111,9 @@ def _distances(model: Model, carried: StackState) -> dict[int, float]:
     """Returns for each layer the distance of its perturbed state from its state in lane 0."""
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
-        """Returns the Euclidean distance between the states of `lane` and of lane 0."""
+        """Returns the Euclidean distance between the states of `lane` and of lane 0, over all
+        `arrays` of a layer's state.
+        """
         return float(optax.tree.norm([(x[lane] - x[0]).astype(jnp.float32) for x in arrays]))
 
     states = layer_states(model, carried)

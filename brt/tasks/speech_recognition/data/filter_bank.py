@@ -92,7 +92,7 @@ def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:
-        """Converts frequencies from Hertz to the mel scale."""
+        """Converts frequencies (`hertz`, in Hz) to the mel scale."""
         return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
 
     edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)

@@ -20,13 +20,19 @@ class Moments(NamedTuple):
 
 
 def moments(features: Features) -> Moments:
-    """Returns the mean and standard deviation of each feature over the frames of an utterance."""
+    """Returns the mean and standard deviation of each feature over the frames of an utterance.
+
+    Args:
+      features: [X, F], the F features of each of X frames.
+    """
     wide = features.astype(np.float64)
     return Moments(wide.mean(axis=0), wide.std(axis=0))
 
 
 def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
-    """Returns the mean and standard deviation of each feature over all frames of each speaker."""
+    """Returns the mean and standard deviation of each feature over all frames of a speaker, by the
+    name of the speaker.
+    """
     sums: dict[str, np.ndarray] = {}
     for utterance in utterances:
         wide = utterance.features.astype(np.float64)

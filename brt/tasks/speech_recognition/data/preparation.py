@@ -89,9 +89,12 @@ class SpeechPreparation(Preparation):
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Accepts all sources, even if several splits have a source in common.
+        """Accepts all sources, even if several splits have a file in common.
 
         A table may list the files of all splits. `_refuse_shared` compares the utterances instead.
+
+        Args:
+          hashes: hashes of the files of each split; not used.
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
@@ -227,7 +230,9 @@ class SpeechPreparation(Preparation):
 
 
 def described(opened: SpeechStore) -> str:
-    """Returns a line that tells the user a store's number of utterances, duration and tokens."""
+    """Returns a line that tells the user the numbers of utterances, minutes and tokens of a store
+    that is opened.
+    """
     m = opened.manifest
     return (
         f"{m['utterances']:,} utterances, {opened.seconds.sum() / 60:,.1f} minutes, "

@@ -45,7 +45,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
-        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order."""
+        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order.
+
+        Args:
+          unit: "characters" or "words", which says what a token is.
+          transcripts: the training transcripts.
+        """
         return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
 
     @classmethod

@@ -45,7 +45,7 @@ class Encoder:
 
     @classmethod
     def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        """Returns the encoder that the config section Pairs describes."""
+        """Returns the encoder that `pairs`, a section of the config, describes."""
         names = ("prefix", "max_source_length", "max_target_length", "truncation")
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 

@@ -93,7 +93,9 @@ class Preparation(TokenizedPreparation):
 
 
 def described(opened: PairStore) -> str:
-    """Returns a line with the numbers of pairs and tokens of a store, and of tokens cut off."""
+    """Returns a line that tells the user the numbers of pairs, of tokens and of tokens that were
+    cut off, for a store that is opened.
+    """
     m = opened.manifest
     cuts = [
         f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "

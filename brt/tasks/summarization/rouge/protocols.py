@@ -48,7 +48,8 @@ class RougeProtocol(NamedTuple):
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Returns the scores rouge1, rouge2, rougeL and rougeLsum of a prediction, by name.
+        """Returns the scores rouge1, rouge2, rougeL and rougeLsum of a predicted summary against a
+        reference summary, by name.
 
         All scores are 0 if one of the two texts has no words.
         """

@@ -26,9 +26,10 @@ def _score(hits: int, reference: int, prediction: int) -> Score:
 
 
 def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
-    """Returns the score of common n-grams (sequences of n words) of two lists of words.
+    """Returns ROUGE-N: the score of the n-grams (sequences of n words) that a predicted summary
+    shares with a reference summary.
 
-    An n-gram counts as often as it occurs in both lists.
+    An n-gram counts as often as it occurs in both summaries.
     """
     grams = [
         Counter(zip(*(words[i:] for i in range(n)), strict=False))
@@ -38,7 +39,9 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
 
 
 def rouge_l(reference: Words, prediction: Words) -> Score:
-    """Returns the score of the longest common subsequence of two lists of words."""
+    """Returns ROUGE-L: the score of the longest common subsequence of the words of a reference
+    summary and of a predicted summary.
+    """
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
 

@@ -73,7 +73,13 @@ class Preparation(TextPreparation):
         self._labels: tuple[str, ...] = ()  # All splits have the labels of the training rows.
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
-        """Opens a single split; see `brt.data.rows.preparation.Preparation.open_split`."""
+        """Opens a single split; prepares the split first if necessary.
+
+        Args:
+          split: the name of the split.
+          encoder: the tokenizer of the run whose model is evaluated.
+          known: directory in which the run prepared this split before; None if there is none.
+        """
         self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
