@@ -17,7 +17,7 @@ from brt.models.decoder import Decoder, new_state
 
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
 MODEL = Model(
-    layers=2, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
+    layers=3, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
     activation="silu", window=64, positions="rotary", normalize_qk=False, logit_scale="one",
     rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
     vocab_size=300, end_ids=(2,), dtype="float32",

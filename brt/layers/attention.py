@@ -18,6 +18,7 @@ from brt.layers.basic import (
     ONES,
     SHARED,
     ZEROS,
+    Initializer,
     dropout,
     kernel_init,
     norm_parameter,
@@ -33,6 +34,7 @@ from brt.layers.reading import (
     updated_sinks,
     window_part,
 )
+from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LocalState,
     OpenBlock,
@@ -61,6 +63,13 @@ Mix = Callable[[Array, AttentionPart], Array]
 
 def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Array, "B T H K"]:
     return x * scale.astype(x.dtype)[None, None, :, None]
+
+
+def _zero_for_states(init: Initializer) -> Initializer:
+    """Returns an initialiser of the output kernel [2, H, K, D] whose half for attention to states
+    is zero.
+    """
+    return lambda *arguments: init(*arguments).at[1].set(0)
 
 
 class TransformerBlock(nn.Module):
@@ -117,9 +126,10 @@ class TransformerBlock(nn.Module):
             self.alibi_scale = parameter(self, "alibi_scale", (), (), ONES)
             self.alibi_bound = parameter(self, "alibi_bound", (1,), ("buckets",), ONES)
         attended = (2 if self.cross_attends else 1, m.heads, m.head_dim)
-        self.output = parameter(
-            self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
-        )
+        init = kernel_init(inputs=3)
+        if self.cross_attends and m.of(Recurrence).output_init == "zero":
+            init = _zero_for_states(init)
+        self.output = parameter(self, "output", (*attended, m.model_dim), FROM_HEADS, init)
         self.mlp = MLP(m, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 

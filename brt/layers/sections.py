@@ -25,6 +25,9 @@ class Recurrence(KindSection):
     # Each state has a learned identity, a vector that is added to the normalised state and tells
     # the states apart. This is the standard deviation of the initial identities.
     id_init: float = adaptable(1.0)
+    # What tokens read of the states is multiplied by a kernel that begins with random numbers, or
+    # with zeros, so that the model begins as the model without recurrence.
+    output_init: Literal["random", "zero"] = adaptable("random")
     # A gate decides how much of a state is kept. The gate is a learned constant (fixed), or is
     # computed from the update as in an LSTM (lstm) or a GRU (gru).
     gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")

@@ -15,7 +15,8 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     """Returns initial parameters, which are taken from weights layer by layer.
 
     If a layer of the model has another kind than the layer of the weights, only the parameters that
-    both kinds have are taken.
+    both kinds have are taken. If the layer attends to recurrent states and the layer of the weights
+    does not, the output kernel of the weights becomes the part for attention to tokens.
 
     Args:
       model: config of the model to train.
@@ -31,15 +32,23 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     """
     old = _by_layer(weights.load(), weights.model)
     new = _by_layer(initial, model)
+    missing = [name for name in new if name not in old]
     for name, array in new.items():
-        if name in old and old[name].shape != array.shape:
+        if name in old and _lacks_states(name, old[name].shape, array.shape):
+            old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])
+            missing.append(f"{name} for attention to states")
+        elif name in old and old[name].shape != array.shape:
             raise CheckpointError(
                 f"{weights.where}: {name} is {old[name].shape}, but this model's is {array.shape}; "
                 "start from weights of the same sizes"
             )
     merged = {name: old.get(name, array) for name, array in new.items()}
-    missing = [name for name in new if name not in old]
     return WarmStart(_by_run(merged, model), missing, [name for name in old if name not in new])
+
+
+def _lacks_states(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Returns True for an output kernel [1, H, K, D] where the model has one for two attentions."""
+    return name.endswith("/output") and (1, *new[1:]) == old and new[0] == 2
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:

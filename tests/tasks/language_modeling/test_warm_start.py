@@ -21,6 +21,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.layers.runs import new_model_state
 from brt.layers.sections import Clustered, Recurrence
 from brt.memories import Memorizing
+from brt.models.decoder import Decoder, new_state
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training.start import warm_start
@@ -96,7 +97,8 @@ def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
 @pytest.mark.slow  # training/test_warm_start.py is quick.
 def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -> None:
     found = ready(config(recurrent, dropout=0.3))
-    assert found == dataclasses.replace(MODEL, dropout=0.3, dtype="auto")
+    # The sections of kinds that no layer has are left out.
+    assert found == dataclasses.replace(MODEL.without(Clustered), dropout=0.3, dtype="auto")
     started = start(recurrent, MODEL, drawn(MODEL, seed=2))
     assert not started.missing and not started.unused
     jax.tree.map(np.testing.assert_array_equal, started.params, drawn(MODEL, seed=1))
@@ -138,7 +140,7 @@ def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
     said: list[str] = []
     state = runs.new_state(run, said.append)
     jax.tree.map(np.testing.assert_array_equal, state.params, drawn(MODEL, seed=1))
-    assert not said and run.config.model == MODEL
+    assert not said and run.config.model == MODEL.without(Clustered)
 
 
 def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> None:
@@ -190,3 +192,36 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         tasks.from_config(asked).with_weights(
             asked, warm_start.find_weights(asked), ByteTokenizer()
         )
+
+
+@pytest.mark.parametrize("feedback", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_begins_as_the_model_without_recurrence(feedback: bool, tmp_path: Path) -> None:
+    """The pretrained model has grouped queries. What is read of the states then learns."""
+    plain = with_settings(
+        MODEL,
+        {
+            "Recurrence.layers": (), "layers": 2, "kv_heads": 1, "positions": "rotary",
+            "normalize_qk": False, "sinks": 2,
+        },
+    )  # fmt: skip
+    weights = write(tmp_path / "plain", plain)
+    settings = {
+        "Recurrence.layers": (-1,), "Recurrence.output_init": "zero", "feedback": feedback,
+    }  # fmt: skip
+    model = with_settings(plain, settings)
+    initial = nn.meta.unbox(initial_params(Config(model=model), jax.random.key(0)))
+    started = start(weights, model, initial)
+    assert "layer 1: tokens/output for attention to states" in started.missing
+    tokens = np.random.default_rng(0).integers(256, size=(2, 16))
+    tokens = jnp.asarray(tokens, jnp.int32)
+    block_starts = jnp.zeros((2, 4), bool)
+
+    def hidden(model: Model, params: Any) -> jax.Array:
+        state = new_state(model, 2)
+        return Decoder(model).apply({"params": params}, tokens, state, block_starts).hidden
+
+    expected = hidden(plain, load(*load_config(weights)).params)
+    np.testing.assert_allclose(hidden(model, started.params), expected, atol=1e-5)
+    gradients = jax.grad(lambda params: jnp.sum(hidden(model, params)[:, :, 0]))(started.params)
+    of_output = flatten_dict(gradients, sep="/")["stack/recurrent_1/tokens/output"]
+    assert np.abs(of_output[:, 1]).max() > 1e-4
