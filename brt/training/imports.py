@@ -7,7 +7,7 @@ from typing import Any
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, verify, weights
 from brt.interop.huggingface.causal.config import Window
@@ -90,6 +90,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")
     if not Workdir(directory).checkpoints.is_dir() and reading.is_decoder(directory):
+        if step is not None:
+            raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
         return _load(directory, change)
     workdir, found, config = saved_model.load_config(directory, step)
     return saved_model.load(workdir, found, change(config))

@@ -265,8 +265,9 @@ def _write_description(
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)
     progress.message(startup.describe(run, workdir))
-    if idle := startup.idle_devices(run):
-        progress.message(idle)
+    for note in (startup.idle_devices(run), startup.replicated_keys(run)):
+        if note:
+            progress.message(note)
     params = run.abstract.params
     progress.note(parameter_overview.get_parameter_overview(params, include_stats=False))
 

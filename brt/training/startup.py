@@ -39,6 +39,21 @@ def idle_devices(run: Run) -> str:
     return f"using {used} of {available} devices; Mesh.data = {available} would use all"
 
 
+def replicated_keys(run: Run) -> str:
+    """Returns a message which says that devices store heads of keys several times.
+
+    The message is "" unless Mesh.tensor has more devices than can share the heads of keys.
+    """
+    devices = run.mesh.shape.get("tensor", 1)
+    heads = getattr(getattr(run.config, run.task.model), "kv_heads", 0)
+    if not heads or heads % devices == 0:
+        return ""
+    return (
+        f"Model.kv_heads = {heads} heads of keys and values cannot be shared by Mesh.tensor = "
+        f"{devices} devices, so each of these has all of them"
+    )
+
+
 def _memory(device: jax.Device) -> int | None:
     """Returns the bytes that a device has for arrays; None if it does not say, as CPUs do not."""
     return (device.memory_stats() or {}).get("bytes_limit")

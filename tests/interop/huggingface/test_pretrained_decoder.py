@@ -44,6 +44,8 @@ def test_the_directory_is_read_as_it_is(directory: Path) -> None:
     assert model.bits_per_byte(TEXT[:500]) > 1
     with pytest.raises(ConfigError, match="evaluations are stored in run directories"):
         model.evaluate()
+    with pytest.raises(CheckpointError, match="has no steps"):
+        brt.load(directory, step=5)
     with pytest.raises(CheckpointError, match="k_proj"):
         brt.load(directory, bindings={"Model.kv_heads": 4})
     assert {path.name for path in directory.iterdir()} == {
