@@ -19,6 +19,10 @@ class Training:
     # Training starts from the weights in this directory, which brt.convert wrote or which is a run.
     # '' starts from random weights.
     init_from: str = free("", path="read")
+    # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
+    # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
+    # trains all parameters.
+    trainable: tuple[str, ...] = fixed(())
     # A step reads this number of lanes or rows, over all devices and hosts.
     batch_size: int = fixed(32)
     # A lane reads this number of tokens in a step. For language models, the number must be a

@@ -18,22 +18,16 @@ from brt.layers.basic import (
     ONES,
     SHARED,
     ZEROS,
-    Initializer,
     dropout,
     kernel_init,
     norm_parameter,
     normed,
     parameter,
+    zero_for_states,
 )
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.mlp import MLP
-from brt.layers.reading import (
-    document_places,
-    rotate_step,
-    sink_part,
-    updated_sinks,
-    window_part,
-)
+from brt.layers.reading import document_places, rotate_step, sink_part, updated_sinks, window_part
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LocalState,
@@ -63,13 +57,6 @@ Mix = Callable[[Array, AttentionPart], Array]
 
 def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Array, "B T H K"]:
     return x * scale.astype(x.dtype)[None, None, :, None]
-
-
-def _zero_for_states(init: Initializer) -> Initializer:
-    """Returns an initialiser of the output kernel [2, H, K, D] whose half for attention to states
-    is zero.
-    """
-    return lambda *arguments: init(*arguments).at[1].set(0)
 
 
 class TransformerBlock(nn.Module):
@@ -128,7 +115,7 @@ class TransformerBlock(nn.Module):
         attended = (2 if self.cross_attends else 1, m.heads, m.head_dim)
         init = kernel_init(inputs=3)
         if self.cross_attends and m.of(Recurrence).output_init == "zero":
-            init = _zero_for_states(init)
+            init = zero_for_states(init)
         self.output = parameter(self, "output", (*attended, m.model_dim), FROM_HEADS, init)
         self.mlp = MLP(m, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.

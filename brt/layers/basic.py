@@ -121,6 +121,13 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
     return lambda key, shape, dtype: scaling(**axes(shape))(key, shape, dtype)
 
 
+def zero_for_states(init: Initializer) -> Initializer:
+    """Returns an initialiser of the output kernel [2, H, K, D] whose half for attention to states
+    is zero.
+    """
+    return lambda *arguments: init(*arguments).at[1].set(0)
+
+
 def gate_bias(mean: float) -> Initializer:
     """Returns a normal initialiser with this mean and the original code's standard deviation,
     0.1.

@@ -4,6 +4,7 @@ import jax
 
 from brt import tree_utils
 from brt.formatting import short
+from brt.training import trainable
 from brt.training.run import Run
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
@@ -16,15 +17,19 @@ def describe(run: Run, workdir: Workdir) -> str:
     """
     total, non_embedding = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())
+    patterns = run.config.training.trainable
+    count_trained, _ = parameter_counts(trainable.split(run.abstract.params, patterns)[0])
+    trained = f", {short(count_trained)} of all are trained" if patterns else ""
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
     device, count = run.mesh.local_mesh.devices.flat[0], run.mesh.size
     available = _memory(device)
     of_memory = f" of {short(available)}B on each device" if available else ""
+    memory = f"{short(tree_utils.required_bytes(run.abstract))}B{of_memory}"
     return (
         f"{count} device{'s' * (count > 1)} ({device.device_kind}), {short(total)} parameters "
-        f"({short(non_embedding)} without the embedding), {padded}{tokens:,} tokens a step, "
-        f"{short(tokens * run.reader.steps_per_epoch)} an epoch, train state "
-        f"{short(tree_utils.required_bytes(run.abstract))}B{of_memory}, writes to {workdir.path}"
+        f"({short(non_embedding)} without the embedding{trained}), "
+        f"{padded}{tokens:,} tokens a step, {short(tokens * run.reader.steps_per_epoch)} an epoch, "
+        f"train state {memory}, writes to {workdir.path}"
     )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from brt import tasks
 from brt.config import Config
+from brt.training import trainable
 from brt.types import Variables
 
 # The token embedding of a model has one of these paths in the tree of parameters.
@@ -78,7 +79,7 @@ def initial_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        optimizer=optimizer.init(params),
+        optimizer=optimizer.init(trainable.split(params, config.training.trainable)[0]),
         carry=task.initial_carry(config, config.training.batch_size),
         model_state=task.initial_model_state(config),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from brt import tasks
 from brt.config import Config
 from brt.tasks.interface import Aux, LossInputs
-from brt.training import replicas
+from brt.training import replicas, trainable
 from brt.training.state import TrainState, parameter_axes
 
 # The random key of dropout is the run's key with this number folded in. Another number would change
@@ -40,8 +40,11 @@ class StepMetrics(NamedTuple):
 def _loss_and_gradients(
     state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
-    """Computes the loss and its gradients, accumulated over microbatches of the lanes."""
+    """Computes the loss and the gradients of the trained parameters, accumulated over microbatches
+    of the lanes.
+    """
     loss = tasks.from_config(config).loss
+    trained, frozen = trainable.split(state.params, config.training.trainable)
 
     def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
@@ -55,11 +58,14 @@ def _loss_and_gradients(
           key: random key.
         """
 
-        def summed_loss(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-            """Returns the summed loss as a function of the parameters alone, and the `Aux`."""
+        def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
+            """Returns the summed loss as a function of the trained parameters alone, and the
+            `Aux`.
+            """
+            params = trainable.merge(trained, frozen)
             return loss(config, params, LossInputs(batch, key, carry, model_state))
 
-        (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(state.params)
+        (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(trained)
         return aux, gradients
 
     count = config.training.gradient_accumulation
@@ -89,7 +95,7 @@ def _loss_and_gradients(
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
     zero = jnp.zeros((), jnp.float32)
-    sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, state.params)
+    sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
     parts = jnp.arange(count), jax.tree.map(split, carry), jax.tree.map(split, batch)
     (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(
         add_microbatch, sums, parts
@@ -180,7 +186,8 @@ def train_step(
       The train state after the step, and the metrics of the step.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
-    carry, params, optimizer_shards = jax.lax.stop_gradient(state.carry), state.params, None
+    carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None
+    params, frozen = trainable.split(state.params, config.training.trainable)
     if replicas.shards_optimizer(config.optimizer):
         optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
     aux, gradients = _over_replicas(state, carry, batch, key, config, optimizer_shards)
@@ -204,6 +211,7 @@ def train_step(
             params = replicas.constrain(params, optimizer_shards)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     model_state = tasks.from_config(config).update_model_state(config, aux.model_state)
+    params = trainable.merge(params, frozen)
     new = TrainState(state.step + 1, params, after, aux.carry, model_state)
     if skip:
         new, metrics = _unless_bad(state._replace(optimizer=moments), new, metrics, limit)

@@ -34,6 +34,7 @@ from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
+from brt.ops.window_attention.gpu_launches import LAUNCHES, LaunchShape
 from brt.ops.window_attention.limits import Limits
 
 try:
@@ -48,49 +49,6 @@ _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16",
 _CAPABILITY = "9.0"
 # One program of the kernel for the bias's gradient sums over at most this many query tiles.
 MAX_WALK = 32
-
-
-class _LaunchShape(NamedTuple):
-    """Launch parameters of a kernel.
-
-    Attributes:
-      rows: queries of a tile.
-      columns: keys of a tile.
-      warps: warps of a program.
-      stages: pipeline stages of a program's loop.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-class _KernelLaunches(NamedTuple):
-    """The launch parameters of each kernel; the tiles of `band` are squares."""
-
-    forward: _LaunchShape
-    queries: _LaunchShape
-    keys: _LaunchShape
-    band: _LaunchShape
-
-
-# `_LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
-# sm_90a spills no registers, and eight warps stay busy.
-_LAUNCHES = {
-    64: _KernelLaunches(
-        _LaunchShape(128, 64, 8, 3), _LaunchShape(128, 64, 8, 3), _LaunchShape(64, 128, 8, 3),
-        _LaunchShape(64, 64, 4, 3),
-    ),
-    128: _KernelLaunches(
-        _LaunchShape(128, 64, 8, 2), _LaunchShape(128, 64, 8, 2), _LaunchShape(32, 128, 8, 2),
-        _LaunchShape(64, 64, 8, 2),
-    ),
-    256: _KernelLaunches(
-        _LaunchShape(128, 32, 8, 2), _LaunchShape(64, 32, 8, 2), _LaunchShape(32, 64, 8, 3),
-        _LaunchShape(64, 64, 8, 1),
-    ),
-}  # fmt: skip
 
 
 def refusal(
@@ -189,18 +147,18 @@ class _Arguments(NamedTuple):
         """The number of tokens of a window."""
         return self.k.shape[1] - self.q.shape[1]
 
-    def launch(self, kernel: str) -> _LaunchShape:
+    def launch(self, kernel: str) -> LaunchShape:
         """Returns the launch parameters of a kernel, which is given by its name.
 
         If the window is not a multiple of the tile's size, a tile has the size of the window.
         """
-        launch = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
+        launch = getattr(LAUNCHES.get(self.q.shape[3], LAUNCHES[64]), kernel)
         if self.window % max(launch.rows, launch.columns):
             return launch._replace(rows=self.window, columns=self.window)
         return launch
 
     def kernel_inputs(
-        self, settings: WindowGpuSettings, launch: _LaunchShape, **others: Array
+        self, settings: WindowGpuSettings, launch: LaunchShape, **others: Array
     ) -> WindowTileInputs:
         """Returns the inputs of a kernel.
 
@@ -379,7 +337,7 @@ def _call(
     kernel: Callable,
     arguments: _Arguments,
     settings: WindowGpuSettings,
-    launch: _LaunchShape,
+    launch: LaunchShape,
     grid: tuple[int, int, int],
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     products: int,

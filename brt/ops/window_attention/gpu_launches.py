@@ -1,0 +1,46 @@
+"""The sizes of tiles and other launch parameters of the GPU kernels of window attention."""
+
+from typing import NamedTuple
+
+
+class LaunchShape(NamedTuple):
+    """Launch parameters of a kernel.
+
+    Attributes:
+      rows: queries of a tile.
+      columns: keys of a tile.
+      warps: warps of a program.
+      stages: pipeline stages of a program's loop.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class KernelLaunches(NamedTuple):
+    """The launch parameters of each kernel; the tiles of `band` are squares."""
+
+    forward: LaunchShape
+    queries: LaunchShape
+    keys: LaunchShape
+    band: LaunchShape
+
+
+# `LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
+# sm_90a spills no registers, and eight warps stay busy.
+LAUNCHES = {
+    64: KernelLaunches(
+        LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 3), LaunchShape(64, 128, 8, 3),
+        LaunchShape(64, 64, 4, 3),
+    ),
+    128: KernelLaunches(
+        LaunchShape(128, 64, 8, 2), LaunchShape(128, 64, 8, 2), LaunchShape(32, 128, 8, 2),
+        LaunchShape(64, 64, 8, 2),
+    ),
+    256: KernelLaunches(
+        LaunchShape(128, 32, 8, 2), LaunchShape(64, 32, 8, 2), LaunchShape(32, 64, 8, 3),
+        LaunchShape(64, 64, 8, 1),
+    ),
+}  # fmt: skip

@@ -1,0 +1,68 @@
+"""The parameters that training changes (Training.trainable); all other parameters are frozen.
+
+Frozen parameters have no gradients and no optimizer state, and no step changes them.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
+
+from brt.config.values import nearest
+from brt.errors import ConfigError
+
+_SHOWN = 6  # An error lists at most this number of parameters.
+
+
+def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Separates the parameters that are trained from those that are frozen.
+
+    Args:
+      params: the tree of all parameters.
+      patterns: Training.trainable; without patterns, all parameters are trained.
+
+    Returns:
+      Two trees that have the paths of `params`: the trained parameters and the frozen ones.
+    """
+    if not patterns:
+        return params, {}
+    trained, frozen = {}, {}
+    for path, leaf in flatten_dict(params, sep="/").items():
+        (trained if _matches(path, patterns) else frozen)[path] = leaf
+    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
+
+
+def merge(trained: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the tree of all parameters, the inverse of `split`."""
+    if not frozen:
+        return trained
+    flat = flatten_dict(trained, sep="/") | flatten_dict(frozen, sep="/")
+    return unflatten_dict(flat, sep="/")
+
+
+def check(params: PyTree, patterns: Sequence[str]) -> None:
+    """Checks that every pattern matches the path of a parameter.
+
+    Args:
+      params: the tree of all parameters, or of their shapes.
+      patterns: Training.trainable.
+
+    Raises:
+      ConfigError: a pattern matches no parameter.
+    """
+    paths = list(flatten_dict(params, sep="/"))
+    for pattern in patterns:
+        if not any(_matches(path, [pattern]) for path in paths):
+            plain = pattern.replace("*", "")
+            near = nearest(plain, paths)
+            shown = [near] if near else [path for path in paths if plain and plain in path] or paths
+            listed = ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
+            raise ConfigError(
+                f"Training.trainable has {pattern!r}, which matches none of the model's "
+                f"{len(paths)} parameters; there are {listed} (brt.inspect lists all)"
+            )
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)

@@ -1,0 +1,71 @@
+"""Frozen parameters (Training.trainable): no step changes them, and nothing is stored for them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from sharded_cases import CASES, curve, with_optimizer
+
+from brt.config import Config, Mesh
+from brt.errors import ConfigError
+from brt.training import run as runs
+from brt.training import startup, trainable
+from brt.training.workdir import Workdir
+
+PATTERNS = ("*/cell/*", "*norm*")
+STEPS = 3
+
+
+def config(tmp_path: Any, optimizer: str = "adafactor", **training: Any) -> Config:
+    made = with_optimizer(CASES["recurrent"](tmp_path), optimizer, STEPS)
+    changed = dataclasses.replace(made.training, trainable=PATTERNS, **training)
+    return dataclasses.replace(made, training=changed)
+
+
+@pytest.mark.slow_cases("adamw-*", "muon-*", "*-2-*", "*-mesh1")
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw", "muon"])
+def test_only_the_named_parameters_change(
+    optimizer: str, accumulation: int, mesh: Mesh, tmp_path: Any
+) -> None:
+    frozen = config(tmp_path, optimizer, gradient_accumulation=accumulation)
+    run = runs.build(frozen, progress=False)
+    before = flatten_dict(jax.device_get(runs.new_state(run).params), sep="/")
+    _, state = curve(frozen, mesh, STEPS)
+    after = flatten_dict(state.params, sep="/")
+    changed = {path for path in before if np.any(before[path] != after[path])}
+    assert changed and changed == {path for path in before if "/cell/" in path or "norm" in path}
+    assert not changed & {path for path in before if path.startswith("embedding")}
+
+
+def test_frozen_parameters_have_no_optimizer_state(tmp_path: Any) -> None:
+    frozen = config(tmp_path, "adamw")
+    whole = dataclasses.replace(frozen, training=dataclasses.replace(frozen.training, trainable=()))
+    sizes = [
+        sum(x.size for x in jax.tree.leaves(runs.build(one, progress=False).abstract.optimizer))
+        for one in (frozen, whole)
+    ]
+    assert sizes[0] < 0.7 * sizes[1]
+    run = runs.build(frozen, progress=False)
+    assert "of all are trained" in startup.describe(run, Workdir(tmp_path))
+
+
+def test_trees_are_split_and_merged() -> None:
+    tree = {"a": {"x": np.ones(2), "norm": np.zeros(2)}, "b": np.ones(1)}
+    trained, frozen = trainable.split(tree, ("*norm",))
+    assert list(flatten_dict(trained, sep="/")) == ["a/norm"] and set(frozen) == {"a", "b"}
+    assert jax.tree.structure(trainable.merge(trained, frozen)) == jax.tree.structure(tree)
+    assert trainable.split(tree, ()) == (tree, {})
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_near_names(tmp_path: Any) -> None:
+    made = config(tmp_path)
+    for pattern, near in (("*/cel/*", "/cell/"), ("embeding", "embedding"), ("zzz", "there are")):
+        training = dataclasses.replace(made.training, trainable=(pattern,))
+        with pytest.raises(ConfigError, match=f"has '{pattern}'".replace("*", r"\*")) as caught:
+            runs.build(dataclasses.replace(made, training=training), progress=False)
+        assert near in str(caught.value)
