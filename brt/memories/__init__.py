@@ -8,5 +8,6 @@ package registers all these kinds.
 from brt.memories.compressive import Compressive as Compressive
 from brt.memories.dense_memory import DenseMemory as DenseMemory
 from brt.memories.memorizing import Memorizing as Memorizing
+from brt.memories.rg_lru import RGLRU as RGLRU
 from brt.memories.routing import Routing as Routing
 from brt.memories.summary import Summaries as Summaries

@@ -210,6 +210,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
         "Routing.keep": 5,
     },
+    "gated linear recurrence": {"RGLRU.layers": (0, 2), "layers": 3, "RGLRU.width": 24},
+    "gated linear recurrence, grouped queries": {**_GROUPED, "RGLRU.layers": (1,), "sinks": 2},
     "toy": {"Toy.layers": (0, 1), "layers": 3},
     "a user's state of blocks": {"Echo.layers": (0,)},
     "a recurrence over tokens": {"Decay.layers": (0, 2), "layers": 3, "window": 8},

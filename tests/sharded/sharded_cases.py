@@ -193,6 +193,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "routing": lambda place: documents(
         place, {"Routing.layers": (0,), "Routing.clusters": 4, "Routing.keep": 8}
     ),
+    "rg_lru": lambda place: documents(place, {"RGLRU.layers": (0,)}),
     "summary": lambda place: documents(
         place, {"Summaries.layers": (0,), "Summaries.long_layers": (1,)}
     ),

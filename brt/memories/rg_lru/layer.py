@@ -1,0 +1,181 @@
+"""A layer of Griffin's recurrent blocks: a gated linear recurrence over tokens, and an MLP."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
+from brt.layers.basic import (
+    FROM_HEADS,
+    INTO_HEADS,
+    ZEROS,
+    compute_dtype,
+    dropout,
+    kernel_init,
+    norm_parameter,
+    normed,
+    parameter,
+)
+from brt.layers.mlp import MLP
+from brt.layers.state import LayerOutput
+from brt.memories.rg_lru.recurrence import (
+    SHARPNESS,
+    GateParameters,
+    convolution,
+    scan,
+    steps,
+    tokens_since_start,
+)
+from brt.memories.rg_lru.section import RGLRU
+from brt.ops.dense import dense
+
+CONVOLVED = 4  # Tokens that the convolution reads, including the token itself.
+# At first, the factor of a channel's state is drawn between these numbers if its gate is open.
+_SLOWEST, _FASTEST = 0.999, 0.9
+
+
+class RGLRUState(NamedTuple):
+    """What the layer carries from token to token.
+
+    Attributes:
+      hidden: float32 [B, H, R], the hidden state of every channel.
+      inputs: [B, CONVOLVED - 1, H, R], the last inputs of the convolution, in the compute dtype.
+    """
+
+    hidden: Float[Array, "B H R"]
+    inputs: Float[Array, "B L H R"]
+
+
+def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
+    """Returns the state of a layer that has read nothing."""
+    channels = _channels(model)
+    return RGLRUState(
+        jnp.zeros((batch, *channels), jnp.float32),
+        jnp.zeros((batch, CONVOLVED - 1, *channels), dtype),
+    )
+
+
+def state_axes(model: Model) -> RGLRUState:
+    """Returns the names of the axes of the state's arrays."""
+    axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
+    return RGLRUState(*axes)
+
+
+def rg_lru_flops(model: Model) -> int:
+    """Returns the FLOPs per token of the layer: three projections, two gates of each head, the
+    convolution, and the MLP. The recurrence itself has no products of matrices.
+    """
+    heads, size = _channels(model)
+    width = heads * size
+    mlp = (6 if model.gated_mlp else 4) * model.model_dim * model.mlp_dim
+    return 6 * model.model_dim * width + 4 * width * size + 2 * CONVOLVED * width + mlp
+
+
+def _channels(model: Model) -> tuple[int, int]:
+    """Returns the number of heads, and the number of channels of a head."""
+    return model.heads, model.of(RGLRU).width_of(model) // model.heads
+
+
+def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns rates with which a state's factor is between `_FASTEST` and `_SLOWEST` if the gate is
+    open (Griffin, section 2.4).
+    """
+    drawn = jax.random.uniform(key, shape, dtype, _FASTEST**2, _SLOWEST**2)
+    return jnp.log(jnp.expm1(-0.5 * jnp.log(drawn) / SHARPNESS))
+
+
+class RGLRULayer(nn.Module):
+    """Norm, a gate and a recurrence beside each other, their product projected back, and an MLP."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        """Creates the parameters of the recurrent block, and the MLP."""
+        m = self.model
+        channels = _channels(m)
+        self.norm = norm_parameter(self, m, "norm")
+        self.branch = parameter(self, "branch", (m.model_dim, *channels), INTO_HEADS)
+        self.input = parameter(self, "input", (m.model_dim, *channels), INTO_HEADS)
+        self.convolution = parameter(
+            self, "convolution", (CONVOLVED, *channels), ("stack", "heads", "head_dim"),
+            nn.initializers.normal(CONVOLVED**-0.5),
+        )  # fmt: skip
+        gate, axes = (*channels, channels[1]), ("heads", "head_dim", None)
+        for name in ("input_gate", "recurrence_gate"):
+            init = nn.initializers.normal(channels[1] ** -0.5)
+            setattr(self, name, parameter(self, name, gate, axes, init))
+            bias = parameter(self, f"{name}_bias", channels, ("heads", "head_dim"), ZEROS)
+            setattr(self, f"{name}_bias", bias)
+        self.rate = parameter(self, "rate", channels, ("heads", "head_dim"), _rate_init)
+        self.output = parameter(
+            self, "output", (1, *channels, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
+        )
+        self.mlp = MLP(m, self.training)
+        nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
+
+    def __call__(
+        self, x: Float[Array, "B T D"], *, state: RGLRUState, document_start: Bool[Array, "B N"],
+        **_: Any,
+    ) -> LayerOutput:  # fmt: skip
+        """Reads a segment; see `LayerKind`."""
+        since_start = tokens_since_start(document_start, x.shape[1])
+        branch, inputs = self._project(x)
+        convolved = convolution(inputs, state.inputs, self.convolution, since_start)
+        a, b = self._steps(convolved)
+        a = jnp.where((since_start == 0)[:, :, None, None], 0, a)
+        hidden = scan(a, b, state.hidden)
+        tail = jnp.concatenate([state.inputs.astype(x.dtype), inputs], axis=1)[:, 1 - CONVOLVED :]
+        # Inputs of an earlier document are not carried on.
+        kept = since_start[:, -1:] + 1 - jnp.arange(CONVOLVED - 1, 0, -1)[None] >= 0
+        tail = jnp.where(kept[:, :, None, None], tail, 0)
+        return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], tail))
+
+    def begin_block(self, x: None, *, state: RGLRUState, **_: Any) -> LayerOutput:
+        """The open block is the state so far, which `decode_step` changes with every token."""
+        return LayerOutput(x, state)
+
+    def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
+        """Reads one token; see `LayerKind`."""
+        branch, inputs = self._project(x)
+        joined = jnp.concatenate([block.inputs.astype(x.dtype), inputs], axis=1)
+        convolved = jnp.sum(joined * self.convolution.astype(x.dtype)[None], axis=1, keepdims=True)
+        a, b = self._steps(convolved)
+        hidden = a[:, 0] * block.hidden + b[:, 0]
+        y = self._finish(x, branch, hidden[:, None])
+        return LayerOutput(y, RGLRUState(hidden, joined[:, 1:]))
+
+    def end_block(self, x: None, *, block: RGLRUState, **_: Any) -> LayerOutput:
+        """The state after a block is the open block."""
+        return LayerOutput(x, block)
+
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Returns the gate [B, T, H, R] of the outputs, and the inputs of the convolution."""
+        h = dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+        branch, inputs = (
+            constrain(dense(h, kernel), "lanes", None, "heads", None)
+            for kernel in (self.branch, self.input)
+        )
+        return jax.nn.gelu(branch, approximate=True), inputs
+
+    def _steps(self, x: Float[Array, "B T H R"]) -> tuple[Array, Array]:
+        """Returns the factors and inputs of the recurrence, from the convolved inputs."""
+        gates = GateParameters(
+            self.input_gate, self.input_gate_bias, self.recurrence_gate,
+            self.recurrence_gate_bias, self.rate,
+        )  # fmt: skip
+        return steps(x, gates)
+
+    def _finish(
+        self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the output of the layer, with the MLP."""
+        m = self.model
+        y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
+        x = x + dropout(self, y, m.dropout)
+        return self.mlp(x.astype(compute_dtype(m)), None)

@@ -1,0 +1,131 @@
+"""The arithmetic of RG-LRU: a causal convolution, and a gated linear recurrence over tokens.
+
+Griffin, De et al. 2024 (arXiv 2402.19427), section 2.4. In shapes, B is the number of rows of the
+batch, T of tokens, H of heads, R of channels of a head, and C of tokens that the convolution reads.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+SHARPNESS = 8.0  # The constant c of equation 3.
+
+
+def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[Array, "B T"]:
+    """Returns, for each token of a segment, the number of tokens between it and the start of its
+    document: 0 for a document's first token. Tokens of a document that started before the segment
+    have numbers of at least T.
+
+    Args:
+      document_start: True where a block is the first of a document.
+      tokens: T, the number of tokens of the segment.
+    """
+    lanes, blocks = document_start.shape
+    length = tokens // blocks
+    is_start = jnp.zeros((lanes, blocks, length), bool).at[:, :, 0].set(document_start)
+    places = jnp.arange(tokens)
+    starts = jnp.where(is_start.reshape(lanes, tokens), places[None], -tokens)
+    return places[None] - jax.lax.cummax(starts, axis=1)
+
+
+def convolution(
+    x: Float[Array, "B T H R"],
+    earlier: Float[Array, "B L H R"],
+    kernel: Float[Array, "C H R"],
+    since_start: Int[Array, "B T"],
+) -> Float[Array, "B T H R"]:
+    """Returns the causal convolution of every channel over the last C tokens of its document.
+
+    Args:
+      x: the inputs of the segment.
+      earlier: the L = C - 1 inputs before the segment.
+      kernel: the factors of a channel; the last one belongs to the token itself.
+      since_start: the result of `tokens_since_start`.
+    """
+    width, tokens = len(kernel), x.shape[1]
+    joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
+    total = jnp.zeros_like(x)
+    for back in range(width):
+        shifted = jax.lax.slice_in_dim(joined, width - 1 - back, width - 1 - back + tokens, axis=1)
+        same_document = (since_start >= back)[:, :, None, None]
+        total += (
+            jnp.where(same_document, shifted, 0)
+            * kernel[width - 1 - back].astype(x.dtype)[None, None]
+        )
+    return total
+
+
+class GateParameters(NamedTuple):
+    """Parameters of the two gates of every channel, and of its decay.
+
+    Attributes:
+      input: [H, R, R], from the convolved inputs to the gates of the input.
+      input_bias: [H, R].
+      recurrence: [H, R, R], from the convolved inputs to the gates of the decay.
+      recurrence_bias: [H, R].
+      rate: [H, R], the rate of decay while the gate of the decay is open.
+    """
+
+    input: Float[Array, "H R R"]
+    input_bias: Float[Array, "H R"]
+    recurrence: Float[Array, "H R R"]
+    recurrence_bias: Float[Array, "H R"]
+    rate: Float[Array, "H R"]
+
+
+def steps(
+    x: Float[Array, "B T H R"], gates: GateParameters
+) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H R"]]:
+    """Returns the float32 factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t
+    (equations 1 to 4).
+
+    Args:
+      x: the convolved inputs.
+      gates: float32 parameters.
+    """
+
+    def gate(kernel: Array, bias: Array) -> Array:
+        """Returns a gate of every channel and token, between 0 and 1."""
+        logits = jnp.einsum(
+            "bthr,hrs->bths", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        return jax.nn.sigmoid(logits + bias[None, None])
+
+    a, scale = decays(gates.rate, gate(gates.recurrence, gates.recurrence_bias))
+    return a, scale * gate(gates.input, gates.input_bias) * x.astype(jnp.float32)
+
+
+def decays(
+    rate: Float[Array, "H R"], gate: Float[Array, "*B H R"]
+) -> tuple[Float[Array, "*B H R"], Float[Array, "*B H R"]]:
+    """Returns the factor a of the hidden state, and the factor sqrt(1 - a^2) of the gated input.
+
+    Equations 3 and 4: a = exp(-c softplus(rate) gate).
+
+    Args:
+      rate: float32, the parameter of a channel.
+      gate: float32, the recurrence gate of a token, between 0 and 1.
+    """
+    log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
+    return jnp.exp(log_a), jnp.sqrt(-jnp.expm1(2 * log_a))
+
+
+def scan(
+    a: Float[Array, "B T H R"], b: Float[Array, "B T H R"], initial: Float[Array, "B H R"]
+) -> Float[Array, "B T H R"]:
+    """Returns the hidden states h_t = a_t h_(t-1) + b_t of all tokens, by an associative scan.
+
+    Args:
+      a: float32 factors; 0 for the first token of a document.
+      b: float32 inputs.
+      initial: float32, the hidden state before the first token.
+    """
+
+    def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Returns the step that equals two steps h -> a h + b, one after the other."""
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    products, sums = jax.lax.associative_scan(then, (a, b), axis=1)
+    return products * initial[:, None] + sums

@@ -1,0 +1,104 @@
+"""RG-LRU layers compute the equations of Griffin (De et al. 2024, section 2.4)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_settings import with_settings
+
+from brt.config import Model
+from brt.errors import ConfigError
+from brt.memories import RGLRU
+from brt.memories.rg_lru import layer, recurrence
+
+MODEL = Model(
+    layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=4, dtype="float32",
+    vocab_size=32, kinds=(RGLRU(layers=(0,), width=12),),
+)  # fmt: skip
+LANES, BLOCKS, LENGTH, HEADS, SIZE = 2, 4, 4, 2, 6
+TOKENS = BLOCKS * LENGTH
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def oracle(x: np.ndarray, learned: dict[str, np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """Returns the hidden states, token by token in float64; starts are the first tokens."""
+    result = np.zeros_like(x)
+    for lane in range(len(x)):
+        hidden, read = np.zeros(x.shape[2:]), []
+        for t in range(x.shape[1]):
+            if starts[lane, t]:
+                hidden, read = np.zeros(x.shape[2:]), []
+            read.append(x[lane, t])
+            last = read[-4:]
+            y = sum(k * z for k, z in zip(learned["convolution"][-len(last) :], last, strict=True))
+            gates = [
+                sigmoid(np.einsum("hr,hrs->hs", y, learned[name]) + learned[f"{name}_bias"])
+                for name in ("input_gate", "recurrence_gate")
+            ]
+            a = np.exp(-8 * np.log1p(np.exp(learned["rate"])) * gates[1])
+            hidden = a * hidden + np.sqrt(1 - a**2) * gates[0] * y
+            result[lane, t] = hidden
+    return result
+
+
+@pytest.fixture(scope="module")
+def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Inputs, parameters, and document starts: in lane 1, documents start in the middle."""
+    draw = np.random.default_rng(0).normal
+    shapes = {
+        "convolution": (4, HEADS, SIZE), "rate": (HEADS, SIZE),
+        **{name: (HEADS, SIZE, SIZE) for name in ("input_gate", "recurrence_gate")},
+        **{f"{name}_bias": (HEADS, SIZE) for name in ("input_gate", "recurrence_gate")},
+    }  # fmt: skip
+    learned = {name: draw(size=shape) for name, shape in shapes.items()}
+    starts = np.zeros((LANES, BLOCKS), bool)
+    starts[0, 0], starts[1, 1], starts[1, 2] = True, True, True
+    return draw(size=(LANES, TOKENS, HEADS, SIZE)), learned, starts
+
+
+def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
+    """Returns the hidden states as the layer computes them."""
+    since = recurrence.tokens_since_start(starts, x.shape[1])
+    empty = jnp.zeros((LANES, 3, HEADS, SIZE))
+    convolved = recurrence.convolution(x, empty, learned["convolution"], since)
+    gates = recurrence.GateParameters(
+        *(learned[name] for name in ("input_gate", "input_gate_bias", "recurrence_gate")),
+        learned["recurrence_gate_bias"], learned["rate"],
+    )  # fmt: skip
+    a, b = recurrence.steps(convolved, gates)
+    a = jnp.where((since == 0)[:, :, None, None], 0, a)
+    return recurrence.scan(a, b, jnp.zeros((LANES, HEADS, SIZE)))
+
+
+def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
+    x, learned, starts = given
+    expected = oracle(x, learned, np.repeat(starts, LENGTH, axis=1) & (np.arange(TOKENS) % 4 == 0))
+    arrays = {name: jnp.asarray(value, jnp.float32) for name, value in learned.items()}
+    found = hidden(jnp.asarray(x, jnp.float32), arrays, jnp.asarray(starts))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_tokens_know_how_long_ago_their_document_started() -> None:
+    starts = jnp.asarray([[True, False, True], [False, True, False]])
+    found = recurrence.tokens_since_start(starts, 6)
+    assert found[0].tolist() == [0, 1, 2, 3, 0, 1]
+    assert (found[1, :2] >= 6).all() and found[1, 2:].tolist() == [0, 1, 2, 3]
+
+
+def test_states_decay_slowly_at_first() -> None:
+    rate = layer._rate_init(jax.random.key(0), (4, 64), jnp.float32)
+    a, scale = recurrence.decays(rate, jnp.ones_like(rate))
+    assert (a > 0.9).all() and (a < 0.999).all() and a.std() > 0.02
+    np.testing.assert_allclose(a**2 + scale**2, 1, atol=1e-6)
+
+
+def test_widths_that_heads_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match="RGLRU.width = 13 must be a multiple of Model.heads = 2"):
+        with_settings(MODEL, {"RGLRU.width": 13})
+    with pytest.raises(ConfigError, match="which RGLRU.layers"):
+        with_settings(MODEL, {"layers": 2, "Recurrence.layers": (1,), "feedback": True})
