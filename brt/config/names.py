@@ -76,8 +76,8 @@ def own_types() -> dict[str, Any]:
     """Returns the type of every field by the section that has it: {"Seq2Seq.dropout": float, ...}.
 
     `field_types` has the names that .gin files use instead. A setting of several tasks has only one
-    such name, such as "Data.buckets" for the fields "Pairs.buckets" and "Speech.buckets". Derived
-    fields, which .gin files cannot bind, are included here and missing there.
+    such name, such as "Data.buckets" for the fields "Pairs.buckets" and "Speech.buckets". The
+    result includes derived fields, which .gin files cannot bind; `field_types` does not.
     """
     return _field_types(_kinds())
 
@@ -153,7 +153,9 @@ def declaration(name: str) -> Setting:
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of a field, or of a setting in the first section that has it."""
+    """Returns the default of a field or setting, such as "Pairs.train" or "Data.train". If several
+    sections have the setting, their defaults may differ, and the first section's is returned.
+    """
     section, _, field = fields_of(name)[0].partition(".")
     return getattr(_defaults(section_types()[section]), field)
 

@@ -81,7 +81,7 @@ class Sentences:
 
     @property
     def second_field(self) -> str:
-        """Column of the second sentence of a pair."""
+        """Column of the second sentence of a pair; "" if none is named."""
         return column(self, "second")
 
     @property

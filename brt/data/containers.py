@@ -66,7 +66,7 @@ SIGNS = (
          "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-# UTF-32 comes first, because its little-endian byte order mark begins with the one of UTF-16.
+# UTF-32 comes first, because its little-endian byte order mark begins with UTF-16's.
 _WIDE = (
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),

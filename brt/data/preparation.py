@@ -62,7 +62,9 @@ class Dataset(NamedTuple):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name: the number of documents, the size in
+        bytes, the names of some documents, the fingerprint, and the source files.
+        """
         return cache.described(self.directory, self.splits, "documents")
 
 

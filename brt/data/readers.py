@@ -95,6 +95,6 @@ class Reader(abc.ABC):
             bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
             order = np.argsort(bits.random_raw(len(order)), kind="stable")
         layout = self._laid_out(order)
-        # The assignment needs no lock, even if several threads call this method.
+        # Assigning an entry of a dict is atomic, so threads that call this method need no lock.
         self.__dict__["_last_layout"] = epoch, layout
         return layout

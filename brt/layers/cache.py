@@ -148,7 +148,8 @@ def closed_window(
     """
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
-    # The slot of the oldest token comes first.
+    # Block and ring buffer differ in length, so the oldest token of the buffer is not at its start.
+    # Rolling the buffer moves this token to the start.
     keys, values = (jnp.roll(x, -model.block_length, axis=1) for x in (block.keys, block.values))
     length = jnp.minimum(state.length + model.block_length, LONGEST) * model.cache
     return LocalState(keys, values, length, block.sinks)

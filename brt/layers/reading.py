@@ -76,7 +76,8 @@ def window_part(
             scale=scale,
         )  # fmt: skip
 
-    # Lanes and blocks share a mask, as in the original: one tile to draw and to read.
+    # As in the original code, all lanes and blocks share the dropout mask, so that only one tile of
+    # the mask has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,

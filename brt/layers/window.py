@@ -16,7 +16,7 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class WindowLayer(nn.Module):
-    """A sliding-window layer."""
+    """A sliding-window layer: causal attention of each token to its window, followed by an MLP."""
 
     model: Model
     training: bool = False

@@ -31,7 +31,9 @@ class Dataset(Protocol):
         """Returns the store of a split; raises DataError if there is no such split."""
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name: the number of documents or rows, the
+        size in bytes, the fingerprint, and the source files.
+        """
 
 
 class LossInputs(NamedTuple):

@@ -23,7 +23,8 @@ class MetricAccumulator:
 
     Args:
       saved: the totals in a checkpoint, as the method `state` returned them; None at step 0.
-      spike_factor: Training.spike_factor.
+      spike_factor: Training.spike_factor: a step is bad if its loss exceeds this multiple of the
+        median of recent losses; 0 sets no limit.
       on_skip: called with the number of every step that left the train state unchanged, and with
         the reason.
 

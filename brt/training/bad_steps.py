@@ -57,7 +57,7 @@ class RecentLosses:
     does not depend on timing.
 
     Args:
-      factor: Training.spike_factor; 0 for no limit.
+      factor: Training.spike_factor: the limit is this multiple of the median loss; 0 sets no limit.
       saved: steps and losses in a checkpoint, as the method `state` returned them.
     """
 

@@ -57,8 +57,10 @@ def scalars(
 
     Args:
       task: the task, whose `select_metrics` chooses the metrics.
-      evaluator, split, whole: arguments of `tag`, which determine the tag.
+      evaluator: the evaluator of the split.
+      split: name of the split.
       report: all metrics of the evaluation.
+      whole: True if the metrics are computed on the whole split; see `tag`.
     """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}

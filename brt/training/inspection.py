@@ -60,7 +60,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         except CheckpointError:
             if step is not None or intact[-1] in reader.present(directory):
                 raise
-            # A trainer has removed the checkpoint in the meantime, so the survey is repeated.
+            # A trainer has just removed the checkpoint to describe, so the survey is repeated.
     result: dict[str, Any] = {
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],

@@ -35,7 +35,7 @@ def learning_rate(
 
     Args:
       optimizer: settings.
-      steps: Training.steps.
+      steps: Training.steps, the number of steps of the run.
     """
     top, low, warmup = (
         optimizer.learning_rate,
@@ -143,7 +143,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
 
     Args:
       optimizer: settings.
-      steps: Training.steps.
+      steps: Training.steps, the number of steps of the run.
       axes: names of the parameters' axes, by path; see `state.parameter_axes`. Parameters without
         names are not reshaped to matrices.
     """

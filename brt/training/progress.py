@@ -30,7 +30,7 @@ class Progress:
     """Shows the progress of a run to the user, and writes it to a log.
 
     Args:
-      steps: Training.steps.
+      steps: Training.steps, the number of steps of the run.
       initial_step: the step that the run resumes from.
       log: the file to which every line is appended, together with the current time.
       stream: receives the bar and the lines; None for stderr.

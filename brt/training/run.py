@@ -228,7 +228,9 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number, which is the same in all processes, as a replicated jax array []."""
+    """Returns a number, which is the same in all processes, as a jax array [] that is replicated on
+    the devices of the run.
+    """
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 

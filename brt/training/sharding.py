@@ -15,8 +15,9 @@ from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
-# Adafactor's factored moments lack one axis of the matrix. The table gives the position of the
-# missing axis after the axes of the matrix have been sorted by size.
+# Adafactor averages the second moments of a matrix over one axis or over the other. Each of these
+# two factored moments lacks the axis that was averaged. If the axes of the matrix are sorted by
+# size, this axis has the index in the table.
 _DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 

@@ -55,7 +55,9 @@ class RowCorpus(Generic[Encoder, Store]):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name; see `brt.data.cache.described`."""
+        """Returns a JSON description of each split, by name: the number of rows, the size in bytes,
+        the fingerprint, and the source files.
+        """
         return cache.described(self.directory, self.splits, self.rows)
 
 

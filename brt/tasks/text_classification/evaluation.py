@@ -80,7 +80,7 @@ class SentenceEvaluator(HeadEvaluator):
 
         Args:
           order: the index in the store of each row of `outputs`.
-          outputs: the predictions.
+          outputs: for each of N rows, the C predicted values, from the method `outputs`.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:

@@ -23,7 +23,9 @@ TOGETHER = 64  # This number of texts is tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
-    """Prepared questions that are opened for reading; see `RowCorpus`."""
+    """Prepared questions that are opened for reading: directory, tokenizer, and a store for each
+    split.
+    """
 
     rows = "questions"
 

@@ -142,7 +142,15 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
 def layers(
     config: Config, variables: Variables, store: TokenStore, result: InterventionResult
 ) -> list[dict[str, Any]]:
-    """Returns a row for each layer with a recurrent state: its gate, memory horizon and state."""
+    """Returns a row, as JSON, for each layer with a recurrent state: metrics of its gate and of its
+    states, and the number of tokens after which half of a perturbation of the states remains.
+
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      store: documents, of which the longest is read with perturbed states.
+      result: the result of the interventions, which has the metrics of the states.
+    """
     window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)
     rows = []

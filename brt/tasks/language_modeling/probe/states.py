@@ -57,7 +57,8 @@ def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
     gram = jnp.einsum(product, v, v, precision="highest")
     rank = squares.sum(1) ** 2 / jnp.maximum(jnp.square(gram).sum((1, 2)), 1e-30)
     unit = v / jnp.maximum(lengths, 1e-15)[:, :, None]
-    # The sum over all ordered pairs follows from the length of the sum of the unit vectors.
+    # The squared length of the sum of all unit vectors is the sum of the cosines of all ordered
+    # pairs, including the pairs of a vector with itself, whose cosines are 1.
     cosines = jnp.square(unit.sum(1)).sum(1) - count
     mean_cosine = cosines / (count * (count - 1)) if count > 1 else jnp.zeros_like(cosines)
     return StateMetrics(lengths.mean(1), rank, mean_cosine)

@@ -23,7 +23,9 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
-    """Prepared utterances that are opened for reading; see `RowCorpus`."""
+    """Prepared utterances that are opened for reading: directory, vocabulary, and a store for each
+    split.
+    """
 
     rows = "utterances"
 
@@ -69,7 +71,7 @@ class SpeechPreparation(Preparation):
         super().__init__(section, progress)
         # All utterances must have the number of features and the sample rate of the first one.
         self._first: Utterance | None = None
-        # The dict has the split of each utterance so far, by the utterance's hash.
+        # The keys are hashes of the utterances read so far, and the values are their splits.
         self._seen: dict[bytes, str] = {}
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:

@@ -34,7 +34,8 @@ class Encoder:
       prefix: text before every document.
       max_source_length: largest number of ids of a document.
       max_target_length: largest number of ids of a summary.
-      truncation: Pairs.truncation.
+      truncation: Pairs.truncation: "error" refuses documents that are too long, "head" keeps their
+        beginning, and "head_tail" keeps their beginning and their end.
     """
 
     tokenizer: PairTokenizer

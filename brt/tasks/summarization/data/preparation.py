@@ -17,7 +17,9 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """Prepared pairs of document and summary that are opened for reading; see `RowCorpus`."""
+    """Prepared pairs of document and summary that are opened for reading: directory, tokenizer, and
+    a store for each split.
+    """
 
     rows = "pairs"
 

@@ -24,7 +24,8 @@ TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
-    """Prepared sentences that are opened for reading; see `RowCorpus`.
+    """Prepared sentences that are opened for reading: directory, tokenizer, and a store for each
+    split.
 
     The index of a label is the same in all splits.
     """
