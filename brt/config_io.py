@@ -185,7 +185,8 @@ def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def to_read_with(config: Config) -> Config:
     """Returns the config of a run for commands that only read the run.
 
-    Somebody else may have made the run, so settings that say where to write have their defaults.
+    Somebody else may have made the run, so the result has the defaults of settings that name files
+    or directories to write.
     """
     usual = {
         name: {f: getattr(cls, f) for f, said in settings(cls).items() if said.path == "written"}

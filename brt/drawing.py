@@ -99,9 +99,10 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of training tokens and the value of a metric, float arrays [records].
+    """Returns the points of a metric's curve: two float arrays [records], with the number of training
+    tokens and the value of the metric.
 
-    Only records with the metric count. If a record lacks the number of tokens, the number is
+    Records without the metric are left out. If a record has no number of tokens, the number is
     interpolated.
 
     Args:

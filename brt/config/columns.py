@@ -17,8 +17,8 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses items of `columns` that do not have the form ROLE=COLUMN, unknown roles, and roles
-    that occur twice.
+    """Raises ConfigError if an item of a section's field `columns` does not have the form
+    ROLE=COLUMN, has a role that is not among `roles`, or has the role of another item.
     """
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:

@@ -77,10 +77,13 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter on the given mesh: the result of `spec` for
-    matrices, and replication for vectors.
+    """Returns the partition spec of a parameter: the result of `spec` for matrices, and replication
+    for vectors.
 
-    The arguments are the same as for `spec`.
+    Args:
+      names: the names of the parameter's axes.
+      shape: the shape of the parameter.
+      mesh: the mesh.
     """
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 

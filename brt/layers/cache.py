@@ -129,6 +129,9 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
     names = ("lanes", None, "kv_heads", None)
 
     def gathered(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
+        """Returns the sinks of each block, [B, N, S, G, K], from the sinks of the state (`old`) and
+        the tokens of the segment (`new`).
+        """
         joined = jnp.concatenate([old, constrain(new, *names)], axis=1)
         rows = jnp.minimum(indices, joined.shape[1] - 1).reshape(len(joined), -1, 1, 1)
         return jnp.take_along_axis(joined, rows, axis=1).reshape(*places.shape, *joined.shape[2:])

@@ -41,6 +41,9 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
     rows, own = (blocks, lanes, model.block_length), params["tokens"]
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
+        """Returns accumulators for the kernels with these names that the layers have; `options` are
+        arguments of `deferred.layer_taps`.
+        """
         kernels = tuple(own[name] for name in names if name in own)
         return deferred.layer_taps(kernels, rows, compute_dtype(model), **options)
 

@@ -100,7 +100,7 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
-    """Returns a sha256 over everything that a resumed run restores from a checkpoint.
+    """Returns a sha256 over everything that a resumed run restores from the checkpoint of a step.
 
     Runs with equal hashes continue identically.
     """

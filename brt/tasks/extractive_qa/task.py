@@ -46,7 +46,12 @@ class ExtractiveQa(EncoderTask):
         self.check_encoder(config, ("Data.max_length", config.questions.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> QuestionDataset:
-        """Opens the questions with their contexts, and prepares them first if necessary."""
+        """Opens the questions with their contexts, and prepares them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         return preparation.prepare(config.questions, progress)
 
     def open_split(

@@ -92,7 +92,12 @@ class LanguageModeling(Task):
                 section.check_segment(name, length)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents of all splits; tokenizes and stores them first if necessary."""
+        """Opens the documents of all splits; tokenizes and stores them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         if progress:
             warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)
@@ -270,11 +275,24 @@ class LanguageModeling(Task):
         )  # fmt: skip
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns the initial parameters of a warm start; see `warm_start.start`."""
+        """Returns the parameters that training starts with, taken from weights layer by layer.
+
+        Args:
+          config: config of the model to train.
+          weights: weights of another language model, which may have other kinds of layers.
+          initial: newly initialised parameters, for the parameters that the weights lack.
+        """
         return warm_start.start(config.model, weights, initial)
 
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Returns the initial model state of a warm start; see `warm_start.start_model_state`."""
+        """Returns the model state that training starts with, taken from weights for the layers that
+        have the same kind as in the weights.
+
+        Args:
+          config: config of the model to train.
+          weights: weights of another language model.
+          initial: the model state of a new model.
+        """
         return warm_start.start_model_state(config.model, weights, initial)

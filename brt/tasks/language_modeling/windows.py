@@ -105,7 +105,11 @@ class WindowEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a text that the model writes with the largest window."""
+        """Returns the beginning of the first document with a continuation by the model, which reads
+        with the largest window.
+
+        The result is None if `control` stopped the generation. `step` seeds the random numbers.
+        """
         return self._evaluators[-1].sample(variables, step, control)
 
     def _edges(self) -> list[int]:

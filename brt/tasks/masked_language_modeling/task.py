@@ -53,7 +53,12 @@ class MaskedLanguageModeling(EncoderTask):
         return tokenizer.vocab_size + 1
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents of all splits; tokenizes and stores them first if necessary."""
+        """Opens the documents of all splits; tokenizes and stores them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(

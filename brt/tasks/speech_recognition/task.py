@@ -51,7 +51,12 @@ class SpeechRecognition(EncoderTask):
             )
 
     def open(self, config: Config, *, progress: bool = True) -> SpeechDataset:
-        """Opens the utterances with their transcripts, and prepares them first if necessary."""
+        """Opens the utterances with their transcripts, and prepares them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         return preparation.prepare(config.speech, progress)
 
     def open_split(

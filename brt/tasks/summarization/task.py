@@ -88,7 +88,12 @@ class Summarization(Task):
                 )
 
     def open(self, config: Config, *, progress: bool = True) -> PairDataset:
-        """Opens documents with their summaries, and prepares them first if necessary."""
+        """Opens documents with their summaries, and prepares them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         return preparation.prepare(config.pairs, progress)
 
     def open_split(

@@ -43,7 +43,12 @@ class TextClassification(EncoderTask):
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
-        """Opens the sentences with their labels, and prepares them first if necessary."""
+        """Opens the sentences with their labels, and prepares them first if necessary.
+
+        Args:
+          config: the config, which names the sources.
+          progress: True reports the progress of preparing the data on stderr.
+        """
         return preparation.prepare(config.sentences, progress, numbers=self.numbers)
 
     def open_split(

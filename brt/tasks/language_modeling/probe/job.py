@@ -91,9 +91,11 @@ def probe_report(
 
 
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns a row for each intervention: bits per byte with and without the intervention.
+    """Returns a row, as JSON, for each intervention: bits per byte with the intervention and of the
+    unchanged model, both on the same blocks, and their difference.
 
-    Both are computed on the same blocks.
+    Args:
+      result: the scores of all blocks with each intervention.
     """
     rows = []
     for intervention in filter(None, result.nats):
@@ -113,7 +115,8 @@ def memory(result: InterventionResult) -> list[dict[str, Any]]:
 
 
 def positions(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns a row for each range of positions in a document, with the bits per byte there.
+    """Returns a row, as JSON, for each range of positions in a document: the bits per byte of the
+    blocks of `result` that begin there.
 
     The entry `without` of a row has the bits per byte with each part of the memory zeroed.
     """

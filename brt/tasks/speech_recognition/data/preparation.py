@@ -87,7 +87,7 @@ class SpeechPreparation(Preparation):
         return Vocabulary.load(Path(name))
 
     def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
-        """Returns the opened store of a split."""
+        """Returns the opened store of the split in a directory; `encoder` is not used."""
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:

@@ -52,7 +52,7 @@ class Preparation(TokenizedPreparation):
         return tokenization.load(name)
 
     def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
-        """Returns the opened store of a split."""
+        """Returns the opened store of the split in a directory; `encoder` is not used."""
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
