@@ -99,8 +99,8 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the points of a metric's curve: two float arrays [records], with the number of training
-    tokens and the value of the metric.
+    """Returns the points of a metric's curve as two float arrays [records]: the number of training
+    tokens, and the value of the metric.
 
     Records without the metric are left out. If a record has no number of tokens, the number is
     interpolated.

@@ -181,8 +181,8 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
         """Repeats keys and values for operations that have as many heads of keys as of queries.
 
-        `normalize` is False if the operation itself normalises the keys that `Model.normalize_qk`
-        asks for.
+        `normalize` is True for an operation that does not itself normalise keys, which
+        `Model.normalize_qk` may ask for; the keys are then normalised here.
         """
         if normalize or not self.model.normalize_qk:
             keys = self.unit_keys(keys)
