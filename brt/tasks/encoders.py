@@ -48,7 +48,7 @@ class EncoderTask(Task):
     frames: ClassVar[bool] = False
     exports = True
 
-    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report that are logged as curves, by name.
 
         If the report has the primary metric with exact attention, this metric is included.

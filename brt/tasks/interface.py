@@ -224,11 +224,12 @@ class Task(abc.ABC):
           DataError: there is no such split, or the split does not fit the model.
         """
 
-    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics that are logged as curves, by name: the metrics in `Task.metrics`
         that a report contains.
 
-        A report may lack metrics that are not defined for the data.
+        A report may lack metrics that are not defined for the data. The values are numbers, unless
+        the report is damaged.
 
         Args:
           report: the report of an evaluation, as JSON.

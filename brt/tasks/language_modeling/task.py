@@ -198,7 +198,7 @@ class LanguageModeling(Task):
         """Returns an evaluator that reads whole documents and measures their bits."""
         return WindowEvaluator(request) if request.windows else DocumentEvaluator(request)
 
-    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report, including the differences that an ablation made."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")

@@ -176,7 +176,7 @@ class Summarization(Task):
             )
         return SummaryEvaluator(request)
 
-    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report, including each ROUGE F1 if summaries were generated."""
         rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
         return super().select_metrics(report) | rouge
