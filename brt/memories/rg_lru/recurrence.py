@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.products import einsum_float32
+
 SHARPNESS = 8.0  # The constant c of equation 3.
 
 
@@ -88,9 +90,7 @@ def steps(
 
     def gate(kernel: Array, bias: Array) -> Array:
         """Returns a gate of every channel and token, between 0 and 1."""
-        logits = jnp.einsum(
-            "bthr,hrs->bths", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
-        )
+        logits = einsum_float32("bthr,hrs->bths", x, kernel.astype(x.dtype))
         return jax.nn.sigmoid(logits + bias[None, None])
 
     a, scale = decays(gates.rate, gate(gates.recurrence, gates.recurrence_bias))

@@ -59,9 +59,18 @@ def attend_in_chunks(
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
     """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
-    rounds.
+    rounds of hashing (Reformer).
 
-    The arguments are the same as for `attention_baselines.attend_in_chunks`.
+    Args:
+      queries: the queries; normalised to length 1, they are the keys as well.
+      values: the values.
+      valid: True for tokens that are no padding.
+      ids: the bucket of each token in each round.
+      dropout: dropout of the attention weights, or None.
+      chunk: the number of tokens of a chunk.
+      scale: the factor of the queries.
+      attend_to_self: True if a token may attend to itself.
+      causal: True if a token attends to no later token.
     """
     tokens = queries.shape[1]
     more = -tokens % chunk

@@ -97,9 +97,12 @@ class CellKernelSums(NamedTuple):
     Attributes:
       carry: [S, D], the gradient of the states between two blocks.
       after: [S, D], the states after the block.
-      hidden: [S, D], the gradient of the projection's input.
-      read: [2, S, K], the gradient of the attention outputs.
-      attended: two arrays [S + 2 W, K], gradients of keys and of values.
+      hidden: [S, D], the gradient of the normalised states, from which the states' keys, queries
+        and values are projected.
+      read: [2, S, K], the gradients of the outputs of both attentions: to the states, and to the
+        tokens.
+      attended: two arrays [S + 2 W, K], gradients of keys and of values: S rows of the states, W
+        of the cached tokens, and W of the block's tokens.
       behind: two arrays [H, W, K], the contributions of the next block to the gradients of this
         block's keys and values.
     """

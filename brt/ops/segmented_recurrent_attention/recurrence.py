@@ -88,8 +88,8 @@ def recurrence(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> RecurrentStates:
-    """Returns the states R of all segments (equations 13 and 16), the factor of their output and
-    the firing rate.
+    """Returns the states R of all segments (equations 13 and 16), the factor that the attention
+    output of the states is multiplied by (`RecurrentStates.scale`), and the firing rate.
 
     Sums and neurons are float32.
 

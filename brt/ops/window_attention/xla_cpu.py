@@ -229,8 +229,8 @@ def _backward(null_keys: bool, residuals: tuple, gradients: tuple[Array, Array])
     gradient, d_lse = gradients
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
-    # The output's gradient is divided by the sums of the weights, which is cheaper than the
-    # division of the weights: the columns of the gradient are only as tall as a head.
+    # The output's gradient is divided by the sums of the weights. Dividing the weights would take
+    # longer: a query has a weight for each key, but only K numbers of the output's gradient.
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's

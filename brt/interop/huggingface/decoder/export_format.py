@@ -24,8 +24,8 @@ from brt.ops.gates import GateWeights
 
 CODE = Path(__file__).with_name("modeling_brt.py")
 KINDS = ("window", "recurrent")
-# These parameters are not exported, because the exported arrays `bias`, `scale` and `cross_scale`
-# contain their effect.
+# These parameters are not exported as they are. The exported arrays `bias`, `scale` and
+# `cross_scale`, which are computed from them, take their place.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
 
 

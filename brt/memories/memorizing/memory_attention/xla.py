@@ -20,8 +20,8 @@ from brt.memories.memorizing.memory_attention.retrieval import (
 )
 from brt.ops.gathering import take
 
-# At most this many scores, or numbers of retrieved keys or values, exist at once for a lane (a row
-# of the batch). In float32 they take 32 MiB.
+# For a lane (a row of the batch), an array of scores, of retrieved keys or of retrieved values has
+# at most this number of elements, which take 32 MiB in float32.
 AT_ONCE = 2**23
 
 
