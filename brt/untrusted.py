@@ -41,7 +41,7 @@ _HEADER = re.compile(
 
 def user_path(name: Path | str) -> Path:
     """Returns the path for a name, in which ~ is expanded to a home directory if there is one."""
-    with contextlib.suppress(ValueError):  # The name of the user may contain a NUL.
+    with contextlib.suppress(ValueError):  # In ~USER, the name USER may contain a NUL.
         return Path(os.path.expanduser(name))
     return Path(name)
 

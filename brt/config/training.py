@@ -23,7 +23,8 @@ class Training:
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
     # trains all parameters.
     trainable: tuple[str, ...] = fixed(())
-    # A step reads this number of lanes or rows, over all devices and hosts.
+    # A step reads this number of texts side by side, over all devices and hosts. Language models
+    # read lanes, whose texts go on in the next step; other tasks read rows, which are complete.
     batch_size: int = fixed(32)
     # A lane reads this number of tokens in a step. For language models, the number must be a
     # multiple of the number of tokens in a block (Model.block, or Model.window if it is 0).

@@ -19,7 +19,13 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
 
-    The arguments are the same as for `block_products.shared_input_matmul`.
+    Args:
+      x: the input, whose last axis the products sum over.
+      kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
+      transposed: True if the products sum over the last axis of the kernels.
+      relu: True replaces negative products by 0.
+      where: an array of the shape of a product; products are kept where it is above 0, and are 0
+        elsewhere. None keeps all.
     """
     wide = x.astype(jnp.float32)
     found = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]

@@ -55,9 +55,9 @@ def refusal(
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
     # A row of codes or of a centroid has at most LANES numbers. VMEM has two buffers for each block
-    # that is copied in or out. A code takes 2 bytes, and two buffers of codes take 4 * LANES bytes
-    # per token. A centroid takes 4 bytes. Two buffers for its initial value, two for its result and
-    # one array of sums take 5 * 4 * LANES bytes per centroid.
+    # that is copied in or out. A number of a code takes 2 bytes, so two buffers of codes take
+    # 4 * LANES bytes per token. A number of a centroid takes 4 bytes. Two buffers for its initial
+    # value, two for its result and one array of sums take 5 * 4 * LANES bytes per centroid.
     taken = 4 * LANES * (tokens + 5 * centroids.shape[2])
     return vmem_refusal(taken, "codes")
 

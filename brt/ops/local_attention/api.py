@@ -32,10 +32,11 @@ def local_attention(
     """Returns the attention output of every token over its window, and the log-sum-exp of its
     logits.
 
-    The logits are q.k + bias, without a scale.
+    The logits are q.k + bias.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the queries. Without the argument `scale`, the caller has already multiplied them by
+        the factor of the logits.
       cached: keys and values of the W tokens before the segment, oldest first.
       keys, values: keys and values of the segment.
       bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no

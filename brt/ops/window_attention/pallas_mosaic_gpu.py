@@ -32,10 +32,10 @@ from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
 from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# `_SLOTS` has, by head size and kernel, the number of slots for tiles in shared memory. Some slots
-# are filled by copies while the kernel computes with another slot. With these numbers, shared
-# memory is sufficient for two programs per multiprocessor, or one program uses the complete shared
-# memory.
+# `_SLOTS` has, by head size, the number of slots for tiles in shared memory of the forward kernel
+# and of the kernels of the gradients of queries, of keys and values, and of the bias ("band"). With
+# two slots, one is filled by copies while the kernel computes with the other. With these numbers,
+# two programs share a multiprocessor, or one program takes all of its shared memory.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},

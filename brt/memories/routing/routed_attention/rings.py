@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.gathering import take
 
-NO_TOKEN = -1  # A place without a token has this group.
+NO_TOKEN = -1  # The cluster of a place that has no token.
 
 
 class Rings(NamedTuple):

@@ -70,10 +70,14 @@ def scp(directory: Path) -> Path:
 
 
 def audio(directory: Path) -> dict[str, str]:
-    """Returns the location of the audio of each utterance: a wav file, or ARCHIVE:POSITION.
+    """Returns where the data of each utterance are.
+
+    They are the path of a wav file if the directory has a wav.scp, and ARCHIVE:POSITION, the place
+    of computed features in a file, if it has a feats.scp.
 
     Raises:
-      DataError: the table contains commands, or the utterances are segments of wav files.
+      DataError: wav.scp or feats.scp contains commands, or the utterances are segments of wav
+        files.
     """
     path = scp(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():

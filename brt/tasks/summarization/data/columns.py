@@ -15,10 +15,9 @@ COMMON = (
     ("article", "abstract"),  # Scientific Papers has these columns.
     ("dialogue", "summary"),  # SAMSum has these columns.
     ("text", "summary"),  # BillSum has these columns.
-    # GovReport has these columns, and its parts in TFDS have the columns of the next two lines.
-    ("report", "summary"),
-    ("report", "highlight"),
-    ("reports", "summary"),
+    ("report", "summary"),  # GovReport has these columns.
+    ("report", "highlight"),  # A part of GovReport in TFDS has these columns.
+    ("reports", "summary"),  # The other part of GovReport in TFDS has these columns.
     ("utt", "summary"),  # MediaSum has these columns.
     ("description", "abstract"),  # BigPatent has these columns.
     # Scientific Papers has these columns in the form in which its authors publish it.
