@@ -1,6 +1,7 @@
 """Tests what Training.init_from loads into a language model, and what it refuses."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,19 +210,23 @@ def test_a_model_begins_as_the_model_without_recurrence(feedback: bool, tmp_path
         "Recurrence.layers": (-1,), "Recurrence.output_init": "zero", "feedback": feedback,
     }  # fmt: skip
     model = with_settings(plain, settings)
-    initial = nn.meta.unbox(initial_params(Config(model=model), jax.random.key(0)))
+    initial = jax.jit(lambda key: nn.meta.unbox(initial_params(Config(model=model), key)))(
+        jax.random.key(0)
+    )
     started = start(weights, model, initial)
     assert "layer 1: tokens/output for attention to states" in started.missing
     tokens = np.random.default_rng(0).integers(256, size=(2, 16))
     tokens = jnp.asarray(tokens, jnp.int32)
     block_starts = jnp.zeros((2, 4), bool)
 
+    @partial(jax.jit, static_argnums=0)
     def hidden(model: Model, params: Any) -> jax.Array:
         state = new_state(model, 2)
         return Decoder(model).apply({"params": params}, tokens, state, block_starts).hidden
 
     expected = hidden(plain, load(*load_config(weights)).params)
     np.testing.assert_allclose(hidden(model, started.params), expected, atol=1e-5)
-    gradients = jax.grad(lambda params: jnp.sum(hidden(model, params)[:, :, 0]))(started.params)
+    total = jax.jit(lambda params: jnp.sum(hidden(model, params)[:, :, 0]))
+    gradients = jax.jit(jax.grad(total))(started.params)
     of_output = flatten_dict(gradients, sep="/")["stack/recurrent_1/tokens/output"]
     assert np.abs(of_output[:, 1]).max() > 1e-4
