@@ -13,7 +13,6 @@ from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
     ZEROS,
-    compute_dtype,
     dropout,
     kernel_init,
     norm_parameter,
@@ -175,7 +174,5 @@ class RGLRULayer(nn.Module):
         self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]
     ) -> Float[Array, "B T D"]:
         """Returns the output of the layer, with the MLP."""
-        m = self.model
         y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
-        x = x + dropout(self, y, m.dropout)
-        return self.mlp(x.astype(compute_dtype(m)), None)
+        return self.mlp(x + dropout(self, y, self.model.dropout), None)
