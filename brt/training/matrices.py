@@ -16,7 +16,8 @@ from brt.distributed.rules import Names
 Axes = Mapping[str, Names]
 
 # Axes with these names are merged into one axis of the matrix.
-_MERGED = ("heads", "whole_heads", "stack", "head_dim")
+_HEADS = ("heads", "kv_heads")
+_MERGED = (*_HEADS, "whole_heads", "stack", "head_dim")
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,8 +39,8 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_names(axes: Names) -> Names:
     """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
-    The merged axis is called "heads" if the kernel has an axis of heads, so that the merged axis is
-    sharded like heads. Otherwise its name is None.
+    The merged axis is called "heads" or "kv_heads" if the kernel has such an axis, so that the
+    merged axis is sharded like it. Otherwise its name is None.
 
     Args:
       axes: names of the kernel's axes.
@@ -47,7 +48,7 @@ def matrix_names(axes: Names) -> Names:
     if "head_dim" not in axes:
         return axes
     merged = _merged(axes)
-    heads = "heads" if "heads" in axes else None
+    heads = next((name for name in _HEADS if name in axes), None)
     return (*axes[: merged.start], heads, *axes[merged.stop :])
 
 
@@ -88,7 +89,8 @@ def _merged(axes: Names) -> slice:
 def _order(axes: Names) -> list[int]:
     """Returns the permutation that moves the axis of heads to the front of the merged axes."""
     order = list(range(len(axes)))
-    if "heads" in axes and "head_dim" in axes:
+    heads = next((name for name in _HEADS if name in axes), None)
+    if heads and "head_dim" in axes:
         merged = _merged(axes)
-        order.insert(merged.start, order.pop(axes.index("heads")))
+        order.insert(merged.start, order.pop(axes.index(heads)))
     return order

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from model_settings import with_settings
 
 from brt.config import Config, Model
 from brt.layers.sections import Recurrence
+from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.state import initial_params, parameter_counts
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
@@ -78,3 +81,15 @@ def test_parameters_have_their_names_shapes_and_axes() -> None:
         rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found.items()))
         GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     assert found == json.loads(GOLDEN.read_text())
+
+
+def test_kernels_of_keys_are_matrices_like_those_of_queries() -> None:
+    """Or optimizers would treat the keys of grouped queries as no matrices."""
+    shape = (3, 16, 2, 4)
+    queries = "layers", "embed", "heads", "head_dim"
+    keys = "layers", "embed", "kv_heads", "head_dim"
+    assert matrix_shape(keys, shape) == matrix_shape(queries, shape) == (3, 16, 8)
+    assert matrix_names(keys) == ("layers", "embed", "kv_heads")
+    x = jnp.arange(384).reshape(shape)
+    np.testing.assert_array_equal(as_matrix(keys, x), as_matrix(queries, x))
+    np.testing.assert_array_equal(from_matrix(keys, as_matrix(keys, x), shape), x)
