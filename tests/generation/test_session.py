@@ -101,8 +101,8 @@ def copy(session: Session) -> Any:
     return jax.device_get(session.memory)
 
 
-def written(session: Session, *counts: int, sampling: Sampling) -> np.ndarray:
-    pieces = [piece for count in counts for piece in session.write(count, sampling, KEY)]
+def written(session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEY) -> np.ndarray:
+    pieces = [piece for count in counts for piece in session.write(count, sampling, key)]
     return np.concatenate(pieces, axis=1)
 
 
@@ -294,16 +294,28 @@ def test_a_text_ends_after_a_token_that_ends_it(
 ) -> None:
     """The session has then read this token and nothing more. It may be the last of a chunk."""
     case, place = build("window"), 3
-    case.session.forget()
-    endless = np.concatenate([*case.session.write(8, GREEDY, KEY)], axis=1)
-    assert endless[0, place] not in endless[0, :place]
+
+    def start(end_ids: tuple[int, ...]) -> Session:
+        model = dataclasses.replace(MODELS["window"], end_ids=end_ids)
+        config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
+        return Session(config, Variables(case.params, case.learnt), bos_id=BOS)
+
+    # The token at `place` must not occur before it. Whether this holds for a text depends on the
+    # parameters and on the processor's rounding, so the test searches for one.
+    session = start(())
+    for seed in range(20):
+        key = jax.random.key(seed)
+        session.forget()
+        endless = written(session, 8, sampling=RANDOM, key=key)[0]
+        if endless[place] not in [BOS, *endless[:place]]:
+            break
+    else:
+        raise AssertionError("None of 20 texts has a new token at this place.")
     monkeypatch.setattr(sessions, "CHUNK", chunk)
-    model = dataclasses.replace(MODELS["window"], end_ids=(BOS, int(endless[0, place])))
-    config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
-    session = Session(config, Variables(case.params, case.learnt), bos_id=BOS, lanes=LANES)
-    found = np.concatenate([*session.write(8, GREEDY, KEY)], axis=1)
-    np.testing.assert_array_equal(found, endless[:, : place + 1])
+    session = start((BOS, int(endless[place])))
+    found = written(session, 8, sampling=RANDOM, key=key)[0]
+    np.testing.assert_array_equal(found, endless[: place + 1])
     assert int(session.memory.count) == 1 + place + 1
     # Another call goes on as if nothing had ended.
-    more = np.concatenate([*session.write(1, GREEDY, KEY)], axis=1)
-    np.testing.assert_array_equal(more[:, 0], endless[:, place + 1])
+    more = written(session, 1, sampling=RANDOM, key=key)[0]
+    np.testing.assert_array_equal(more, endless[place + 1 : place + 2])
