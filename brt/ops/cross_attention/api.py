@@ -8,8 +8,8 @@ names.
   transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
 
-In shapes, T is the number of target positions, X the number of source positions, and N the number
-of beams.
+In shapes, B is the number of sources, T of target positions, X of source positions, N of beams of a
+source, H of heads, and K of numbers of a head.
 """
 
 from functools import partial
@@ -63,7 +63,8 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics of the neurons
+    of `srformer`, which are None for other kinds.
 
     Training uses this function. Decoding uses `prefill` and `step`.
 
@@ -135,7 +136,8 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of target positions t to t + T for the N beams of every source.
+    """Returns the attention output of T target positions, from position t on, for the N beams of
+    every source.
 
     The result equals the result of `attend` at these positions. If beams are reordered, the cache
     stays as it is, because all beams of a source share the cache.

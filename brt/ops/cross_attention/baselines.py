@@ -4,7 +4,8 @@
 `transformer_xl` reads it unchanged and without a gradient, as Transformer-XL does.
 `local_global` reads the mean of every segment's keys and values (the original code's LongT5).
 
-In shapes, M is the number of segments, S the number of positions of a segment, and A = H * K.
+In shapes, B is the number of sources, X of source positions, M of segments, S of positions of a
+segment, H of heads, and K of numbers of a head; A = H * K.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,11 @@ class RnnWeights(NamedTuple):
 
 
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    """Returns the RNN's state at every position; the state before the first position is zero."""
+    """Returns the RNN's state at every position; the state before the first position is zero.
+
+    The RNN reads the vectors x of all heads of a position as one vector of A numbers. Its states
+    have the shape of x.
+    """
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
@@ -38,8 +43,12 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
     def recurrence(
         h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]
     ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-        """Returns the state at the next position twice: as the scan's carry and as the output of
-        the position. `xs` has the position's input and tap.
+        """Returns the state at a position twice: as the scan's carry and as the position's output.
+
+        Args:
+          h: the state at the previous position.
+          xs: the position's input, and the argument with which `deferred.dot` postpones the
+            gradient of the kernel until the scan has ended.
         """
         h = jnp.tanh(xs[0] + deferred.dot(h, weights.kernel, xs[1]))
         return h, h
@@ -95,7 +104,7 @@ def segment_means(
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 
     def mean(x: Float[Array, "M B H S K"]) -> Float[Array, "B H M K"]:
-        """Returns the mean of x over the counted positions of each segment."""
+        """Returns the mean of the keys or values x over the counted positions of each segment."""
         sums = jnp.einsum("mbs,mbhsk->mbhk", counted.astype(x.dtype), x)
         return jnp.moveaxis(sums / numbers[:, :, None, None].astype(x.dtype), 0, 2)
 

@@ -60,7 +60,8 @@ def multiplications(
       segment_size: the number of source positions of a segment.
       w_on: the arrays that the weights W of the recurrence are multiplied with: the values (kd^2,
         as in brt), or the products of keys and values of every segment (md^3, as in the paper).
-      heads: for `xl_memory`, the heads that its RNN mixes; 0 for a memory without an RNN.
+      heads: for `xl_memory`, the number of heads whose vectors its RNN concatenates; 0 for a memory
+        without an RNN. The kinds without an RNN do not use this number.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)

@@ -2,8 +2,8 @@
 
 It uses the reference implementation of segmented recurrent attention.
 
-In shapes, T is the number of target positions, X of source positions, M of segments and S of source
-positions of a segment.
+In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
+S of source positions of a segment, H of heads, and K of numbers of a head.
 """
 
 import jax
@@ -30,10 +30,22 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the
-    `srformer` kind's neurons.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    The arguments are the same as for `api.attend`; dropout is not supported.
+    The kind of cross-attention that is named `srformer` passes the states of a recurrence through
+    accumulate-and-fire neurons. The metrics are about these neurons; for other kinds, they are
+    None.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: projections of the encoder's output.
+      valid: False for padding; a source without valid positions gives zeros.
+      parameters: learned parameters of the kind.
+      config: settings of cross-attention.
+      t0: the first target position.
+      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
+        None in decoding.
+      dropout: None, because dropout is not supported.
     """
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(

@@ -3,8 +3,8 @@
 For each segment of the source, it builds the window of keys and values that the segment's targets
 read. Then it attends to the windows by segmented recurrent attention.
 
-In shapes, T is the number of target positions, X of source positions, M of segments and S of source
-positions of a segment.
+In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
+S of source positions of a segment, H of heads, and K of numbers of a head.
 """
 
 from collections.abc import Iterable
@@ -33,11 +33,24 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the
-    `srformer` kind's neurons.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    The arguments are the same as for `api.attend`. `implementation` names an implementation of
-    segmented recurrent attention, which this function calls.
+    The kind of cross-attention that is named `srformer` passes the states of a recurrence through
+    accumulate-and-fire neurons. The metrics are about these neurons; for other kinds, they are
+    None.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: projections of the encoder's output.
+      valid: False for padding; a source without valid positions gives zeros.
+      parameters: learned parameters of the kind.
+      config: settings of cross-attention.
+      t0: the first target position.
+      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
+        None in decoding.
+      dropout: dropout of the softmax weights; None for no dropout.
+      implementation: the implementation of segmented recurrent attention, which this function
+        calls.
     """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(
@@ -55,7 +68,11 @@ def build_windows(
 ) -> segmented.SegmentWindows:
     """Returns the keys and values that the targets of each segment read.
 
-    The arguments are the same as for `api.attend`.
+    Args:
+      keys, values: projections of the encoder's output.
+      valid: False for padding.
+      parameters: learned parameters of the kind.
+      config: settings of cross-attention.
     """
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))

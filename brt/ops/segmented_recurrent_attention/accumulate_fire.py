@@ -11,7 +11,8 @@ amount by which the potential exceeds the threshold, relative to the threshold:
 The last line is the reset: a neuron that has fired loses the threshold. The comparison Y_j > 0 has
 no gradient. The backward pass is hand-written and saves only U.
 
-In shapes, M is the number of segments.
+A source has K x K neurons for each of its heads. In shapes, B is the number of sources, M of
+segments, H of heads, and K of numbers of a head; *B stands for any leading axes.
 """
 
 import jax
@@ -36,21 +37,25 @@ def accumulate(
 
 
 def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*B K K"]:
-    """Returns the output R = relu(U / threshold - 1) for the membrane potential U, real numbers."""
+    """Returns the output R = relu(U / threshold - 1) of neurons.
+
+    `membrane` is the potential U before the reset.
+    """
     return jax.nn.relu(membrane / threshold - 1)
 
 
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns the output R of every segment, in the dtype of the inputs, and the firing rate.
+    """Returns the outputs R of the neurons at every segment, in the dtype of the inputs, and the
+    firing rate.
 
-    The firing rate is the share of entries of R that are above 0, over the existing segments of a
-    source, averaged over sources.
+    The firing rate is the fraction of entries of R that are above 0, over the existing segments of
+    a source, averaged over sources.
 
     Args:
-      inputs: the inputs X of all segments.
-      counts: the number of existing segments of each source.
+      inputs: the inputs X of the neurons at all segments.
+      counts: the number of existing segments of each source; the others are padding.
       leak, threshold: parameters of the neurons.
     """
     outputs = _accumulate_fire(inputs, leak, threshold)

@@ -5,7 +5,11 @@ linear attention, whose states pass through accumulate-and-fire neurons:
 
     O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K), where i is the segment of t
 
-In shapes, T is the number of target positions and N the number of beams of a source.
+K_i and V_i are the keys and values of segment i, and R_i is the state that summarizes the other
+segments.
+
+In shapes, B is the number of sources, T of target positions, N of beams of a source, H of heads,
+and K of numbers of a head.
 """
 
 from functools import partial
@@ -67,11 +71,12 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics of the
+    accumulate-and-fire neurons.
 
     Args:
       queries: already multiplied by any scale.
-      windows: the keys and values of each segment.
+      windows: the keys and values that the queries of each segment read.
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
       t0: the first target position. If t0 is an array, every query is multiplied with all segments
@@ -84,7 +89,8 @@ def attend(
         inputs.
 
     Returns:
-      The output in the dtype of the keys, and numbers to log about the neurons.
+      The output in the dtype of the keys, and numbers to log about the neurons, which are None for
+        kinds of cross-attention without neurons.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

@@ -1,7 +1,7 @@
 """Segmented recurrent attention of a few target positions, from a cache that depends on the source.
 
-A cache has one of two forms. In shapes, M is the number of segments, S the number of source
-positions of a segment, T the number of target positions, and N the number of beams of a source.
+The state R of a segment summarizes the other segments of the source, and accumulate-and-fire
+neurons compute it from segment to segment. A cache has one of two forms:
 
   table: the cache has all states R, which are M H K^2 numbers per source. This is half as many as
     the source's keys and values for S = K, and four times as many for S = K / 8.
@@ -9,6 +9,9 @@ positions of a segment, T the number of target positions, and N the number of be
     computes the neurons once for each segment that it reaches.
 
 A cache belongs to a source and not to a beam, so a reordering of beams does not change the cache.
+
+In shapes, B is the number of sources, M of segments, S of source positions of a segment, T of
+target positions, N of beams of a source, H of heads, and K of numbers of a head.
 """
 
 from typing import NamedTuple
@@ -60,7 +63,7 @@ class DecodingCache(NamedTuple):
     """The arrays that decoding steps read, computed once for each source.
 
     Attributes:
-      keys, values: the windows of the segments.
+      keys, values: the keys and values that the queries of each segment read.
       mask: False for padding.
       counts: the number of segments of each source.
       shared: keys that queries of all segments see; None if there are none.
@@ -86,7 +89,10 @@ def prefill(
 ) -> DecodingCache:
     """Returns the cache of each source, in the form that `config.cache` selects.
 
-    The arguments are the same as for `api.prefill`.
+    Args:
+      windows: the keys and values that the queries of each segment read.
+      parameters: the learned parameters of the recurrence.
+      config: settings of cross-attention.
     """
     keys, values, mask = (
         jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)
@@ -154,8 +160,9 @@ def _advance_one(
         states = fire(membrane, threshold)
 
     def select(new: Array, old: Array) -> Array:
-        """Returns `new` for sources that advance to the next segment, and `old` for all others, in
-        the dtype of `old`.
+        """Returns `new` for sources that advance to the next segment, and `old` for all others.
+
+        Both are arrays [B, H, K, K]. The result has the dtype of `old`.
         """
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
@@ -232,8 +239,10 @@ def _states_at(
     def advance_to(
         carry: NeuronCarry, t: Int[Array, ""]
     ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
-        """Returns the neurons at target position t as the scan's carry, and the neurons' states R
-        as the output for the position.
+        """Advances the neurons `carry` to target position t.
+
+        Returns the neurons there as the scan's carry, and their states R as the output for the
+        position.
         """
         carry = _advance(cache, carry, t, config)
         return carry, carry.states

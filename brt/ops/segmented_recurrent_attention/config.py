@@ -36,14 +36,17 @@ class CrossConfig:
       raf_parameters: "bounded" maps the stored parameters so that the leak is in (0, 1) and the
         threshold is above its minimum; "raw" uses the stored parameters unchanged.
       smallest_threshold: the minimum of a bounded threshold.
-      kernel_init: the initializer of the neurons' kernel.
+      kernel_init: the initializer of the neurons' kernel: "uniform" is PyTorch's default for linear
+        layers, and "normal" has the standard deviation 0.02.
       raf_bias: True gives the neurons a bias.
       mask_kv: True means that padding adds nothing to the sums.
       cache: the form in which decoding stores the recurrence: "table" has the states of all
         segments, and "carry" has the neurons at the current segment. "auto" selects the table
         unless it is larger than the keys and values.
-      training_form: how training computes the attention: "dense", "slots" or the cheaper one
-        ("auto"). The results are equal.
+      training_form: how training computes the attention. "dense" multiplies every query with all
+        segments and masks the segments of other queries; "slots" sorts the queries by segment and
+        multiplies them with their own segment only; "auto" selects the cheaper form. The results
+        are equal.
     """
 
     kind: Literal["full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"]

@@ -1,13 +1,15 @@
 """The recurrence over segments on TPUs: sums, neurons and membrane potentials stay in VMEM.
 
 The grid is (group of heads, source); a group has as many heads as fill the 128 lanes of a register,
-for example two heads of size 64. A step reads keys and values once, multiplies values by W,
-computes K_j^T V_j of every segment in VMEM, and runs the neurons over the segments. A step of the
+for example two heads of size 64. A step reads the keys and values of a source once and multiplies
+the values by W, the matrix of the neurons' inputs. It computes the product K_j^T V_j of the keys
+and values of every segment j in VMEM, and runs the neurons over the segments. A step of the
 backward kernel repeats this computation, stores the membrane potentials in place of the products,
 and then processes the segments in reverse order. As in `xla`, the comparison of a potential with
 the threshold has no gradient.
 
-In shapes, M is the number of segments and S the number of source positions of a segment.
+In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
+heads, and K of numbers of a head.
 """
 
 import functools
@@ -93,10 +95,15 @@ def recurrence(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:
-    """Returns the states R of every segment, the factor of their output, and the firing rate.
+    """Returns the states R of every segment, the factor by which the output of the states is
+    multiplied, and the firing rate of the neurons.
 
-    The arguments are the same as for `recurrence.recurrence`. With `interpret`, the kernel runs on
-    any device and with heads of any size.
+    Args:
+      keys, values: keys and values of each segment; zeros where a source is padded.
+      counts: the number of segments of each source.
+      parameters: the layer's parameters.
+      config: settings of cross-attention.
+      interpret: True runs the kernel on any device, slowly, and with heads of any size.
     """
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]
@@ -194,9 +201,8 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Describes an output that is a sum over all sources, as its block spec and its shape.
-
-        The output has `rows` rows for each group of heads.
+        """Returns the block spec and the shape of an output [groups of heads, `rows`, 128] that is
+        a sum over all sources.
         """
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)

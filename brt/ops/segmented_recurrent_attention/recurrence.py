@@ -6,7 +6,8 @@ depend on the source alone, so a source has one set of states for all target pos
 are hand-written where autodiff would be slow on CPUs or would mix dtypes. No axes are merged,
 because sources and heads may be sharded.
 
-In shapes, M is the number of segments and S the number of source positions of a segment.
+In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
+heads, and K of numbers of a head; *B stands for any leading axes.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class RecurrentStates(NamedTuple):
     Attributes:
       states: the states R, in the dtype of the keys.
       scale: float32, the factor gate / norm(K) of each output feature; None for factor 1.
-      firing_rate: the share of entries of R above 0; None without neurons.
+      firing_rate: the fraction of entries of R above 0; None without neurons.
     """
 
     states: Float[Array, "M B H K K"]
@@ -60,7 +61,7 @@ class NeuronMetrics(NamedTuple):
     """Float32 numbers about the neurons for the log; None without neurons.
 
     Attributes:
-      firing_rate: the share of entries of the states R above 0.
+      firing_rate: the fraction of entries of the states R above 0.
       leak, threshold: the parameters that the neurons use.
     """
 

@@ -83,8 +83,13 @@ def segment_index(
 ) -> Int[Array, "B T"]:
     """Returns the index of the segment that each target position reads, int32.
 
-    For a target of q positions and a source of m segments, position t reads segment min(floor(t m /
-    q), m - 1). Positions count from the start of the target; `counts` has m for each source.
+    If all segments of a source are read by q positions, position t reads segment min(floor(t m /
+    q), m - 1) of m. If each segment is read by p positions, it reads min(floor(t / p), m - 1).
+
+    Args:
+      positions: target positions t, counted from the start of the target.
+      counts: m, the number of segments of each source.
+      pace: q or p, the number of target positions that read all segments or each segment.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     if pace.over_all:

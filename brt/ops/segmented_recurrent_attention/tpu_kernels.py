@@ -1,9 +1,14 @@
 """Bodies of the TPU kernels of the recurrence, for one source and a group of heads.
 
-The module `pallas_tpu` describes the algorithm. M is the number of segments and S the number of
-source positions of a segment. P is the total width of the heads of a group, 128. Their matrices K x
-K lie side by side as K x P. A_j is the product K_j^T V_j of a segment's keys and values, and U_j
-the membrane potential of the neurons at the segment.
+The module `pallas_tpu` describes the algorithm. Segment j of the source has the product A_j =
+K_j^T V_j W of its keys, its values and the neurons' matrix W. The accumulate-and-fire neurons add
+up such products over the segments in a membrane potential U_j. A potential above the threshold
+fires: the state R_j of the segment is the excess, and the potential is reset by subtracting the
+threshold.
+
+In shapes, M is the number of segments, S of source positions of a segment, and K of numbers of a
+head. P is the total width of the heads of a group, 128. Their matrices K x K lie side by side as K
+x P.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +26,10 @@ class NeuronKernelSettings(NamedTuple):
     """Static settings of the kernels.
 
     Attributes:
-      width: the size of a head.
-      wide: P, the total size of the heads of a step.
-      remaining: True if a segment's neurons read all other segments, False if they read the segment
-        itself.
+      width: K, the size of a head.
+      wide: P, the total size of the heads of a group.
+      remaining: True if the input of a segment's neurons is the sum of A_i over all other segments,
+        False if the input is A_j of the segment itself.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -41,8 +46,8 @@ class NeuronKernelInputs(NamedTuple):
       keys, values: [M, S, P], the keys and values of all segments.
       kernel: [P, P], a block-diagonal matrix with W for each head.
       bias: [1, P], the bias of the neurons' inputs, or None.
-      states: [M, K, P], the gradient of the states; None in the forward pass.
-      squares: [1, P], the gradient of the sums of squared keys; None in the forward pass.
+      states: [M, K, P], the gradient of the states R; None in the forward pass.
+      squares: [1, P], the gradient of `NeuronKernelOutputs.squares`; None in the forward pass.
     """
 
     keys: Any
@@ -58,8 +63,9 @@ class NeuronKernelOutputs(NamedTuple):
 
     Attributes:
       states: [M, K, P], the states R of all segments.
-      squares: [1, P], float32, the sums of the squared keys over all positions.
-      fired: [1, P], float32, the number of states above 0 in existing segments.
+      squares: [1, P], float32, for each feature the sum of the squared keys over all positions.
+      fired: [1, P], float32, for each column of the states the number of entries above 0 in
+        existing segments.
     """
 
     states: Any
@@ -99,8 +105,8 @@ def forward_kernel(
 
     Args:
       counts: the number of segments of each source.
-      neuron: the leak, the threshold and 1 divided by the threshold.
-      inputs: the inputs of the step.
+      neuron: [3], the leak, the threshold and 1 divided by the threshold.
+      inputs: references to the inputs of the step.
       outputs: references to the outputs.
       own: [M, K, P], scratch memory for A_j of each segment j.
       settings: static settings.
@@ -109,10 +115,10 @@ def forward_kernel(
     total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes the states R of segment j.
+        """Writes the states R_j of segment j, and returns the carry for the next segment.
 
-        Returns the membrane potentials after the reset at segment j; and, for each neuron, the
-        number of existing segments up to j in which the neuron fired.
+        The carry has two arrays [K, P]: the membrane potentials after the reset at segment j; and
+        for each neuron the number of existing segments up to j in which the neuron fired.
         """
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
@@ -139,8 +145,8 @@ def backward_kernel(
     step's contribution to the other gradients.
 
     Args:
-      neuron: the leak, the threshold and 1 divided by the threshold.
-      inputs: the inputs of the step, including the gradients of its outputs.
+      neuron: [3], the leak, the threshold and 1 divided by the threshold.
+      inputs: references to the inputs of the step, including the gradients of its outputs.
       results: references to the gradients.
       own: [M, K, P], scratch memory for A_j, then for U_j before its reset, then for the gradient
         of U_j.
@@ -157,17 +163,19 @@ def backward_kernel(
     total = _segment_sums(inputs, own, settings)[0]
 
     def potential_of_segment(j: Any, membrane: Array) -> Array:
-        """Writes the potential U_j before the reset to `own[j]`, and returns U_j after the
-        reset.
+        """Writes the potential U_j before its reset to `own[j]`, and returns U_j after its reset.
+
+        `membrane` is the potential U_{j-1} after its reset.
         """
         own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Writes the gradient of U_j to `own[j]`; i counts segments from the last one.
+        """Writes the gradient of U_j to `own[j]`, where j is the i-th segment from the end.
 
-        Returns the next carry: the gradient of U_j, and the sums so far of the gradients of the
-        neurons' inputs, of the leak and of the threshold.
+        The carry and the result have four arrays [K, P]: the gradient of the potential of the
+        segment that was processed last, and the sums so far of the gradients of the neurons'
+        inputs, of the leak and of the threshold.
         """
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry

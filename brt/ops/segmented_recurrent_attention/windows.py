@@ -1,8 +1,11 @@
 """The keys and values that the queries of each segment read, and attention to these keys.
 
-In shapes, M is the number of segments, S the number of keys of a window, and Y a number of keys
-that includes shared keys. O_S is the softmax attention to a segment, and O_R the output of the
-recurrence over the other segments.
+A window is the keys and values that the queries of one segment read. O_S is the softmax attention
+to a window, and O_R the output of the recurrence over the other segments.
+
+In shapes, B is the number of sources, M of segments, S of keys of a window, H of heads, K of
+numbers of a head, and Q of queries that read the same window. Y is the number of shared keys in
+`SharedKeys`, and of all keys of a window in the result of `with_shared`.
 """
 
 from typing import NamedTuple
@@ -33,7 +36,8 @@ class SegmentWindows(NamedTuple):
     Attributes:
       keys, values: the window of each segment. Segments are the first axis, because the recurrence
         scans over segments.
-      mask: True for usable keys, False for padding; a query without a usable key gets zeros.
+      mask: True for usable keys, False for padding; the output of a query without a usable key is
+        zero.
       counts: the number of segments of each source, from 1 to M.
       shared: additional keys that the queries of all segments read; None for no additional keys.
     """
@@ -67,8 +71,12 @@ def with_shared(
         return keys, values, mask
 
     def append_shared(window_part: Array, shared_part: Array, keys_axis: int) -> Array:
-        """Returns `window_part` with `shared_part`, which is the same for all windows, appended to
-        each window along the axis `keys_axis`.
+        """Appends shared keys, shared values or their mask to those of every window.
+
+        Args:
+          window_part: the keys, the values or the mask of the windows.
+          shared_part: the same field of `shared`, without an axis of windows.
+          keys_axis: the axis of the keys of a window, counted from the end.
         """
         shared_part = jnp.expand_dims(shared_part, axis)
         shared_part = jnp.broadcast_to(
@@ -94,12 +102,12 @@ def attend_to_window(
 ) -> Float[Array, "*B H Q K"]:
     """Returns O_S, the softmax attention of queries to their window, in the dtype of `values`.
 
-    Queries without a usable key get zeros.
+    The output of a query without a usable key is zero.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the Q queries of each window, already multiplied by any scale.
       keys, values: keys and values of the windows.
-      mask: True for usable keys.
+      mask: True for usable keys, for all queries of a window or for each query.
       dropout: dropout of the softmax weights.
       lanes: the index of the queries' axis that is the rows of the batch. Dropout draws separate
         random numbers for each row.
@@ -120,7 +128,8 @@ def combine_outputs(
 ) -> Float[Array, "*B"]:
     """Returns the sum of `attended` (O_S) and `recurrent` (O_R), or the one that is not None.
 
-    If `sigma` is not None, O_S is multiplied by sigma and O_R by 1 - sigma.
+    `sigma` is a learned scalar or None. With a scalar, O_S is multiplied by sigma and O_R by 1 -
+    sigma.
     """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)

@@ -9,8 +9,10 @@ There are two forms:
     segments of all sources fill M rows. The queries of a segment are gathered into the slots of the
     segment's rows. Keys and values are never gathered for a query.
 
-In shapes, T is the number of target positions, M the number of segments, and S the number of keys
-of a window.
+A window is the keys and values that the queries of one segment read.
+
+In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
+H of heads, and K of numbers of a head.
 """
 
 from collections.abc import Callable
@@ -50,11 +52,24 @@ def attend(
     dropout: Dropout | None = None,
     recur: Callable[..., RecurrentStates] = recurrence,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics of the
+    accumulate-and-fire neurons.
 
     Args:
-      queries, windows, parameters, config, t0, target_length, dropout: as for `api.attend`.
-      recur: the function that computes the states of the recurrence.
+      queries: already multiplied by any scale.
+      windows: the keys and values that the queries of each segment read.
+      parameters: the learned parameters of the recurrence.
+      config: settings of cross-attention.
+      t0: the first target position. If t0 is an array, the form is "dense".
+      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
+        None in decoding.
+      dropout: dropout of the softmax weights; None for no dropout.
+      recur: the function that computes the states of the recurrence, with the arguments of
+        `recurrence.recurrence`.
+
+    Returns:
+      The output; and the metrics, which are None unless `config.kind` is "srformer" and
+        `config.use_raf` is True.
     """
     aux, recurrent = NeuronMetrics(), None
     if config.kind == "srformer":
@@ -109,7 +124,9 @@ def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
     """
 
     def needed_slots(segments: int) -> int:
-        """Returns the number of slots that a row needs for a source with this many segments."""
+        """Returns the number of slots that each row of a source needs if the source has this many
+        segments.
+        """
         stay = min(pace.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
 
@@ -120,9 +137,10 @@ class SlotAssignment(NamedTuple):
     """The assignment of the queries of each source to slots; a source has M rows of G slots.
 
     Attributes:
-      segment: the index of the segment that each row reads.
-      held: the index of the query in each of Y = M * G slots; an arbitrary query for unused slots.
-      slot: the index of the slot of each query.
+      segment: for each row, the index of the segment that the row reads.
+      held: for each of the Y = M * G slots of a source, the index of the query in the slot; an
+        arbitrary query for unused slots.
+      slot: for each query, the index of its slot, from 0 to Y - 1.
     """
 
     segment: Int[Array, "B M"]

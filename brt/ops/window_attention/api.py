@@ -45,7 +45,8 @@ def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the result of `function`, which takes one array of keys and one array of values.
 
         The cached keys and the keys of the segment are concatenated, and so are the values. With a
-        scale, queries and keys are normalized first.
+        scale, queries and keys are normalized first. The named arguments are the same as for
+        `window_part`; `others` are the bias, the mask of the cache and the dropout.
         """
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
@@ -65,7 +66,11 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
         """Returns the result of `function`, which takes the factors of the weights instead of a
-        dropout mask; the mask is the last of `inputs`.
+        dropout mask.
+
+        Args:
+          inputs: the arguments of `function` in order; the last one is the dropout mask or None.
+          options: the arguments of `function` that are passed by name.
         """
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
@@ -123,7 +128,7 @@ def window_part(
     The logits are q.k + bias, without a scale.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: queries of the segment, already multiplied by any scale.
       cached: keys and values of the block before the segment.
       keys: keys of the segment.
       values: values of the segment.
@@ -131,7 +136,10 @@ def window_part(
         bias.
       cache_mask: True where block n may read the block before it. False where a document starts at
         block n, or where the cache is empty.
-      dropout: dropout of the softmax of every block, [H, W, W], by row and slot (see `xla`).
+      dropout: dropout of the softmax weights, which is the same for all blocks; None for no
+        dropout. The axes of the mask [H, W, W] are the heads, the queries of a block and the slots
+        of a query. Slot c of a query is key c of the query's own block if the query sees this key,
+        and otherwise key c of the block before.
       attend_to_self: True if the nearest key is the token itself.
       null_keys: True makes unreadable keys count as zero keys with zero values instead of being
         ignored, as the original code does at the start of a document.
@@ -176,7 +184,7 @@ def window_part_step(
       keys, values: a ring buffer with a slot for each position of a block. Slots up to `position`
         have the current block, including the token's own key. The other slots still have the
         previous block. Without `attend_to_self`, the token's own slot also has the previous block.
-      bias: as for `window_part`.
+      bias: float32, by distance, as for `window_part`.
       cache_mask: True if the token may read the previous block.
       position: the index of the token in its block.
       attend_to_self, null_keys: as for `window_part`.

@@ -1,8 +1,8 @@
 """Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
 
 A program sees the arrays of one head and lane (row of the batch) and processes one tile. In shapes,
-T is the number of tokens of a segment, W the number of tokens of a window, Z = W + T, and N the
-number of blocks.
+T is the number of tokens of a segment, W of tokens of a window and of a block, N of blocks of a
+segment, and K of numbers of a head; Z = W + T counts the block before the segment, too.
 """
 
 from typing import Any, NamedTuple
@@ -111,7 +111,8 @@ class WindowTiles(NamedTuple):
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:
         """Returns the logits of query tile i and key tile j times log2(e), with bias and mask.
 
-        `products` are the dot products of the tile's queries and keys.
+        `products` are the dot products of the tile's queries and keys, [R, C] or, if `transposed`,
+        [C, R].
         """
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
         row, column = reversed(iota) if self.transposed else iota
@@ -124,7 +125,8 @@ class WindowTiles(NamedTuple):
         Args:
           i: the index of the query tile.
           j: the index of the key tile.
-          weights: the attention weights of both tiles, or the gradients of these weights.
+          weights: the attention weights of the queries and keys of both tiles, or the gradients of
+            these weights; [R, C] or, if `transposed`, [C, R].
         """
         if self.inputs.dropout is None:
             return weights
@@ -140,9 +142,10 @@ class WindowTiles(NamedTuple):
         Args:
           i: the index of the query tile.
           j: the index of the key tile.
-          products: the dot products of the tile's queries and keys.
+          products: the dot products of the tile's queries and keys, [R, C] or, if `transposed`,
+            [C, R].
           d_weights: the dot products of the queries' output gradients and the tile's values, which
-            are the gradients of the weights.
+            are the gradients of the weights, in the same layout.
         """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
@@ -210,14 +213,14 @@ def window_attention_forward(
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Returns the maximum logits and the sums of weights after key tile j, in which every key
-        counts as a zero key.
+        counts as a zero key; `carry` has both as they are before this tile.
         """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """Returns the weighted sums of values, the maximum logits and the sums of weights after key
-        tile j.
+        tile j; `carry` has the three as they are before this tile.
         """
         read, top, total = carry
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
@@ -257,7 +260,7 @@ def window_attention_queries(
     _, end, first = tiles.window_of(i)
 
     def add_key_tile(j: Array, total: Array) -> Array:
-        """Returns the gradient of the queries after the contribution of key tile j is added."""
+        """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
         pair = dot_float32(own, keys.T), dot_float32(theirs, values.T)
         _, d_logits = tiles.gradients(i, j, *pair)
@@ -287,7 +290,9 @@ def window_attention_keys(
     keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the gradients of keys and values after query tile i has been added."""
+        """Returns `totals`, the gradients of keys and of values, plus the contributions of query
+        tile i.
+        """
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
@@ -322,7 +327,9 @@ def window_attention_band(
     begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add_query_tile(i: Array, total: Array) -> Array:
-        """Returns the sum of the logits' gradients after query tile i has been added."""
+        """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
+        query tile i and the key tile at the program's distance from it.
+        """
         farthest, _, first = tiles.window_of(i)
         j = farthest + distance
         pair = (

@@ -20,7 +20,14 @@ class LaunchShape(NamedTuple):
 
 
 class KernelLaunches(NamedTuple):
-    """The launch parameters of each kernel; the tiles of `band` are squares."""
+    """The launch parameters of each kernel for one head size.
+
+    Attributes:
+      forward: the kernel that computes the attention output.
+      queries: the kernel that computes the gradient of the queries.
+      keys: the kernel that computes the gradients of keys and values.
+      band: the kernel that sums the gradient of the bias; its tiles are squares.
+    """
 
     forward: LaunchShape
     queries: LaunchShape
@@ -29,7 +36,8 @@ class KernelLaunches(NamedTuple):
 
 
 # `LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
-# sm_90a spills no registers, and eight warps stay busy.
+# sm_90a spills no registers. A program has eight warps, except in the kernel `band` for heads of
+# 64 numbers, whose programs have four.
 LAUNCHES = {
     64: KernelLaunches(
         LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 3), LaunchShape(64, 128, 8, 3),

@@ -2,8 +2,9 @@
 
 This module does not import Mosaic GPU, so it can be imported with every version of jax.
 
-In shapes, T is the number of tokens of a segment, W the number of tokens of a window, Z = W + T,
-and N the number of blocks. A lane is a row of the batch.
+In shapes, B is the number of lanes (rows of the batch), H of heads, K of numbers of a head, T of
+tokens of a segment, W of tokens of a window and of a block, and N of blocks of a segment; Z = W + T
+counts the block before the segment, too.
 """
 
 from typing import Any, NamedTuple

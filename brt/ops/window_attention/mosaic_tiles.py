@@ -260,8 +260,9 @@ class CopyRing(NamedTuple):
 
 
 def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
-    """Returns the products of all vectors of a with all vectors of b, which are tiles in shared
-    memory.
+    """Returns the dot product of each vector r of a and each vector c of b, float32.
+
+    `a` and `b` are tiles of vectors in shared memory, [parts, TILE, numbers of a part].
     """
 
     def multiply(total: Any) -> Array:
@@ -290,7 +291,7 @@ def accumulate(
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
-        """Returns the values of the accumulators and the result of `walk`."""
+        """Returns the values of the accumulators `totals` after `walk`, and `walk`'s result."""
         result = walk(*totals)
         return [total[...] for total in totals], result
 
@@ -310,20 +311,20 @@ def constant(value: float, *shape: int) -> Array:
 
 
 def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
-    """Returns an array whose row r has the number x[r] in all columns."""
+    """Returns an array whose row r has the number x[r] in all `columns` columns; x is [TILE]."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """Returns an array whose row r has the r-th number of `ref` in all columns; `ref` is a
-    reference to shared memory.
+    """Returns a square array whose row r has the r-th number of `ref` in all columns; `ref` is a
+    reference to TILE numbers in shared memory.
     """
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    """Returns an array whose column c has the c-th number of `ref` in all rows; `ref` is a
-    reference to shared memory.
+    """Returns a square array whose column c has the c-th number of `ref` in all rows; `ref` is a
+    reference to TILE numbers in shared memory.
     """
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])

@@ -13,8 +13,9 @@ bitwise reproducible.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
+values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens; Z = W + T
+counts the cached block, too.
 """
 
 import functools
@@ -115,9 +116,17 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are the same
-    as for `api.window_part`, except that `keys` and `values` begin with the cached block. With
-    `interpret`, the kernels run on any device and with windows of any size.
+    The output is in the dtype of `values`, the log-sum-exp in float32.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the cached block, followed by those of the segment.
+      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      cache_mask: True where block n may read the block before it.
+      dropout: dropout of the softmax weights; None for no dropout.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
     keep_mask = None
@@ -148,7 +157,8 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def launch(self, kernel: str) -> LaunchShape:
-        """Returns the launch parameters of a kernel, which is given by its name.
+        """Returns the launch parameters of a kernel; `kernel` is the name of a field of
+        `KernelLaunches`, such as "forward".
 
         If the window is not a multiple of the tile's size, a tile has the size of the window.
         """
@@ -211,7 +221,9 @@ def _backward(
     q = shape_like(arguments.q), _token_spec(arguments.q)
 
     def by_query_head(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """Returns shape and spec of the gradients of keys or values, for each head of queries."""
+        """Returns shape and block spec of the gradient of the keys or values x [B, Z, G, K], which
+        the kernel writes for each head of queries, [B, Z, H, K].
+        """
         shape = jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
         return shape, _token_spec(shape)
 
@@ -293,10 +305,10 @@ def _token_spec(x: Any, parts: int = 1, members: int = 1) -> pl.BlockSpec:
     """
     shape = (None, x.shape[1], None, x.shape[3])
 
-    def head(h: Array) -> Array:
+    def _head(h: Array) -> Array:
         return h if members == 1 else jax.lax.div(h, members)
 
-    return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), 0, head(h), 0))
+    return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), 0, _head(h), 0))
 
 
 def _row_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
@@ -313,8 +325,8 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec `place(x, *options)` of an input x, or None if the kernel does not
-        have this input.
+        """Returns the block spec `place(x, *options)` of an input x, or None if x is None, because
+        the kernel does not have this input.
         """
         return None if x is None else place(x, *options)
 

@@ -86,9 +86,20 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are the same
-    as for `api.window_part`, except that `keys` and `values` begin with the cached block, and that
-    `dropout` has the factors of the weights instead of a mask.
+    The output is in the dtype of `values`, the log-sum-exp in float32.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the cached block, followed by those of the segment.
+      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      cache_mask: True where block n may read the block before it.
+      dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
+        c of a query is key c of the query's own block if the query sees this key, and otherwise key
+        c of the block before.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      interpret: None runs the kernels on the GPU; another value is passed to Pallas, to interpret
+        them.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
@@ -111,11 +122,19 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
-        """Returns the number of slots for tiles in a kernel's shared memory (see `_SLOTS`)."""
+        """Returns the number of slots for tiles in a kernel's shared memory; `kernel` is a key of
+        the inner dictionaries of `_SLOTS`.
+        """
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
-        """Returns a function from the bias to the strip and the transposed strip; see `_strips`."""
+        """Returns a function that computes the strip and the transposed strip from the bias.
+
+        The result is a function and not the strips, because the backward pass also differentiates
+        it. The strip has the biases and the mask of a tile of queries and all keys in their
+        windows, [H, TILE, W + TILE]. The transposed strip has those of a tile of keys and all
+        queries that see them.
+        """
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
@@ -139,11 +158,12 @@ def _strips(
     length = window + 2 * TILE
 
     def skew(bias: Array, before: int) -> Array:
-        """Returns one strip per head: row r has the bias, by distance, shifted by r columns.
+        """Returns one strip per head: row r has the vector `bias` shifted to the right by r
+        columns, and MASKED in all other columns.
 
         Args:
-          bias: the bias of each distance.
-          before: the number of MASKED entries at the start of the first row.
+          bias: [H, W], the bias of each distance, in the order of the strip's columns.
+          before: the number of MASKED entries before the bias in the first row.
         """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)

@@ -9,12 +9,16 @@ rows. Maxima and sums then go along the sublanes of vector registers, and number
 processed in tiles of R rows, which need only the keys that they see. The bias of all tiles is one
 circulant matrix [W, R], rolled by a multiple of R, so that its gradient is one sum [W, R], too.
 
-With grouped queries, the steps of the R heads of a group read the same keys and values. Each head
-writes gradients of its own for them, and these are summed behind the kernel.
+With grouped queries, several heads of queries share a head of keys and values. The kernel writes
+the gradients of keys and values for each head of queries, and XLA sums them over the heads that
+share them.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
 segment in order and accumulate the gradients of keys and values in VMEM, as the queries of the next
 block add to them.
+
+In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
+tokens of a segment, N of its blocks, and K of numbers of a head.
 """
 
 import functools
@@ -103,9 +107,15 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32. The arguments are the same
-    as for `api.window_part`. With `interpret`, the kernels run on any device and with windows of
-    any size.
+    The output is in the dtype of `values`, the log-sum-exp in float32.
+
+    Args:
+      queries, cached, keys, values, cache_mask, dropout, null_keys, scale: as for
+        `api.window_part`; `cached` are the keys and values of the block before the segment, and
+        `cache_mask` is True where block n may read the block before it.
+      bias: by head and distance, as for `api.window_part`; column 0 is the nearest key.
+      attend_to_self: True if the nearest key is the token itself.
+      interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     window = cached[0].shape[1]
     forward, backward = (
@@ -201,29 +211,33 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
     def existing(n: Array) -> Array:
-        """Returns the index of the block that step n reads: n, or the last block in the additional
-        step after the last block.
+        """Returns the index of the block that step n of a segment reads.
+
+        The index is n. In the additional step after the last block, it is the last block's index.
         """
         return jnp.minimum(n, blocks - 1)
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n reads block `place(n)` of an array x of tokens,
-        [B, H, T, K] or, with a head for every group of queries, [B, G, T, K].
+        """Returns the block spec with which step n reads block `place(n)` of an array x of tokens.
+
+        The shape of x is [B, H, T, K] for queries and [B, G, T, K] for keys and values.
         """
         window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
         shape = (None, None, window, x.shape[3])
 
         def group(h: Array) -> Array:
-            """Returns the index of the keys of a head of queries. Kernels cannot compute h // R,
-            which handles negative numbers.
+            """Returns the index of the head of x that belongs to head h of the queries.
+
+            The function does not compute h // members, which handles negative numbers, because
+            kernels cannot compute it.
             """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, group(h), place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
-        """Returns the block spec with which a step reads the row vector of its block; None if x is
-        None.
+        """Returns the block spec with which step n reads the row vector of its block from x, an
+        array [B, H, N, 1, W] with a number for each token; None if x is None.
         """
         if x is None:
             return None
@@ -232,8 +246,8 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         )
 
     def window_specs(x: WindowBlocks) -> WindowBlocks:
-        """Returns the block specs of the keys (or values) of the cache, of the previous block and
-        of the block itself.
+        """Returns the block specs with which step n reads the keys (or values) of the cache, of
+        the previous block and of its own block; x has the arrays.
         """
         return WindowBlocks(
             block_spec(x.cached, jnp.zeros_like),
@@ -314,7 +328,9 @@ def _backward(
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
     def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the gradients of keys or values x, for each head of queries."""
+        """Returns the shape [B, H, T, K] of the gradient of the keys or values x [B, G, T, K],
+        which the kernel writes for each head of queries.
+        """
         return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
 
     like = WindowKernelGradients(

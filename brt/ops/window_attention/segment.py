@@ -42,14 +42,32 @@ def segment_part(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    Unlike in `api.window_part`, the tokens of the segment may be sharded over devices. The
-    arguments and the result are the same as in `api.window_part`.
+    Unlike in `api.window_part`, the tokens of the segment may be sharded over devices. The result
+    is the same as in `api.window_part`.
+
+    Args:
+      queries: queries of the segment, already multiplied by any scale.
+      cached: keys and values of the block before the segment.
+      keys, values: keys and values of the segment.
+      bias: float32, the bias of each head and distance; column 0 is the nearest key that a token
+        sees.
+      cache_mask: True where block n may read the block before it.
+      dropout: dropout of the softmax weights; None for no dropout.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      scale: the length of each head's queries after queries and keys are normalized; None for no
+        normalization.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
     """
     by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
     members = queries.shape[2] // keys.shape[2]
 
     def attend_on_device(q, cached, k, v, bias, cache_mask, dropout, scale):
-        """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        """Returns the attention output and the log-sum-exp for the tokens of one device.
+
+        The arguments are those parts of the arguments of `segment_part` that the device has.
+        """
         if k.shape[2] * members > q.shape[2]:
             own = functools.partial(
                 local_groups, heads=q.shape[2], members=members, axis=_HEADS_AXIS
@@ -96,14 +114,19 @@ def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G 
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the vectors of the last `window` tokens of a segment, replicated on every device over
-    which the tokens are sharded.
+    """Returns the vectors of the last W = `window` tokens of a segment, replicated on every device
+    over which the tokens are sharded.
+
+    `x` has a vector for each head and token of the segment, such as the keys.
     """
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
     def share_last_block(own: Array) -> Array:
-        """Returns the vectors of the last tokens of the last device, on every device."""
+        """Returns, on every device, the vectors of the segment's last `window` tokens.
+
+        `own` has the vectors of the tokens of one device. The last device has the last tokens.
+        """
         is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
         return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
 

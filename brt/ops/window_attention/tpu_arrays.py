@@ -1,7 +1,12 @@
 """Inputs and gradients of the TPU kernels of window attention, or their block specs.
 
-The module `pallas_tpu` describes the algorithm. In shapes, W is the number of tokens of a block and
-of a window, and R the number of rows (queries) of a tile.
+The module `pallas_tpu` describes the algorithm. A row is a query. A row sees W keys, which are in
+its own block of W tokens and in the block before, and the kernels keep them in W slots: slot c of a
+row is key c of the row's own block if the row sees this key, and otherwise key c of the previous
+block. Logits are slots x rows.
+
+In shapes, W is the number of tokens of a block and of a window, K the size of a head, and R the
+number of rows of a tile.
 """
 
 from typing import Any, NamedTuple
@@ -40,14 +45,14 @@ class WindowKernelInputs(NamedTuple):
     Attributes:
       q: [W, K], queries of the block.
       keys, values: the keys and values of the previous block and of this block.
-      scale: [1, 128], the length of the queries after normalization, if the kernel normalizes
-        queries and keys.
-      tile: [W, R], the bias of the slots of a block's first rows.
+      scale: [1, 128], the length of the queries after normalization in every lane of a register, if
+        the kernel normalizes queries and keys.
+      tile: [W, R], the bias of each slot for the first R rows of a block.
       dropout: the mask of kept weights, slots x rows, packed by `dropout_bits`.
       gradient: [W, K], gradient of the output.
-      lse: [1, W], the bits of the log-sum-exp.
-      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
-        subtracts.
+      lse: [1, W], the log-sum-exp of each row's logits, as unsigned integers with the same bits.
+      along: [1, W], for each row the sum of the weights times their gradients, which the softmax's
+        gradient subtracts.
     """
 
     q: Any
@@ -67,9 +72,10 @@ class WindowKernelGradients(NamedTuple):
     Attributes:
       q: [W, K], the gradient of the block's queries.
       keys, values: [W, K], the gradients of the keys and values of the previous block.
-      cached_keys, cached_values: [W, K], gradients of the cache, written by a segment's first step.
-      scale, tile: float32, the gradients of the inputs of these names, summed over all steps of a
-        head.
+      cached_keys, cached_values: [W, K], gradients of the cached keys and values, written by a
+        segment's first step.
+      scale, tile: float32 [1, 128] and [W, R], the gradients of the inputs of these names, summed
+        over all steps of a head.
     """
 
     q: Any

@@ -1,8 +1,11 @@
 """The circulant bias tile of a block's first rows on TPUs, as a Pallas kernel, and its gradient.
 
-Column r of the tile is the bias vector shifted by r slots. XLA would build such a tile by padding
-and slicing a repeated vector. The kernel instead rolls every column by the powers of two in its
-index; shifts by eight or more move whole vector registers. The grid is the heads.
+A row is a query of a block of W tokens, and a slot is one of the W keys that the row sees: slot c
+is key c of the row's own block, or key c of the block before if the row does not see the former.
+The tile has the bias of W slots for R rows. Column r of the tile is the bias vector shifted by r
+slots. XLA would build such a tile by padding and slicing a repeated vector. The kernel instead
+rolls every column by the powers of two in its index; shifts by eight or more move whole vector
+registers. The grid is the heads.
 """
 
 import functools
@@ -30,8 +33,8 @@ def bias_tile(
     W.
 
     Args:
-      bias: the bias of each distance, the nearest key first.
-      rows: the number of rows of the tile.
+      bias: the bias of each head and distance, the nearest key first.
+      rows: R, the number of rows of the tile.
       attend_to_self: True if the nearest key is the token itself and not the one before it.
       interpret: True runs the kernel on any device, slowly.
     """
@@ -44,10 +47,11 @@ def bias_tile(
 def bias_gradient(
     d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
-    """Returns the gradient of the bias, float32, from the gradient of the tile that `bias_tile`
-    returns.
+    """Returns the gradient of the bias, float32.
 
-    The other arguments are the same as for `bias_tile`.
+    Args:
+      d_tile: the gradient of the tile that `bias_tile` returns.
+      attend_to_self, interpret: as for `bias_tile`.
     """
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
@@ -64,7 +68,9 @@ def _call(
     """
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its head of an array [H, *shape]."""
+        """Returns the block spec with which a step reads or writes its head of an array of this
+        shape; the first axis of the array is the heads.
+        """
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
     return pl.pallas_call(

@@ -1,8 +1,11 @@
 """Bodies of the TPU kernels of window attention, for one head, lane and block.
 
-The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. In shapes, W is the
-number of tokens of a block and of a window, and R the number of rows (queries) of a tile. Slot c of
-a row is key c of the row's own block if the row sees it, and otherwise key c of the previous block.
+The module `pallas_tpu` describes the algorithm. A lane is a row of the batch, and a row is a query
+of a block. A row sees W keys, which the kernels keep in W slots: slot c of a row is key c of the
+row's own block if the row sees it, and otherwise key c of the previous block.
+
+In shapes, W is the number of tokens of a block and of a window, R the number of rows of a tile, and
+K the size of a head.
 """
 
 from typing import Any, NamedTuple
@@ -98,7 +101,7 @@ class _RowTile(NamedTuple):
 
     @property
     def all(self) -> slice:
-        """The slice of the tile's rows in the block."""
+        """The slice of the block's rows that are in the tile."""
         return slice(self.i * self.rows, (self.i + 1) * self.rows)
 
     @property
@@ -119,23 +122,24 @@ class _RowTile(NamedTuple):
         return slot <= row if self.attend_to_self else slot < row
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """Returns the numbers of both blocks' keys as the numbers of W slots; the module docstring
-        says which key is in a slot.
+        """Selects, for each slot and row, the logit (or weight, or gradient) of the key that is in
+        the slot; the module docstring says which key this is.
 
         Args:
-          current: a number for each key of the current block that the tile sees, and each row.
-          before: a number for each key of the previous block that the tile sees, and each row.
+          current: the logits [(i + 1) R, R] of the keys `self.current` of the current block and the
+            R rows of the tile.
+          before: the logits [W - i R, R] of the keys `self.before` of the previous block and the R
+            rows of the tile.
         """
         begin, rows = self.i * self.rows, self.rows
         middle = jnp.where(self._own(), current[begin:], before[:rows])
         return _stack([current[:begin], middle, before[rows:]])
 
     def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the numbers of slots as the numbers of keys: one array for the current block and
-        one for the previous block.
+        """Returns the weights (or gradients) x of slots as weights of the keys of both blocks.
 
-        This is the inverse of `fold`. Keys that are in no slot of a row get zero. The results have
-        the dtype `dtype`.
+        This is the inverse of `fold`: the results are the arrays `current` and `before` of `fold`,
+        in the dtype `dtype`. Keys that are in no slot of a row get zero.
         """
         middle, own = x[self.all], self._own()
         current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
@@ -143,14 +147,17 @@ class _RowTile(NamedTuple):
         return current.astype(dtype), before.astype(dtype)
 
     def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns the dropout mask of the tile, True for weights that are kept; `words` has the
-        packed bits of the block's mask.
+        """Returns the dropout mask of the tile, True for weights that are kept.
+
+        `words` is a reference to the mask of the block, slots x rows, as `dropout_bits` packs it.
         """
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
-        """Returns the bias of this tile's slots and rows, which is the bias of the block's first
-        tile (`tile`), rolled by the index of this tile along the slots.
+        """Returns the bias of this tile's slots and rows.
+
+        This bias is `tile` [W, R], the bias of the block's first tile, rolled by i R places along
+        the slots, where i is the index of this tile.
         """
         if not self.i:
             return tile[...]
@@ -207,8 +214,8 @@ class _RowTile(NamedTuple):
 
         Args:
           columns: the values of the previous block and of the current block, each [K, W].
-          current: the weights of the current block's columns that the tile sees.
-          before: the weights of the previous block's columns that the tile sees.
+          current: the weights [(i + 1) R, R] of the current block's columns `self.current`.
+          before: the weights [W - i R, R] of the previous block's columns `self.before`.
         """
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
@@ -230,8 +237,9 @@ def forward_kernel(
     Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
-      cache_mask: [B, N], not zero where a block may read the previous block.
-      inputs: references to the other inputs.
+      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
+        block.
+      inputs: references to the other inputs of the block.
       outputs: references to the two outputs.
       settings: static settings of the kernel.
     """
@@ -264,8 +272,9 @@ def backward_kernel(
     the last block's keys and values.
 
     Args:
-      cache_mask: [B, N], not zero where a block may read the previous block.
-      inputs: the inputs of the step, including the gradient of the output.
+      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
+        block.
+      inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: [2, W, K], float32 scratch memory for the gradients of keys and values
         of two consecutive blocks.

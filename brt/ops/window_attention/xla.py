@@ -38,9 +38,10 @@ class _Settings(NamedTuple):
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Returns an array with [h, r, c] = bias[h, (r - c) mod W] for the first `rows` rows.
+    """Returns an array with [h, r, c] = bias[h, (r - c) mod W] for rows r < R, where R is `rows`.
 
-    The result is computed without a gather, and its gradient without a scatter.
+    The array has the bias of row r and slot c of a block for head h. The result is computed without
+    a gather, and its gradient without a scatter.
     """
     heads, window = bias.shape
     # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
@@ -63,13 +64,21 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The arguments are the same as for `api.window_part`, except that `keys` and `values` begin with
-    the cached block, and that `dropout` has the factors of the weights instead of a mask.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the cached block, followed by those of the segment.
+      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      cache_mask: True where block n may read the block before it.
+      dropout: factors of the weights by head, row of a block and slot; None for no dropout.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values.
     """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        """Returns x split into blocks of W tokens, with heads before the tokens of a block."""
+        """Returns queries, keys or values split into blocks of W tokens, with heads before the
+        tokens of a block.
+        """
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
 

@@ -64,8 +64,16 @@ def window_attention(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The arguments are the same as for `api.window_part`, except that `keys` and `values` begin with
-    the cached block, and that `dropout` has the factors of the weights instead of a mask.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the cached block, followed by those of the segment.
+      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      cache_mask: True where block n may read the block before it.
+      dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
+        c of a query is key c of the query's own block if the query sees this key, and otherwise key
+        c of the block before.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values.
     """
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
