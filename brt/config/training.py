@@ -1,6 +1,7 @@
 """Settings of training, evaluation, sampling, output, and devices."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from brt.config.checks import LARGEST, check, check_finite, check_not_negative, check_positive
@@ -130,6 +131,10 @@ class Optimizer:
     # Muon makes an update orthogonal in this number of iterations.
     orthogonal_steps: int = fixed(3)
     weight_decay: float = free(0.0)  # AdamW and Muon apply this weight decay to matrices.
+    # Rows of a pattern of parameter paths, a factor of the learning rate and a factor of the weight
+    # decay of these parameters, such as (('*gate*', 10.0, 0.0),). The first row that matches a
+    # parameter counts; parameters without a row have the factors 1.
+    rates: tuple[tuple[str, float, float], ...] = free(())
     # If the norm of the whole gradient exceeds this value, the gradient is scaled to this norm; 0
     # does not clip.
     clip_norm: float = fixed(0.0)
@@ -144,6 +149,12 @@ class Optimizer:
         check_finite(self)
         check_positive(self, "learning_rate", "orthogonal_steps")
         check_not_negative(self, "warmup_steps", "final_learning_rate", "weight_decay", "clip_norm")
+        for pattern, rate, decay in self.rates:
+            check(
+                0 <= rate < math.inf and 0 <= decay < math.inf,
+                f"Optimizer.rates has ({pattern!r}, {rate}, {decay}), whose factors must be finite "
+                "and not negative",
+            )
         for name in ("b1", "b2"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Optimizer.{name} = {value} must be in [0, 1)")

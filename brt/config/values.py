@@ -46,7 +46,10 @@ def converted(name: str, annotation: Any, value: Any) -> Any:
         listing = ", ".join(map(repr, choices))
         raise ConfigError(f"{name} = {value!r} must be one of {listing}{guess}")
     if typing.get_origin(annotation) is tuple:
-        return _checked_tuple(name, typing.get_args(annotation)[0], value)
+        items = typing.get_args(annotation)
+        if items[-1] is not Ellipsis:
+            return _checked_row(name, items, value)
+        return _checked_tuple(name, items[0], value)
     return _SCALARS[annotation](name, value)
 
 
@@ -55,8 +58,20 @@ def _checked_tuple(name: str, item: Any, value: Any) -> tuple[Any, ...]:
         return (value,)
     if not isinstance(value, list | tuple):
         remedy = f"; write ({value!r},)" if type(value) is item else ""
-        raise ConfigError(f"{name} = {value!r} must be a tuple of {item.__name__}{remedy}")
+        kind = "tuples" if typing.get_origin(item) is tuple else item.__name__
+        raise ConfigError(f"{name} = {value!r} must be a tuple of {kind}{remedy}")
     return tuple(converted(f"{name}[{i}]", item, element) for i, element in enumerate(value))
+
+
+def _checked_row(name: str, items: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """Returns a tuple whose elements have the types `items`, in this order."""
+    if not isinstance(value, list | tuple) or len(value) != len(items):
+        kinds = ", ".join(item.__name__ for item in items)
+        raise ConfigError(f"{name} = {value!r} must be a tuple of {len(items)} values: ({kinds})")
+    return tuple(
+        converted(f"{name}[{i}]", item, element)
+        for i, (item, element) in enumerate(zip(items, value, strict=True))
+    )
 
 
 def _integer(name: str, value: Any) -> int:

@@ -265,7 +265,7 @@ def _write_description(
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)
     progress.message(startup.describe(run, workdir))
-    for note in (startup.idle_devices(run), startup.replicated_keys(run)):
+    for note in (startup.idle_devices(run), startup.replicated_keys(run), startup.own_rates(run)):
         if note:
             progress.message(note)
     params = run.abstract.params

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
-from brt.training import muon
+from brt.training import muon, rates
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
@@ -169,6 +169,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
         transform = layerwise(adamw, axes)
+    transform = rates.with_rates(transform, optimizer)
     if optimizer.clip_norm:
         transform = optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), transform)
     return transform

@@ -22,7 +22,7 @@ from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
-from brt.training import compilation, replicas, trainable
+from brt.training import compilation, rates, replicas, trainable
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
@@ -116,7 +116,9 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     axes = parameter_axes(config)
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    trainable.check(shapes.params, config.training.trainable)
+    patterns = config.training.trainable
+    trainable.check(shapes.params, patterns)
+    rates.check(trainable.split(shapes.params, patterns)[0], config.optimizer)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

@@ -4,7 +4,7 @@ import jax
 
 from brt import tree_utils
 from brt.formatting import short
-from brt.training import trainable
+from brt.training import rates, trainable
 from brt.training.run import Run
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
@@ -57,6 +57,12 @@ def replicated_keys(run: Run) -> str:
         f"Model.kv_heads = {heads} heads of keys and values cannot be shared by Mesh.tensor = "
         f"{devices} devices, so each of these has all of them"
     )
+
+
+def own_rates(run: Run) -> str:
+    """Returns a message that lists the factors of Optimizer.rates; "" if there are none."""
+    trained, _ = trainable.split(run.abstract.params, run.config.training.trainable)
+    return rates.describe(trained, run.config.optimizer)
 
 
 def _memory(device: jax.Device) -> int | None:

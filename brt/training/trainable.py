@@ -4,15 +4,11 @@ Frozen parameters have no gradients and no optimizer state, and no step changes 
 """
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from brt.config.values import nearest
-from brt.errors import ConfigError
-
-_SHOWN = 6  # An error lists at most this number of parameters.
+from brt.training import parameter_paths
 
 
 def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
@@ -29,7 +25,7 @@ def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
         return params, {}
     trained, frozen = {}, {}
     for path, leaf in flatten_dict(params, sep="/").items():
-        (trained if _matches(path, patterns) else frozen)[path] = leaf
+        (trained if parameter_paths.matches(path, patterns) else frozen)[path] = leaf
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 
@@ -52,17 +48,4 @@ def check(params: PyTree, patterns: Sequence[str]) -> None:
       ConfigError: a pattern matches no parameter.
     """
     paths = list(flatten_dict(params, sep="/"))
-    for pattern in patterns:
-        if not any(_matches(path, [pattern]) for path in paths):
-            plain = pattern.replace("*", "")
-            near = nearest(plain, paths)
-            shown = [near] if near else [path for path in paths if plain and plain in path] or paths
-            listed = ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
-            raise ConfigError(
-                f"Training.trainable has {pattern!r}, which matches none of the model's "
-                f"{len(paths)} parameters; there are {listed} (brt.inspect lists all)"
-            )
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in patterns)
+    parameter_paths.check("Training.trainable", patterns, paths, "parameters of the model")

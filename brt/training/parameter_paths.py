@@ -1,0 +1,49 @@
+"""Patterns of parameter paths, with which settings name parameters of the model."""
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from brt.config.values import nearest
+from brt.errors import ConfigError
+
+_SHOWN = 6  # An error lists at most this number of parameters.
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Returns True if one of the patterns, such as "*/cell/*", matches the path of a parameter."""
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def check(setting: str, patterns: Sequence[str], paths: Collection[str], kind: str) -> None:
+    """Checks that every pattern of a setting matches a path.
+
+    Args:
+      setting: name of the setting, for the error message.
+      patterns: the patterns.
+      paths: paths of the parameters among which the setting chooses.
+      kind: a noun for these parameters, for the error message: "parameters of the model".
+
+    Raises:
+      ConfigError: a pattern matches none of the paths.
+    """
+    for pattern in patterns:
+        if any(matches(path, [pattern]) for path in paths):
+            continue
+        shown = _near(pattern.replace("*", "").strip("/"), paths) or list(paths)
+        listed = ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
+        raise ConfigError(
+            f"{setting} has {pattern!r}, which matches none of the {len(paths)} {kind}; there are "
+            f"{listed} (without {setting}, brt.train --dry_run lists all)"
+        )
+
+
+def _near(name: str, paths: Collection[str]) -> list[str]:
+    """Returns the paths that have a part which is similar to `name`."""
+    parts: dict[str, list[str]] = {}
+    for path in paths:
+        names = path.split("/")
+        for start in range(len(names)):
+            for end in range(start + 1, len(names) + 1):
+                parts.setdefault("/".join(names[start:end]), []).append(path)
+    near = nearest(name, parts)
+    return parts[near] if near else [path for path in paths if name and name in path]

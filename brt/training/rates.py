@@ -1,0 +1,109 @@
+"""Learning rates and weight decays of parameters that have their own (Optimizer.rates)."""
+
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from brt.config import Optimizer
+from brt.errors import ConfigError
+from brt.training import parameter_paths
+
+
+def with_rates(
+    transform: optax.GradientTransformation, optimizer: Optimizer
+) -> optax.GradientTransformation:
+    """Returns an optimizer that multiplies learning rates and weight decays by Optimizer.rates.
+
+    The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so that the
+    updates are multiplied by the factor of the rate. AdamW and Muon read the parameters for weight
+    decay only, so that the parameters that they read are multiplied by the factor of the decay.
+    Adafactor reads the parameters for another purpose and has no weight decay.
+
+    Args:
+      transform: the optimizer without these factors, which is returned if Optimizer.rates is empty.
+      optimizer: settings.
+    """
+    if not optimizer.rates:
+        return transform
+
+    def update(
+        gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
+    ) -> tuple[PyTree[Array], optax.OptState]:
+        """Returns the updates that are added to the parameters, and the new state of the optimizer,
+        from the gradients, the old state and the parameters.
+        """
+        if optimizer.name != "adafactor":
+            params = _multiplied(params, optimizer, 1)
+        updates, state = transform.update(gradients, state, params)
+        return _multiplied(updates, optimizer, 0), state
+
+    return optax.GradientTransformation(transform.init, update)
+
+
+def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree[Array]:
+    """Returns the arrays of a tree, multiplied by their factors.
+
+    Args:
+      tree: an array for each parameter.
+      optimizer: settings.
+      which: 0 for the factor of the learning rate, 1 for the factor of the weight decay.
+    """
+    flat = flatten_dict(tree, sep="/")
+    factors = {path: factors_of(path, optimizer)[which] for path in flat}
+    scaled = {path: x if factors[path] == 1 else factors[path] * x for path, x in flat.items()}
+    return unflatten_dict(scaled, sep="/")
+
+
+def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
+    """Returns the factors of the learning rate and of the weight decay of a parameter.
+
+    Args:
+      path: path of the parameter.
+      optimizer: settings.
+    """
+    for pattern, rate, decay in optimizer.rates:
+        if parameter_paths.matches(path, [pattern]):
+            return rate, decay
+    return 1.0, 1.0
+
+
+def check(trained: PyTree, optimizer: Optimizer) -> None:
+    """Checks that every pattern of Optimizer.rates matches a parameter, and that a parameter has a
+    learning rate.
+
+    Args:
+      trained: the tree of the trained parameters, or of their shapes.
+      optimizer: settings.
+
+    Raises:
+      ConfigError: a pattern matches no trained parameter, or all learning rates are 0.
+    """
+    paths = list(flatten_dict(trained, sep="/"))
+    patterns = [pattern for pattern, _, _ in optimizer.rates]
+    parameter_paths.check("Optimizer.rates", patterns, paths, "trained parameters")
+    if not any(factors_of(path, optimizer)[0] for path in paths):
+        raise ConfigError(
+            f"Optimizer.rates = {optimizer.rates} multiplies all learning rates by 0, so that "
+            "nothing would be trained; choose a factor above 0 for some parameters"
+        )
+
+
+def describe(trained: PyTree, optimizer: Optimizer) -> str:
+    """Returns a message that lists the factors and the numbers of parameters that have them.
+
+    The message is "" if Optimizer.rates is empty.
+
+    Args:
+      trained: the tree of the trained parameters, or of their shapes.
+      optimizer: settings.
+    """
+    sizes: dict[tuple[float, float], int] = {}
+    for path, leaf in flatten_dict(trained, sep="/").items():
+        factors = factors_of(path, optimizer)
+        sizes[factors] = sizes.get(factors, 0) + leaf.size
+    parts = [
+        f"learning rate x {rate:g} and weight decay x {decay:g} for {size:,} parameters"
+        for (rate, decay), size in sorted(sizes.items(), reverse=True)
+        if (rate, decay) != (1, 1)
+    ]
+    return f"Optimizer.rates: {'; '.join(parts)}" if parts else ""
