@@ -4,6 +4,9 @@ For a few hundred rows, compiled products take up to three times as long as thei
 because there is one product for each kernel and each waits for its operands. Here, a step of the
 grid computes a tile of all kernels while the tile for the next step is fetched. The rows of a head
 lie together, as attention reads and writes them.
+
+In shapes, B is the number of lanes (rows of the batch), R of rows of a lane, and C the size of the
+axis that all kernels share.
 """
 
 import functools
@@ -36,7 +39,7 @@ def shared_input_refusal(x: Array, kernels: Kernels, *, transposed: bool, **_: A
     """Returns the reason why the kernel of `shared_input_matmul` does not support these inputs, or
     None if it does.
 
-    The arguments are described in `api.shared_input_matmul`.
+    The arguments are the same as for `shared_input_matmul`.
     """
     first, *others = (Wide.from_kernel(kernel, narrow_first=not transposed) for kernel in kernels)
     if any(wide != first for wide in others):
@@ -64,19 +67,24 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [B, R, *outputs] for each.
 
-    The arguments are the same as for `block_products.shared_input_matmul`. With `interpret`, the
-    kernel runs on any device and with any sizes.
+    Args:
+      x: the input, whose last axis the products sum over.
+      kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
+      transposed: True if the products sum over the last axis of the kernels.
+      relu: True returns max(product, 0) as values that rematerialized layers save.
+      where: an array of the shape of a product; products are kept where it is above 0, and are 0
+        elsewhere. None keeps all.
+      interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     count, (lanes, rows, narrow) = len(kernels), x.shape
     wide = _cut(Wide.from_kernel(kernels[0], narrow_first=not transposed), kernels)
     heads, columns = wide.tile
 
     def output_index(i: Any, lane: Any) -> tuple:
-        """Returns the index of the output's block in the step for tile i of a lane (a row of the
-        batch).
+        """Returns the position of the output's block in the step for tile i of a lane.
 
-        The output is an array [A, B, H, R, K] as `wide.Wide` describes it, and the index has an
-        entry for each axis.
+        The output is an array [A, B, H, R, K]: each row has A groups of H heads with K numbers. The
+        position has an entry for each axis.
         """
         a, h, k = wide.place(i)
         return a, lane, h, 0, k
@@ -129,7 +137,7 @@ def summed_refusal(
     """Returns the reason why the kernel of `summed_matmul` does not support these inputs, or None
     if it does.
 
-    The arguments are described in `api.summed_matmul`.
+    The arguments are the same as for `summed_matmul`.
     """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows = xs[0].shape[: xs[0].ndim - kernels[0].ndim + 1]
@@ -169,8 +177,12 @@ def summed_matmul(
 ) -> Float[Array, "B R C"]:
     """Returns the sum of the products of each input with its kernel, [B, R, C].
 
-    The arguments are the same as for `block_products.summed_matmul`. With `interpret`, the kernel
-    runs on any device and with any sizes.
+    Args:
+      xs: the inputs, each [B, R, *inputs].
+      kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
+      transposed: True if the first axis of each kernel, not the last, is the output.
+      as_bits: True if the inputs are integers with the bits of the numbers.
+      interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype
@@ -179,8 +191,8 @@ def summed_matmul(
     steps = narrow // columns
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
-        """Returns the block spec of an input [A, B, H, R, K]; each step reads the rows of one lane
-        (index along B) for all heads.
+        """Returns the block spec with which a step reads all heads of one lane (index along B) of
+        an input [A, B, H, R, K]; `wide` is the layout of the input.
         """
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(
@@ -188,8 +200,8 @@ def summed_matmul(
         )
 
     def by_head(x: Array, wide: Wide) -> Array:
-        """Reshapes an input [B, R, *inputs] to [A, B, H, R, K]; converts it to integers with the
-        same bits if `as_bits` is True.
+        """Returns an input [B, R, *inputs] as an array [A, B, H, R, K], as the layout `wide` says;
+        converts the input to integers with the same bits if `as_bits` is True.
         """
         return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 

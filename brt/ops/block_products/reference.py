@@ -1,4 +1,8 @@
-"""Reference implementation of block products."""
+"""Reference implementation of block products: matrix products of the few rows of a block.
+
+In shapes, *R stands for the axes of the rows, C is the size of the axis that all kernels share, and
+P is the number of kernels.
+"""
 
 from collections.abc import Sequence
 
@@ -28,12 +32,12 @@ def shared_input_matmul(
         elsewhere. None keeps all.
     """
     wide = x.astype(jnp.float32)
-    found = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
+    products = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
     if relu:
-        found = [jnp.maximum(y, 0) for y in found]
+        products = [jnp.maximum(y, 0) for y in products]
     if where is not None:
-        found = [jnp.where(where > 0, y, 0) for y in found]
-    return tuple(y.astype(x.dtype) for y in found)
+        products = [jnp.where(where > 0, y, 0) for y in products]
+    return tuple(y.astype(x.dtype) for y in products)
 
 
 def summed_matmul(
@@ -45,7 +49,11 @@ def summed_matmul(
 ) -> Float[Array, "*R C"]:
     """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are the same as for `block_products.summed_matmul`; `as_bits` is ignored.
+    Args:
+      xs: the inputs, each [*rows, *inputs].
+      kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
+      transposed: True if the first axis of each kernel, not the last, is the output.
+      as_bits: ignored.
     """
     total = jnp.zeros(())
     for x, kernel in zip(xs, kernels, strict=True):

@@ -1,4 +1,7 @@
-"""Block products in plain XLA, with one product for each kernel."""
+"""Block products in plain XLA, with one product for each kernel.
+
+In shapes, *R stands for the axes of the rows, and C is the size of the axis that all kernels share.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +26,13 @@ def shared_input_matmul(
 ) -> tuple[Array, ...]:
     """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
 
-    The arguments are the same as for `block_products.shared_input_matmul`.
+    Args:
+      x: the input, whose last axis the products sum over.
+      kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
+      transposed: True if the products sum over the last axis of the kernels.
+      relu: True returns max(product, 0) as values that rematerialized layers save.
+      where: an array of the shape of a product; products are kept where it is above 0, and are 0
+        elsewhere. None keeps all.
     """
     if transposed:
         products = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
@@ -46,8 +55,11 @@ def summed_matmul(
 ) -> Float[Array, "*R C"]:
     """Returns the sum of the products of each input with its kernel, [*rows, C].
 
-    The arguments are the same as for `block_products.summed_matmul`. XLA's products read inputs
-    that are stored as bits (`as_bits`) like any others, without a conversion here.
+    Args:
+      xs: the inputs, each [*rows, *inputs].
+      kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
+      transposed: True if the first axis of each kernel, not the last, is the output.
+      as_bits: ignored; a product of XLA that reads stored bits needs no conversion here.
     """
     pairs = list(zip(xs, kernels, strict=True))
     if transposed:

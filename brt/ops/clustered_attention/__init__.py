@@ -1,7 +1,7 @@
 """Clustered attention (Vyas et al. 2020, "Fast Transformers with Clustered Attention").
 
-In shapes, C is the number of clusters, P the number of planes of a hash (its bits), R the number of
-best keys of a cluster, E the width of a head's values, and N the number of tiles of M slots.
+The queries of a head are clustered by k-means of their hash codes. All queries of a cluster share
+the attention weights of the cluster's centroid.
 """
 
 from brt.ops.clustered_attention.api import attend as attend

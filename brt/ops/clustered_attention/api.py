@@ -3,8 +3,9 @@
 Both kinds are not causal. The clusters of the queries and the best keys of a cluster depend on the
 complete sequence, so a causal mask could not hide later tokens.
 
-In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
-and of a value of a head, and O = T + X - 1 the number of distances.
+In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, and C of
+clusters; K and E are the sizes of a key and of a value of a head, and O = T + X - 1 is the number
+of distances between a query and a key.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,9 @@ The last value of a list is the threshold of the best keys. If too many keys hav
 logit, the first of them are chosen, up to a position that a bisection determines. Finally the
 positions of the best keys pass through the same lists.
 
-In shapes, X is the number of keys and C the number of clusters. A step processes 256 keys.
+In shapes, X is the number of keys and C the number of clusters. A step processes 256 keys. The keys
+of a step, and the lists of all sublanes, have the layout [32, 8, C]: 32 rows or places, 8 sublanes,
+and the clusters along the lanes.
 """
 
 from collections.abc import Callable
@@ -62,8 +64,8 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
 
     Args:
       steps: the number of steps.
-      rows: a function that returns the values of a step, [32, 8, C].
-      lists: [256, C], float32 scratch memory.
+      rows: a function from the index of a step to the values of the step's keys, [32, 8, C].
+      lists: [256, C], float32 scratch memory for the lists.
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 

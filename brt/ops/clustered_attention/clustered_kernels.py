@@ -127,8 +127,8 @@ def forward_kernel(
     read[...] = jnp.zeros_like(read)
 
     def sum_members(i: Any, count: Array) -> Array:
-        """Adds the queries of tile i to the sums in `centroids`, and returns the clusters' numbers
-        of members so far.
+        """Adds the queries of tile i to the sums in `centroids`, and returns the number of members
+        of each cluster so far, as 128 partial sums [C, 128].
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
@@ -141,7 +141,9 @@ def forward_kernel(
     means = centroids[...]
 
     def update_maximum(i: Any, top: Array) -> Array:
-        """Returns the largest logit of each centroid up to and including the i-th tile of keys."""
+        """Returns the largest logit of each centroid up to and including the i-th tile of keys, as
+        128 partial maxima [C, 128].
+        """
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
         return functools.reduce(jnp.maximum, _column_registers(logits), top)
 
@@ -149,7 +151,7 @@ def forward_kernel(
 
     def add_values(i: Any, total: Array) -> Array:
         """Adds the weighted values of the i-th tile of keys to `read`, and returns the sum of each
-        centroid's weights so far.
+        centroid's weights so far, as 128 partial sums [C, 128].
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
@@ -184,8 +186,8 @@ def backward_kernel(
     """Computes the gradients of queries, keys and values.
 
     Args:
-      inputs: the inputs of the step.
-      d_queries, d_keys, d_values: references to the gradients.
+      inputs: references to the inputs of the step.
+      d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
       sums: [C, K], float32 scratch memory for the gradient of the centroids.
       settings: static settings.
     """
@@ -194,8 +196,8 @@ def backward_kernel(
     dtype = inputs.queries.dtype
 
     def sum_gradients(i: Any, results: Array) -> Array:
-        """Adds the output gradients of the i-th tile of queries to the sums of the queries'
-        clusters, and returns these sums.
+        """Returns `results`, the sum [C, E] of the output gradients of each cluster's members, plus
+        the output gradients of the i-th tile of queries.
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)

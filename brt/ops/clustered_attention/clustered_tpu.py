@@ -6,8 +6,8 @@ with this matrix sum the queries to centroids and copy the centroids' outputs to
 arrays of tokens are K x T, so tokens fill the lanes of registers and no product needs a transposed
 factor. The backward pass recomputes the weights from the log-sum-exp.
 
-In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
-and of a value of a head, and O = T + X - 1 the number of distances.
+In shapes, B is the number of lanes, H of heads, T of queries, X of keys, and C of clusters; K and E
+are the sizes of a key and of a value of a head.
 """
 
 import functools
@@ -56,7 +56,10 @@ def refusal(
     dropout: Any,
     bias: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are the same as for `clustered`; dropout and a bias are refused.
+    """
     if reason := feature_refusal(dropout=dropout, bias=bias):
         return reason
     if reason := head_refusal(queries, values):
@@ -86,8 +89,14 @@ def clustered(
     """Returns, for each query, the attention output of its cluster's centroid, in the dtype of
     `values`.
 
-    The arguments are the same as for `xla.clustered`, without dropout and bias. With `interpret`,
-    the kernels run on any device and with heads of any size.
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
+      config: the settings of clustered attention.
+      dropout, bias: None, because the kernels support neither.
+      interpret: True runs the kernels on any device, slowly, and with heads of any size.
     """
     count = min(config.clusters, labels.shape[-1])
     local = functools.partial(_local, settings=ClusteredKernelSettings(count, interpret))

@@ -2,8 +2,10 @@
 
 A code is a vector of +1 and -1. Codes are packed to words of 32 bits, and the distance of two codes
 is the number of different bits. On CPUs this takes a quarter of the time of products of +1 and -1,
-and is as exact. In shapes, P is the number of bits of a code, W the number of its words, and C the
-number of clusters.
+and is as exact.
+
+In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
+a query, P of bits of a code, W of its words, and C of clusters.
 """
 
 import jax
@@ -110,8 +112,8 @@ def _kmeans(
     words = pack_codes(codes)
 
     def update_centroids(_: Array | int, centroids: Array) -> Array:
-        """Returns the centroids of the clusters that form if each code joins its nearest
-        centroid.
+        """Assigns each code to its nearest centroid, and returns the centroids of the resulting
+        clusters.
         """
         return _update_centroids(
             codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids

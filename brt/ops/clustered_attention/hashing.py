@@ -1,6 +1,7 @@
 """Locality-sensitive hashing by random planes; a code is a vector of +1 and -1.
 
-In shapes, P is the number of planes, which is the number of bits of a code.
+In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
+a vector, and P of planes, which is the number of bits of a code; *B stands for any leading axes.
 """
 
 from typing import NamedTuple
@@ -50,11 +51,14 @@ def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
 
 
 def unit_scale(x: Float[Array, "B H T K"], valid: Bool[Array, "B T"]) -> Float[Array, "B H T K"]:
-    """Returns x in float32, divided by the root mean square of the valid numbers of each head.
+    """Returns x in float32, divided by the root mean square of each head's valid vectors.
 
     The offsets of the hashing planes are about 1. Without the scaling, the offsets would have no
-    effect on long vectors and would give all short vectors the same code. Vectors that are not
-    valid become zeros.
+    effect on long vectors and would give all short vectors the same code.
+
+    Args:
+      x: the vectors to hash.
+      valid: False for padding, whose vectors become zeros.
     """
     x = jnp.where(valid[:, None, :, None], x.astype(jnp.float32), 0)
     numbers = jnp.maximum(jnp.sum(valid, axis=1), 1)[:, None] * x.shape[-1]

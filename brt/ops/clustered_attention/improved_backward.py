@@ -1,8 +1,13 @@
 """Backward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
 
+A query has exact weights for the best keys of its cluster, and shares the weights of the cluster's
+centroid for all other keys. The mass of a cluster is the sum of the softmax weights of its best
+keys. The gradient of a query therefore has two parts: the exact part, from the query's own logits
+for the best keys, and the centroid's part, which is the gradient of the centroid divided by the
+number of the cluster's members.
+
 In shapes, T is the number of queries, X the number of keys, C the number of clusters, R the number
-of best keys of a cluster, and K and E the widths of a key and of a value. The mass of a cluster is
-the share of the softmax that belongs to its best keys.
+of best keys of a cluster, and K and E the widths of a key and of a value.
 """
 
 from typing import Any
@@ -44,20 +49,24 @@ def backward_kernel(
     *,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Computes the gradients of queries, keys and values.
+    """Computes the gradients of queries, keys and values of one head of a lane (row of the batch).
 
     The arguments from `d_best` on are float32 scratch memory.
 
     Args:
-      inputs: the inputs of the step, including the results of the forward pass.
-      d_queries, d_keys, d_values: references to the gradients.
+      inputs: references to the inputs of the step, including the results of the forward pass.
+      d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
       d_best: [R, K + E, C], gradients of the best keys and values.
       d_best_transposed: [R, C, K + E], the transpose of `d_best`.
-      d_tokens: [X + 8, K + E], gradients of all keys and values from the best keys.
-      d_queries_exact: [K, T], gradients of queries from their logits for the best keys.
-      rows: [2, 8 R, 128], products of queries and best keys.
-      shares: [3, max(R, 8), 256], gradients of logits, weights and their sums.
-      sums: [K, C], gradient of the centroids.
+      d_tokens: [X + 8, K + E], for each key and value, the sum of its gradients as a best key of
+        some clusters.
+      d_queries_exact: [K, T], the exact parts of the queries' gradients.
+      rows: [2, 8 R, 128], dot products of 128 queries, each as eight partial sums in eight
+        consecutive rows: first of the query and the R best keys, then of the gradient of the
+        query's output and the R best values.
+      shares: [3, max(R, 8), 256], for 256 queries: the gradients of the logits of the best keys,
+        the weights of these keys, and the sum of the weights times their gradients.
+      sums: [K, C], the gradients of the centroids.
       settings: static settings.
     """
     results, (size, _) = inputs.results, inputs.keys.shape
@@ -77,8 +86,8 @@ def backward_kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def write_key_gradients(step: Any, _: None) -> None:
-        """Writes the gradients of 128 keys and values, and adds the contribution of these keys to
-        the centroids' gradients.
+        """Writes the gradients of the 128 keys and values of tile number `step`, and adds the
+        contribution of these keys to the gradients of the centroids.
         """
         place = pl.ds(step * LANES, LANES)
         best = _unpack_bits(results.bits, step)
@@ -96,7 +105,9 @@ def backward_kernel(
     d_means = sums[...] * numbers.inverse
 
     def write_query_gradients(step: Any, _: None) -> None:
-        """Writes the gradients of 128 queries."""
+        """Writes the gradients of the 128 queries of tile number `step`: for each query, the sum of
+        its exact part and its centroid's part.
+        """
         place = pl.ds(step * LANES, LANES)
         labels = inputs.labels[:, place]
         total = d_queries_exact[:, place] + gather_by_label(d_means, labels)
@@ -125,11 +136,13 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds 256 queries to `sums` and returns the result; also writes the weights of the next
-        256 queries.
+        """Adds the contribution of 256 queries to `sums`, and returns the result; also writes the
+        weights of the next 256 queries to `shares`.
 
-        `sums` has, for each cluster, the sum of the output's gradients and the sum of the mass's
-        gradients.
+        Args:
+          step: the index of the next 256 queries.
+          sums: for each cluster, the sum of the gradients of its members' outputs [E, C], and the
+            gradient of its mass, in 16 equal rows [16, C].
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
@@ -199,13 +212,17 @@ def _scatter_to_keys(
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def transpose_rank(r: Any, _: None) -> None:
-        """Transposes the gradients of the r-th best keys of all clusters."""
+        """Writes the gradients of the r-th best key and value of each cluster with the clusters
+        along the rows.
+        """
         d_best_transposed[r] = d_best[r].T
 
     unrolled_loop(settings.top_k, transpose_rank)
 
     def add_cluster(cluster: Any, _: None) -> None:
-        """Adds the gradients of a cluster's best keys to the rows of these keys."""
+        """Adds the gradients of a cluster's best keys and values to the rows of `d_tokens` that
+        belong to these keys.
+        """
         sums = []
         for r in range(settings.top_k):
             place = pl.ds(places[r, cluster], 1)

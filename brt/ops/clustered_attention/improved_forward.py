@@ -1,7 +1,7 @@
 """Forward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
 
-In shapes, X is the number of keys, C the number of clusters, R the number of best keys of a
-cluster, and W the number of 32-bit words of a key and its value.
+In shapes, T is the number of queries, X of keys, C of clusters, R of best keys of a cluster, and W
+of 32-bit words of a key and its value; K and E are the widths of a key and of a value.
 """
 
 import functools
@@ -52,13 +52,14 @@ def forward_kernel(
     The arguments from `logits` on are scratch memory.
 
     Args:
-      inputs: the inputs of the step.
+      inputs: references to the inputs of the step.
       y: reference to the output [E, T].
-      results: references to the results of each cluster.
+      results: references to the results of each cluster, which the backward pass reads.
       logits: [X, C], float32, for the centroids' logits.
       lists: [256, C], float32, for the lists of the sorting networks.
       packed: [W, X], int32, for the bits of keys and values.
-      rows: [8 R, 128], float32, for products of queries and best keys.
+      rows: [8 R, 128], float32, for the dot products of 128 queries and R best keys, each as eight
+        partial sums in eight consecutive rows.
       settings: static settings.
     """
     counts = _compute_centroids(inputs, results.means)
@@ -78,7 +79,7 @@ def forward_kernel(
     common = (1 - numbers.mass) * results.rest[...]
 
     def attend_tile(step: Any, _: None) -> None:
-        """Writes the output of a tile of 128 queries."""
+        """Writes the output of the 128 queries of tile number `step`."""
         tile = QueryTile(inputs, results, step)
         for r in range(settings.top_k):
             rows[eight_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
@@ -98,8 +99,8 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
     means[...] = jnp.zeros_like(means)
 
     def sum_members(step: Any, counts: Array) -> Array:
-        """Adds the 256 queries of a step to the sums in `means`, and returns the clusters' numbers
-        of members so far.
+        """Adds the 256 queries of a step to the sums in `means`, and returns the number of members
+        of each cluster so far, in 16 equal rows [16, C].
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
@@ -126,8 +127,10 @@ def _choose_best_keys(
     least, end = best_tpu.best_threshold(logits, values, counts, settings.top_k)
 
     def separate_best(step: Any) -> Array:
-        """Masks the logits of a step's best keys, saves the keys as bits, and returns minus their
-        positions.
+        """Processes the 256 keys of a step: masks the logits of best keys and saves a bit for each
+        key, which is set for best keys.
+
+        Returns minus the position of each best key, and minus `NO_KEY` for all other keys.
         """
         rows, places = best_tpu.step_rows(logits, step), best_tpu.step_places(step, lanes)
         best = best_tpu.is_best(rows, places, least, end)
@@ -152,7 +155,9 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     steps = logits.shape[0] // STEP_KEYS
 
     def update_maximum(step: Any, top: Array) -> Array:
-        """Returns the largest logit of each centroid up to and including the keys of this step."""
+        """Returns the largest logit of each centroid up to and including the keys of this step, as
+        8 partial maxima [8, C].
+        """
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
 
     top = unrolled_loop(steps, update_maximum, jnp.full((SUBLANES, CLUSTERS), FLOOR))
@@ -186,7 +191,7 @@ def _gather_best_keys(
     steps = inputs.keys.shape[1] // LANES
 
     def pack_keys(step: Any, _: None) -> None:
-        """Copies the bits of 128 keys and values to `packed`."""
+        """Copies the bits of the 128 keys and values of tile number `step` to `packed`."""
         at = pl.ds(step * LANES, LANES)
         packed[:size, at] = pltpu.bitcast(inputs.keys[:, at], jnp.int32)
         packed[size:, at] = pltpu.bitcast(inputs.values[:, at], jnp.int32)
@@ -194,16 +199,18 @@ def _gather_best_keys(
     unrolled_loop(steps, pack_keys)
 
     def gather_group(group: Any, _: None) -> None:
-        """Writes the best keys, and their values, at `KEYS_AT_ONCE` places of the clusters' lists
-        to `results.words`.
+        """Writes `KEYS_AT_ONCE` best keys of each cluster, and their values, to `results.words`.
+
+        The best keys of a cluster are processed in groups of this many; `group` is the index of the
+        group.
         """
         shape = packed.shape[0], CLUSTERS
         rows = [group * KEYS_AT_ONCE + j for j in range(KEYS_AT_ONCE)]
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
         def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
-            """Returns `words` with the bits of those best keys that are among the 128 keys of this
-            step.
+            """Returns `words`, the bits of the group's best keys, after the bits of those best keys
+            are filled in that are among the 128 keys of this step.
             """
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [

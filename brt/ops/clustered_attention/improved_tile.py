@@ -1,8 +1,8 @@
 """Functions that both passes of improved clustered attention on TPUs share.
 
-The module `improved_tpu` describes the algorithm. In shapes, T is the number of queries, X the
-number of keys, C the number of clusters, K and E the widths of a key and of a value, and W the
-number of 32-bit words of a key and its value.
+The module `improved_tpu` describes the algorithm. In shapes, T is the number of queries, X of keys,
+C of clusters, R of best keys of a cluster, and W of 32-bit words of a key and its value; K and E
+are the widths of a key and of a value.
 """
 
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class ClusterNumbers(NamedTuple):
 
     @property
     def mass(self) -> Float[Array, "1 C"]:
-        """The share of the softmax that belongs to the best keys."""
+        """The sum of the softmax weights of the best keys, from 0 to 1."""
         return jax.nn.sigmoid(self.best - self.rest)
 
 
@@ -199,11 +199,15 @@ class QueryTile:
 
 
 def eight_rows(r: int) -> slice:
-    """Returns the slice of the r-th group of eight rows."""
+    """Returns the slice of the eight rows for the partial dot products with the r-th best keys."""
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
 def sum_eights(rows: Any) -> Float[Array, "R 128"]:
-    """Returns the sum of every eight consecutive rows of `rows` [8 R, 128]."""
+    """Returns the dot products of 128 queries and R best keys.
+
+    Args:
+      rows: [8 R, 128], the partial sums of each dot product in eight consecutive rows.
+    """
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))

@@ -8,8 +8,8 @@ The choice of best keys (see `best_tpu`) is saved in two forms. One bit per key 
 backward pass separate best keys from others. From a list of positions, it adds the gradients of
 best keys to the keys row by row.
 
-In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
-and of a value of a head, and O = T + X - 1 the number of distances.
+In shapes, B is the number of lanes, H of heads, T of queries, X of keys, and C of clusters; K and E
+are the sizes of a key and of a value of a head.
 """
 
 import functools
@@ -74,7 +74,10 @@ def refusal(
     dropout: Any,
     bias: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are the same as for `improved_clustered`; dropout and a bias are refused.
+    """
     if reason := feature_refusal(config, dropout=dropout, bias=bias) or head_refusal(
         queries, values
     ):
@@ -112,8 +115,14 @@ def improved_clustered(
 ) -> Float[Array, "B H T E"]:
     """Returns the output of improved clustered attention for all queries, in the dtype of `values`.
 
-    The arguments are the same as for `xla.improved_clustered`, without dropout and bias. With
-    `interpret`, the kernels run on any device and with heads of any size.
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
+      config: the settings of clustered attention.
+      dropout, bias: None, because the kernels support neither.
+      interpret: True runs the kernels on any device, slowly, and with heads of any size.
     """
     settings = ImprovedKernelSettings(
         min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret

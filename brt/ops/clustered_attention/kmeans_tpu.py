@@ -8,8 +8,8 @@ index. The comparison with the smallest result gives a matrix of zeros and ones,
 the codes sums the members. A row of ones below the codes counts the members. Padding is zero and
 adds nothing.
 
-In shapes, P is the number of bits of a code and C the number of clusters. P' and C' are these
-numbers after padding, including the row of ones.
+In shapes, B is the number of lanes, H of heads, T of codes of a head, P of bits of a code, and C of
+clusters. P' and C' are P and C after padding; P' includes the row of ones.
 """
 
 import functools
@@ -74,8 +74,13 @@ def kmeans(
     """Returns the cluster of each code, int32, or C for padding; and the centroids to which the
     last iteration assigned the codes.
 
-    The arguments are the same as for `clustering.kmeans`. With `interpret`, the kernel runs on any
-    device.
+    Args:
+      codes: hash codes of +1 and -1.
+      valid: False for padding, which does not affect centroids.
+      centroids: the initial centroids.
+      active: True for clusters that codes may be assigned to.
+      iterations: the number of assignments.
+      interpret: True runs the kernel on any device, slowly.
     """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():

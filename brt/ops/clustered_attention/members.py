@@ -7,8 +7,9 @@ cluster share is therefore read once per tile, and products with it are dense.
 The functions come in pairs. The two functions of a pair are transposes of each other, so each is
 the backward pass of the other one. No backward pass of a permutation needs a scatter of T rows.
 
-In shapes, C is the number of clusters, and N the number of tiles of M slots. The label of a query
-is the index of its cluster; padding has the label C.
+In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
+a vector, C of clusters, and N of tiles of M slots; *R stands for any axes. The label of a query is
+the index of its cluster; padding has the label C.
 """
 
 from functools import partial
@@ -119,7 +120,9 @@ def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, 
 
 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
-    """Returns, for each tile, the row of x that belongs to the tile's cluster."""
+    """Returns, for each tile, the row of x that belongs to the tile's cluster; x has a row for each
+    cluster.
+    """
 
     def gather_rows(x: Array, clusters: Array) -> Array:
         """Returns the rows of one head's x at `clusters`."""

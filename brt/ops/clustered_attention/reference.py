@@ -5,8 +5,9 @@ clustered attention computes the exact logits of each query for the keys with th
 the centroid, the best keys. All weights [B, H, T, X] exist at once, in float64 if JAX has enabled
 it. There is no dropout.
 
-In shapes, T is the number of queries, X of keys, and C of clusters; K and E are the sizes of a key
-and of a value of a head, and O = T + X - 1 the number of distances.
+In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
+and P of bits of a hash code; K and E are the sizes of a key and of a value of a head, and O = T + X
+- 1 is the number of distances between a query and a key.
 """
 
 from functools import partial
@@ -30,7 +31,14 @@ def clustered(
 ) -> Float[Array, "B H T E"]:
     """Returns, for each query, the attention output of its cluster's centroid.
 
-    The arguments are the same as for `xla.clustered`; dropout is not supported.
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
+      config: the settings of clustered attention.
+      dropout: None, because dropout is not supported.
+      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
     """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
@@ -53,7 +61,14 @@ def improved_clustered(
     """Returns the output of improved clustered attention, which computes exact logits for best
     keys.
 
-    The arguments are the same as for `xla.improved_clustered`; dropout is not supported.
+    Args:
+      queries: queries, already multiplied by any scale.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
+      config: the settings of clustered attention.
+      dropout: None, because dropout is not supported.
+      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
     """
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
@@ -77,10 +92,13 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
-    """Returns the codes of x, one bit after the other: +1 where x is strictly beyond a plane, else
-    -1.
+    """Returns the hash codes of x: bit p is +1 if x is strictly beyond plane p, and -1 otherwise.
 
-    The arguments are x and the two fields of `hashing.Planes`.
+    Args:
+      x: the vectors.
+      normals: the normal vector of each plane.
+      offsets: the offset of each plane. A vector is beyond a plane if its product with the normal
+        is greater than the offset.
     """
     bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
     return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
@@ -97,7 +115,14 @@ def kmeans(
     """Returns the cluster of each code and the centroids of the last assignment, by Lloyd's
     algorithm.
 
-    Each bit has a separate count. The arguments are the same as for `clustering.kmeans`.
+    A centroid's bit is +1 if more than half of the cluster's members have +1 there.
+
+    Args:
+      codes: hash codes of +1 and -1.
+      valid: False for padding, which belongs to no cluster and gets the label C.
+      centroids: the initial centroids.
+      active: True for clusters that codes may be assigned to.
+      iterations: the number of assignments.
     """
     per_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)

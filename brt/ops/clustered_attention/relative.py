@@ -5,8 +5,8 @@ the centroid and a key, plus the mean of the members' biases for this key. The m
 distances, because the members of a cluster are at different positions. The best keys of improved
 clustered attention get the exact bias of every query.
 
-In shapes, C is the number of clusters, R the number of best keys of a cluster, and N the number of
-tiles of M queries.
+In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
+R of best keys of a cluster, and N of tiles of M queries of one cluster.
 """
 
 import jax
@@ -48,8 +48,8 @@ def pair_bias(
 
     Args:
       row: the bias of each distance (key minus query) from 1 - T to X - 1; O = T + X - 1.
-      queries: the positions of each tile's queries.
-      keys: the positions of each tile's keys.
+      queries: the positions of each tile's queries in the sequence.
+      keys: the positions of each tile's keys, which are the best keys of the tile's cluster.
       tokens: T, the number of queries.
     """
     places = keys[..., None, :] - queries[..., None] + tokens - 1

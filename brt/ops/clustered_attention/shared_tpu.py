@@ -1,4 +1,8 @@
-"""Functions that the TPU kernels of clustered and improved clustered attention share."""
+"""Functions that the TPU kernels of clustered and improved clustered attention share.
+
+In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
+and N of tokens after padding; K and E are the sizes of a key and of a value of a head.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +52,11 @@ def shard_by_head(
     """Returns local(queries, keys, values, valid, labels), computed by each device for its own rows
     of the batch and its own heads.
 
-    Each device calls `local` with its own shards of the five arrays.
+    Args:
+      local: the function, which each device calls with its own shards of the other arguments.
+      queries, keys, values: the arrays of the attention.
+      valid: False for keys that are padding.
+      labels: the cluster of each query.
     """
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)

@@ -1,6 +1,8 @@
 """Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head.
 
-In shapes, C is the number of clusters and R the number of best keys of a cluster.
+In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
+and R of best keys of a cluster; K and E are the sizes of a key and of a value of a head, and O = T
++ X - 1 is the number of distances between a query and a key.
 """
 
 from typing import NamedTuple

@@ -128,8 +128,9 @@ def dot_of_parts(
     is multiplied with its own slice of the kernel's first axis, and the products are added.
 
     Args:
-      parts: P inputs, each [*rows, *inputs[1:]].
-      kernel: [P, *inputs[1:], *outputs].
+      parts: P inputs, each [*rows, *features].
+      kernel: [P, *features, *outputs]. It is multiplied with the inputs, stacked on a new axis
+        before `features`.
       tap: the tap of this step, or None for ordinary weight gradients.
       inputs: the number of axes that the product sums over, including the first axis of the kernel.
 

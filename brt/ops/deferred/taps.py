@@ -4,6 +4,10 @@ The weight gradient of a product y = x W in a scan is the sum of x_t^T dy_t over
 has an array for all x_t and an array for all dy_t. The forward pass fills both with zeros, which
 nothing reads. In the backward pass, the "gradients" of these arrays are the pairs (x_t, dy_t), and
 one product over all steps computes the weight gradient from them.
+
+The functions of the module `products` compute y = x W and take the tap of the current step as an
+argument: `dots` multiplies one x with one or several kernels, and `dot_of_parts` multiplies a
+kernel with the concatenation of several inputs, its parts.
 """
 
 import math
@@ -27,8 +31,10 @@ class Tap(NamedTuple):
     A tap is an argument `xs` of the scan, so each step receives its own part of the arrays.
 
     Attributes:
-      inputs: [N, *rows, *inputs], the inputs x_t; for `dot_of_parts`, one array for each part.
-      outputs: [N, *rows, *outputs] for each kernel, the gradients dy_t of the products.
+      inputs: [N, *rows, *inputs], the inputs x_t, where `rows` are the axes of x that the product
+        does not sum over and `inputs` the others; for `dot_of_parts`, one array for each part.
+      outputs: [N, *rows, *outputs] for each kernel [*inputs, *outputs], the gradients dy_t of the
+        products.
     """
 
     inputs: Float[Array, "N ..."] | tuple[Float[Array, "N ..."], ...]
@@ -63,13 +69,16 @@ def tap(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
     parts: int = 0, as_bits: bool = False,
 ) -> Tap:  # fmt: skip
-    """Returns a tap for all steps of a scan in which `dots` uses kernels [*inputs, *outputs].
+    """Returns a tap for all steps of a scan in which `dots` or `dot_of_parts` uses kernels
+    [*inputs, *outputs].
 
     The weight gradients that the tap collects become the gradients of `kernels`.
 
     Args:
       kernels: the kernels that one call of `dots` multiplies with the same x.
-      rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
+      rows: the sizes of the first axes of the tap's arrays: N, the number of scan steps, followed
+        by the axes of x that the products do not sum over, such as the lanes (rows of the batch)
+        and the states of a lane.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
       parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
@@ -93,10 +102,12 @@ def layer_taps(
 
     Args:
       kernels: the kernels of all layers, each [layers, *inputs, *outputs].
-      rows: the numbers of scan steps, of lanes (rows of the batch), and of rows of a lane.
+      rows: the number of scan steps, the number of lanes (rows of the batch), and the sizes of all
+        other axes of x that the products do not sum over.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
-      joins: True if the taps are for `dot_of_parts`.
+      joins: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
+        kernels' first input axis.
       as_bits: True if x consists of integers with the bits of the numbers, as
         `dispatch.output_residual` stores them.
     """
@@ -135,7 +146,7 @@ def _tap(kernels: Kernels, spec: _TapSpec) -> Tap:
     inputs = spec.kernels[0].shape[: spec.inputs]
 
     def zeros(*shape: int) -> Array:
-        """Returns zeros with the axes `rows` of the tap, followed by `shape`."""
+        """Returns an array of zeros of the tap, whose axes are `rows` and `shape`."""
         return jnp.zeros((*spec.rows, *shape), spec.dtype)
 
     return Tap(

@@ -4,6 +4,11 @@ The pairs of an unrolled loop, a step's inputs and output gradients, are separat
 product over all of them would begin with copies of everything that the loop has written. Here, the
 arrays of each step are operands of their own. A step of the grid computes one tile of the sum over
 all steps of the loop.
+
+A product has two sides: the left side is the inputs of a step, and the right side is the output
+gradients. Each side is read as an array [A, B, H, R, K], with B lanes (rows of the batch) of R
+rows. The numbers of a row are the axes of the kernel on this side: A groups of H heads with K
+numbers each. The gradient has the axes A, H and K of both sides.
 """
 
 import functools
@@ -31,11 +36,10 @@ _STEPS = 8
 
 
 class _Side(NamedTuple):
-    """The layout [A, B, H, R, K] of one side of the products in a step: of the inputs or of the
-    output gradients.
+    """The layout [A, B, H, R, K] of one side of the products in a step, and its division into
+    tiles.
 
-    A step has B lanes (rows of the batch) of R rows. One of these rows has A groups of H heads with
-    K numbers. The R rows of a head lie together in memory.
+    The module docstring explains the axes. The R rows of a head lie together in memory.
 
     Attributes:
       groups: A and H.
@@ -106,7 +110,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernel does not support these inputs, or None if it does.
 
-    The arguments are described in `api.weight_gradient`.
+    The arguments are the same as for `weight_gradient`.
     """
     if rules.partitioned():
         return "adds up what one device has"
@@ -152,8 +156,12 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are the same as for `api.weight_gradient`. With `interpret`, the kernel runs on
-    any device and with any sizes.
+    Args:
+      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
+      dy: [N, *rows, *outputs], the gradients of the products in each step.
+      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
+      as_bits: True if x consists of integers with the bits of the numbers.
+      interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
@@ -164,13 +172,14 @@ def weight_gradient(
 
         Args:
           side: the layout of the side.
-          axis: the axis of the grid along which the tiles of this side are.
+          axis: the axis of the grid along which the tiles of this side are: 0 for the left side, 1
+            for the right side.
           options: further arguments of `pl.BlockSpec`.
         """
 
         def side_index(*tile: Any) -> tuple:
-            """Returns the index of the side's block, along A, B, H, R and K; `tile` is the index of
-            the grid step.
+            """Returns the position of the side's block along A, B, H, R and K in a step of the
+            grid; `tile` is the position of the step along both axes of the grid.
             """
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column
@@ -179,14 +188,14 @@ def weight_gradient(
         return pl.BlockSpec(shape, side_index, **options)
 
     def output_index(i: Any, j: Any) -> tuple:
-        """Returns the index of the output's block for tile i of the left side and tile j of the
+        """Returns the position of the output's block for tile i of the left side and tile j of the
         right side.
 
-        The output [A, H, A', H', K, K'] has the groups, the heads and the columns of both sides; a
-        prime marks the right side.
+        The output has the axes [A, H, A', H', K, K']: groups, heads and numbers of both sides,
+        where a prime marks the right side. The result has the position along each of these axes.
         """
-        (a, h, k), (b, g, m) = left.place(i), right.place(j)
-        return a, h, b, g, k, m
+        (a, h, k), (right_a, right_h, right_k) = left.place(i), right.place(j)
+        return a, h, right_a, right_h, k, right_k
 
     tile = (None, left.heads, None, right.heads, left.columns, right.columns)
     gradient = pl.pallas_call(

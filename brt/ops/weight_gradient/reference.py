@@ -14,7 +14,11 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are the same as for `api.weight_gradient`; `as_bits` is ignored.
+    Args:
+      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
+      dy: [N, *rows, *outputs], the gradients of the products in each step.
+      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
+      as_bits: ignored.
     """
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)

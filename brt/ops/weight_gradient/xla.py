@@ -17,7 +17,10 @@ def weight_gradient(
 ) -> Float[Array, "..."]:
     """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
 
-    The arguments are the same as for `api.weight_gradient`. XLA's products read an x that is stored
-    as bits (`as_bits`) like any other, without a conversion here.
+    Args:
+      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
+      dy: [N, *rows, *outputs], the gradients of the products in each step.
+      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
+      as_bits: ignored; a product of XLA that reads stored bits needs no conversion here.
     """
     return dense.weight_gradient(x, dy, inputs, outputs)
