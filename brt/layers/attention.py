@@ -1,5 +1,10 @@
 """The token side of a layer: attention of tokens to their window and to recurrent states, and the
 MLP.
+
+Shapes: B rows of the batch, T tokens and N blocks of a segment, model width D, H heads of queries,
+G heads of keys (each serves H / G heads of queries), head size K, W keys in a window, S recurrent
+states or sinks. Sinks are first tokens of a document that stay visible after they left the window.
+Deferred weight gradients (`taps`) are computed once, after a scan over blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +55,8 @@ from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part_step
 
-# A function (queries [B, T, H, K], attention to the window) -> output, which adds further
-# attention.
+# A function of the scaled queries [B, T, H, K] and of their attention to the window. It returns the
+# output [B, T, H, K] of attention to the window and to further keys together.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -125,8 +130,8 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns queries, keys and values of x, whose weight gradients go to `taps`. Each is a
-        product of its own, because splitting the result of one product would copy it.
+        """Returns queries, keys and values of the layer's inputs x; `taps` accumulate the deferred
+        weight gradients. Three products are computed, because splitting one product would copy it.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
@@ -149,14 +154,9 @@ class TransformerBlock(nn.Module):
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Returns keys and values [B, S, H, K] of vectors that are not tokens, with the weights for
-        tokens.
-
-        The keys are normalised if attention uses normalised keys.
-
-        Args:
-          z: the vectors.
-          learns: False treats the weights as constants.
+        """Returns keys and values [B, S, H, K] of vectors z that are not tokens, such as recurrent
+        states, by the projections of tokens. The keys are normalised if the settings ask for it.
+        `learns` = False treats the weights as constants.
         """
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
@@ -179,10 +179,9 @@ class TransformerBlock(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-        """Repeats keys and values for operations that have as many heads of keys as of queries.
-
-        `normalize` is True for an operation that does not itself normalise keys, which
-        `Model.normalize_qk` may ask for; the keys are then normalised here.
+        """Returns keys and values in which each head is repeated for all heads of queries that it
+        serves, for operations that need H heads of keys. With `Model.normalize_qk`, keys are
+        normalised only if `normalize` is True; otherwise the operation must normalise them.
         """
         if normalize or not self.model.normalize_qk:
             keys = self.unit_keys(keys)
@@ -194,8 +193,8 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns the queries after normalisation, if the settings ask for it, and scaling; `name`
-        is the name of the learned scale.
+        """Returns projected queries, normalised if the settings ask for it, times their scale;
+        `name` is the name of the parameter with the learned scale of normalised queries.
         """
         m = self.model
         if m.normalize_qk:
@@ -205,8 +204,8 @@ class TransformerBlock(nn.Module):
         return _scaled(queries, self.query_scale(name))
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """Returns the factor of each head's queries: learned for normalised queries (`name` is the
-        name of the parameter), otherwise `Model.query_scale` or 1/sqrt(K).
+        """Returns the factor of each head's queries: the absolute value of the parameter `name` for
+        normalised queries; otherwise `Model.query_scale`, or 1/sqrt(K) if that setting is 0.
         """
         m = self.model
         if m.normalize_qk:
@@ -214,10 +213,8 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Returns the position bias of the `reach` nearest keys, the nearest first; None without a
-        bias.
-
-        `reach` = None stands for the number of keys in a window.
+        """Returns the position bias of each head for the `reach` nearest keys, the nearest first;
+        None if the model has no position bias. `reach` = None stands for W keys.
         """
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
@@ -259,13 +256,15 @@ class TransformerBlock(nn.Module):
           projections: the result of `project` for x.
           past: the keys and values of the tokens before the segment.
           memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
-          mix: a function that adds attention beyond the window; None for none.
+          mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
           taps: accumulators of deferred weight gradients.
         """
         m = self.model
         drops = m.dropout and self.training
         own = projections
-        if not m.normalize_qk:  # The operations normalise to unit length themselves.
+        # With `normalize_qk`, `window_part` normalises queries and keys. Otherwise it uses its
+        # inputs unchanged, so queries are scaled and keys are normalised first.
+        if not m.normalize_qk:
             own = own._replace(
                 queries=self.scaled_queries(own.queries), keys=self.unit_keys(own.keys)
             )
@@ -324,11 +323,11 @@ class TransformerBlock(nn.Module):
 
         Args:
           x: the input of the layer for the token.
-          window: the state before the block.
-          block: the open block with the block's earlier tokens.
+          window: the layer's keys and values of the tokens before the block.
+          block: a ring buffer of the window, where the block's tokens replace the oldest ones.
           position: the position of the token in its block.
           memory: keys and values [B, S, H, K] of the recurrent states, or None.
-          mix: a function that adds attention beyond the window; None for none.
+          mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
           projections: the projections of the token; None stands for the result of `project` for x.
         """
         m = self.model
@@ -336,8 +335,9 @@ class TransformerBlock(nn.Module):
 
         slot = position % m.window
 
-        def with_token(ring: Float[Array, "B W G K"], z: Float[Array, "B 1 G K"]) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(ring, z, slot, axis=1)
+        def with_token(ring: Float[Array, "B W G K"], new: Float[Array, "B 1 G K"]) -> Array:
+            """Returns `ring` (keys or values) with the token's key or value in its slot."""
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, axis=1)
 
         after = block._replace(
             keys=with_token(block.keys, projections.keys),
@@ -372,9 +372,7 @@ class TransformerBlock(nn.Module):
         return self.finish(x, attended), after
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
-        """Returns the name of the axis of tokens, which is sharded by whole blocks
-        or not at all.
-        """
+        """Returns the name of the axis of tokens if whole blocks are sharded, otherwise None."""
         return (
             "tokens" if shard_count("blocks", x.shape[1] // self.model.block_length) > 1 else None
         )
@@ -383,8 +381,9 @@ class TransformerBlock(nn.Module):
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Returns the residual stream x, plus the projection of the outputs of the layer's one or
-        two attentions (`attended`), plus the output of the MLP.
+        """Returns the layer's output: its input x, plus the projection of attention outputs, plus
+        the output of the MLP. `attended` has the output of attention to the window and, in layers
+        with recurrent states, of attention to the states. `taps` are as in `project`.
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]

@@ -1,5 +1,8 @@
 """Attention of the kind that the setting `Attention.kind` names; all kinds have the same
 parameters.
+
+In shapes, B is the number of examples in the batch, T the number of queries, X the number of keys,
+H the number of heads, and K the size of a head.
 """
 
 import jax
@@ -49,13 +52,14 @@ def attend(
       config: the kind of attention and its settings.
       key: the random key of kinds that draw random numbers (`clustered`, `improved_clustered`,
         `reformer`). Equal keys give equal outputs, so evaluation uses one fixed key.
-      dropout: dropout of the weights, whose shape depends on the kind.
+      dropout: dropout of the attention weights; None for no dropout.
       scale: the factor of the logits; None stands for K ** -0.5.
       queries_valid: False for queries that are padding; None stands for `valid`, if queries and
         keys belong to the same tokens (T = X).
       causal: True hides later tokens.
-      bias: the bias of each distance, for `clustered` and `improved_clustered`; see
-        `clustered_attention.attend`.
+      bias: the bias of each head by distance (position of the key minus position of the query), for
+        `clustered` and `improved_clustered`: O = 2 T - 1 distances from 1 - T to T - 1. None for no
+        bias.
       kernels: the names of the implementations of ops.
 
     Returns:

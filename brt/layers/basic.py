@@ -21,12 +21,14 @@ Initializer = Callable[..., Array]
 
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
-# These are the names of the axes of kernels that project vectors to heads, and of kernels that
-# project one or several stacked outputs of heads to vectors.
+# These are the names of the axes of kernels, by which kernels are sharded. INTO_HEADS and
+# INTO_KEY_HEADS belong to kernels [D, H, K] from vectors to heads, and FROM_HEADS to kernels
+# [n, H, K, D] from the heads of n attentions to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
 INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
-# These are the axes of features by head that are not sharded over devices.
+# These are the names of the axes [n, H, K] of the outputs of n attentions, where the heads are not
+# sharded over devices.
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 # This is the name of the random stream of dropout masks that all blocks of a segment share.
 SHARED = "shared_dropout"
@@ -52,9 +54,10 @@ def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
     computing a block.
 
     Args:
-      largest: the user's setting of the largest number; 0 selects the backend's default.
+      largest: the largest number of steps in an iteration, as the user set it; 0 selects the
+        default of the backend.
       steps: the number of steps of the scan.
-      on_tpus, on_cpus: the defaults of TPUs and CPUs; the default of GPUs is 1.
+      on_tpus, on_cpus: the default of TPUs and the default of CPUs; the default of GPUs is 1.
     """
     by_backend = dispatch.for_backend(1, tpu=on_tpus, cpu=on_cpus)
     return min(steps, largest or by_backend)
@@ -108,13 +111,16 @@ def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
     """Returns a truncated normal initialiser whose variance is `variance` divided by the fan-in.
 
-    The fan-in is the product of the sizes of the first `inputs` axes.
+    Args:
+      inputs: the number of input axes of the kernel, which are its first axes. The fan-in is the
+        product of their sizes.
+      variance: the variance of the outputs if the inputs have variance 1.
     """
     scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
 
     def axes(shape: tuple[int, ...]) -> dict[str, range]:
-        """Returns the indices of the input axes and of the output axes of a kernel of this
-        shape.
+        """Returns the indices of the input axes and of the output axes of a kernel of this shape,
+        as the arguments of Flax's `variance_scaling`.
         """
         return {"in_axis": range(inputs), "out_axis": range(inputs, len(shape))}
 

@@ -1,4 +1,11 @@
-"""The cached keys and values that a segment attends to, and those that it leaves behind."""
+"""The cached keys and values that a segment attends to, and those that it leaves behind.
+
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
+of its blocks, H the number of heads of queries, G the number of heads of keys and values, K the
+size of a head, W the number of keys in a window, and S the number of sinks: the first tokens of a
+document, which stay visible when they have left the window. Layers see the settings of the model
+with their own window (`Model.for_layer`).
+"""
 
 from typing import NamedTuple
 
@@ -41,9 +48,9 @@ class KVCache(NamedTuple):
     Attributes:
       keys, values: [B, W, G, K], of the W tokens before the segment.
       cache_mask: [B, N], True where block n may attend to the block before it.
-      first: [B, N], the place of the first token of the document to which block n belongs. The
-        segment begins at place 0, so a document that began earlier has a negative place. None if
-        the window is a block and there are no sinks.
+      first: [B, N], the place of the first token of the document to which block n belongs, counted
+        in tokens from the start of the segment. A document that began before the segment has a
+        negative place. None if the window is as long as a block and there are no sinks.
       sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs, or None.
     """
 
@@ -75,8 +82,8 @@ def with_cache(
 
     Args:
       model: the settings as the layer sees them.
-      state: the state before the segment.
-      projections: the keys and values of the segment, which become the next state.
+      state: the keys and values before the segment.
+      projections: the projections of the segment, whose last keys and values become the next state.
       document_start: True where a block is the first block of a document.
     """
     document_start = constrain(document_start, "lanes", None)
@@ -119,7 +126,8 @@ def _with_local_cache(
 def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"]) -> Sinks:
     """Returns the first S tokens of the document of each block, [B, N, S, G, K].
 
-    Tokens behind the segment are replaced by others.
+    If a document has fewer than S tokens up to the end of the segment, the missing entries have
+    arbitrary values, which no query may read.
     """
     count = sinks.keys.shape[1]
     # The sinks of the state come before the segment, whose tokens have the places 0, 1, ...
@@ -142,12 +150,12 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
 def closed_window(
     model: Model, state: WindowState | LocalState, block: OpenBlock
 ) -> WindowState | LocalState:
-    """Returns the state of a window after a full block.
+    """Returns the keys and values of the last W tokens after a block has been read token by token.
 
     Args:
       model: the settings as the layer sees them.
-      state: the state before the block.
-      block: the open block, which has all tokens of the block.
+      state: the keys and values before the block.
+      block: the open block, a ring buffer of keys and values that has all tokens of the block.
     """
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))

@@ -1,5 +1,9 @@
 """The clustered layer: sliding-window attention, and attention to the whole past by clusters of
 queries.
+
+A centroid is a learned vector that stands for a cluster of similar queries of a head. In shapes, B
+is the number of rows of the batch, T the number of tokens of a segment, N the number of its blocks,
+D the width of the model, H the number of heads, and K the size of a head.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +40,8 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
-    """The cache, and what every centroid remembers of all blocks before the cached block.
+    """The cache, and the keys and values that every centroid remembers of all blocks before the
+    cached block.
 
     In shapes, C is the number of centroids of a head and R the number of slots for keys of a
     centroid. The fields after `window` are the fields of `CentroidMemory`, in the same order.

@@ -7,8 +7,9 @@ from brt.layers.sections import Recurrence
 def window_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer with its MLP.
 
-    Only matrix products are counted, 2 m n k for each. A token counts as attending to exactly
-    `window` keys and all sinks, even if a tile computes more.
+    Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. A
+    token counts as attending to exactly `Model.window` keys and to all sinks (first tokens of a
+    document that stay visible), even if an implementation computes the logits of more keys.
 
     Args:
       model: the settings of the model, as the layer sees them (`Model.for_layer`).

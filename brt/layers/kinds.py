@@ -56,7 +56,7 @@ class LayerKind(NamedTuple):
       x: vectors of tokens.
       state: the state of the layer before the segment or the block.
       document_start: True where a block is the first block of a document. The layer must not use
-        anything from before such a block.
+        anything that it read before such a block.
       feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
         all layers attend if `Model.feedback` is set; otherwise None.
       summaries: the summaries [B, N, U, D] of the blocks that the layer below computed, or None.
@@ -76,7 +76,8 @@ class LayerKind(NamedTuple):
         None stands for all fields. Evaluation can reset or exchange each part separately. A field
         belongs to at most one part.
       flops: a function (model) that returns the FLOPs per token of a layer's forward pass. A kind
-        that extends sliding-window layers adds to `brt.layers.flops.window_flops`.
+        that extends sliding-window layers adds its own FLOPs to
+        `brt.layers.flops.window_flops(model)`.
       section: the kind's section of settings, which also lists the indices of the kind's layers.
         None for sliding windows: all layers that no section lists are sliding-window layers.
       recurs: True if the layer carries state vectors, in the field `vectors` [B, S, D] of the
@@ -205,7 +206,7 @@ def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
 
 
 def check_state(name: str, model: Model) -> None:
-    """Checks that the state of a kind of layer has the fields that the `LayerKind` names.
+    """Checks that the state of a kind of layer has the fields that its `LayerKind` names.
 
     Args:
       name: the name of the kind.

@@ -16,8 +16,8 @@ from brt.ops.reductions import add_shared
 class MLP(nn.Module):
     """A norm, a projection to `Model.mlp_dim`, an activation, and a projection back.
 
-    In gated MLPs, a second projection `mlp_gate` of the input is activated, and the first is
-    multiplied by the result.
+    In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
+    first projection is multiplied by the result.
     """
 
     model: Model
@@ -45,9 +45,11 @@ class MLP(nn.Module):
         """Returns x plus the output of the MLP.
 
         Args:
-          x: the residual stream.
-          tokens: the name of the axis of tokens, if it is sharded.
-          taps: accumulators of deferred weight gradients.
+          x: the vectors [B, T, D] of the T tokens in each of B rows of the batch, to which the
+            output of attention has been added.
+          tokens: the name of the axis of tokens if it is sharded over devices, otherwise None.
+          taps: accumulators of deferred weight gradients, which are computed once after a scan over
+            blocks; by default, gradients are not deferred.
         """
         m = self.model
         y = self._products(normed(m, x, self.mlp_norm), tokens, taps)

@@ -1,7 +1,14 @@
-"""How tokens read their window and the sinks of their document, given projections and settings.
+"""Attention of tokens to their window and to the sinks of their document, for given projections.
 
-Queries and keys are rotated here: a position counts from the beginning of the segment, or of the
-open block, so that angles stay exact however long a document is.
+Sinks are the first S tokens of a document, which stay visible when they have left the window. The
+functions of this module apply rotary positions to queries and keys. A position counts from the
+beginning of the segment, or of the block that is read token by token, so that angles stay exact
+however long a document is.
+
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
+of its blocks, H the number of heads of queries, G the number of heads of keys and values, K the
+size of a head, and W the number of keys in a window. Layers see the settings of the model with
+their own window (`Model.for_layer`).
 """
 
 import jax.numpy as jnp
@@ -26,8 +33,8 @@ from brt.ops.window_attention import segment_part
 
 
 def speeds_of(model: Model) -> RotarySpeeds:
-    """Returns the angles, in radians per token, by which rotary embeddings turn the pairs of
-    channels of a head.
+    """Returns the angles, in radians per token of distance, by which rotary position embeddings
+    rotate each pair of channels of a head.
     """
     r = model.rotary
     return rotary_speeds(
@@ -53,9 +60,9 @@ def window_part(
       model: the settings as the layer sees them.
       tokens: queries, keys and values of the segment.
       past: keys and values of the tokens before the segment.
-      bias: the position bias by distance, or None.
-      scale: if not None, keys and queries are normalised, the queries to this length; otherwise
-        they are used as they are.
+      bias: the position bias of each head by distance, the nearest key first; None for no bias.
+      scale: the length to which the queries of each head are normalised; keys are then normalised
+        to length 1. None uses queries and keys unchanged.
       dropout: dropout of the attention weights, or None.
       implementation: the implementation of `brt.ops.window_attention`, or None for the best one.
 
@@ -70,14 +77,16 @@ def window_part(
         queries, keys = rotate(queries, own), rotate(keys, own)
     inputs = (cached, past.values), keys, tokens.values
     if not m.window_is_block:
-        assert past.first is not None  # The state of such a window counts tokens.
+        # The window and the block have different lengths, or there are sinks. `with_cache` sets
+        # `first` (the place where each block's document begins) in exactly these cases.
+        assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.attend_to_self,
             scale=scale,
         )  # fmt: skip
 
-    # As in the original code, all lanes and blocks share the dropout mask, so that only one tile of
-    # the mask has to be drawn and read.
+    # As in the original code, all rows of the batch and all blocks share one dropout mask, so that
+    # only a mask of one window of queries and keys has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
@@ -93,7 +102,7 @@ def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
       past: the cache, which has the places where documents begin.
       tokens: T, the number of tokens of the segment.
     """
-    assert past.first is not None  # States with sinks count tokens.
+    assert past.first is not None  # `with_cache` sets this field in all models with sinks.
     by_token = jnp.repeat(past.first, tokens // past.first.shape[1], axis=1)
     return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
 
@@ -109,10 +118,14 @@ def sink_part(
 
     Args:
       model: the settings as the layer sees them.
-      queries: normalised and scaled, but not rotated.
-      sinks: normalised keys, and values, [B, N, S, G, K].
-      places: the place of each token in its document.
-      bias: the position bias of the sinks, or None.
+      queries: the queries, normalised and scaled, but without rotary positions.
+      sinks: the normalised keys and the values, [B, N, S, G, K], of the first S tokens of the
+        document to which each block belongs.
+      places: the place of each token in its document, 0 for the first token.
+      bias: the position bias of each head for all sinks; None for no bias.
+
+    Returns:
+      The output [B, T, H, K] and the log-sum-exp [B, T, H].
     """
     return sink_attention(
         queries, *sinks, places, bias,
@@ -126,8 +139,8 @@ def updated_sinks(sinks: Sinks, token: TokenProjections, places: Int[Array, " B"
     sink.
 
     Args:
-      sinks: the sinks before the token.
-      token: the projections of the token.
+      sinks: the keys and values of the sinks before the token.
+      token: the projections of the token, with T = 1.
       places: the place of the token in its document; the tokens at the first S places are sinks.
     """
     own = (jnp.arange(sinks.keys.shape[1])[None] == places[:, None])[:, :, None, None]

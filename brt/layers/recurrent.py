@@ -1,5 +1,8 @@
 """The block-recurrent layer: tokens attend to state vectors, and the states attend to the tokens of
 each block.
+
+Shapes: B rows of the batch (lanes), T tokens and N blocks of a segment, S state vectors, model
+width D, H heads. Deferred weight gradients (`taps`) are computed once, after a scan over blocks.
 """
 
 from collections.abc import Mapping
@@ -73,8 +76,8 @@ class RecurrentState(NamedTuple):
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns a `RecurrentState` of names: each field has the names of the axes of the array that
-    it stands for.
+    """Returns a `RecurrentState` in which each array is replaced by the names of its axes, by which
+    the array is sharded.
     """
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
@@ -111,9 +114,7 @@ def recurrent_flops(model: Model) -> int:
 
 
 def _first_keeps(model: Model) -> nn.initializers.Initializer:
-    """Returns the initialiser of the gates' bias, which decides how long states are
-    kept initially.
-    """
+    """Returns the initialiser of the gates' bias, which decides how long states are kept."""
     section = model.of(Recurrence)
     if section.gate_horizon:
         return gate_bias_until(
@@ -124,11 +125,11 @@ def _first_keeps(model: Model) -> nn.initializers.Initializer:
 
 
 class StateCell(nn.Module):
-    """Owner of the parameters of the state update.
+    """The module that owns the parameters of the state update.
 
     Attributes:
-      initial: [S, D], the learned states at the start of a document.
-      weights: the weights of the state update, a `CellWeights`.
+      initial: [S, D], the learned states at the start of a document, a parameter.
+      weights: all other parameters of the state update, a `CellWeights`.
     """
 
     model: Model
@@ -161,7 +162,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
         if section.gate_layout == "single":
-            # The heads that this MLP reads are not sharded.
+            # This MLP reads the outputs of all heads, which are not sharded over devices.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
@@ -197,14 +198,14 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            """Creates a bias of the gate; `part` is a part of its name. If `keeps` is True, the
-            gate keeps the states at first.
+            """Creates a bias of the gate; `part` is a part of its name, such as "forget_". If
+            `keeps` is True, the initial bias makes the gate keep the states.
             """
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
-            """Creates a kernel of the gate whose name contains `part`."""
+            """Creates a kernel of the gate, from `inputs` to D; `part` is as for `bias`."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)
@@ -223,8 +224,8 @@ class RecurrentTaps(NamedTuple):
     over blocks.
 
     Attributes:
-      tokens: accumulators for the weights that process tokens.
-      cell: accumulators for the weights of the state update, as `state_scan` takes them.
+      tokens: accumulators for the weights of the projections and the MLP of tokens.
+      cell: accumulators for the weights of the state update (`taps` of `state_scan`), or None.
     """
 
     tokens: TokenTaps = NO_TAPS
@@ -267,9 +268,7 @@ class RecurrentLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP for tokens, and the cell that updates the
-        states.
-        """
+        """Creates the module for tokens (attention and MLP) and the cell that updates states."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=True, training=self.training, kernels=self.kernels
         )
@@ -315,7 +314,7 @@ class RecurrentLayer(nn.Module):
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
-        # The axis of tokens has no name here, so every device holds the tokens of all blocks.
+        # Axis 1 (tokens) is not sharded, so every device holds the tokens of all blocks.
         replicated = ("lanes", None, "heads", None)
         own = self.tokens.by_query_head(projections.keys, projections.values)
         keys, values = (constrain(z, *replicated) for z in own)
@@ -382,7 +381,8 @@ class RecurrentLayer(nn.Module):
     ) -> LayerOutput:
         """Returns the layer's state after a full block, as the state of the `LayerOutput`.
 
-        The recurrent states are updated by attention to the block, and the block becomes the cache.
+        The recurrent states are updated by attention to the tokens in `block`, whose keys and
+        values become the cache. `state` is the state after the previous block, and x is None.
         """
         window = state.window
         if not self.model.mask_empty_cache:

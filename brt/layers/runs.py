@@ -1,6 +1,8 @@
 """Runs, which are neighbouring layers of one kind, and the states of all runs of a model.
 
-The parameters and states of the layers of a run are stacked, so that a scan calls the layers.
+The parameters and states of the layers of a run are stacked, so that a scan calls the layers. The
+state of a layer is a NamedTuple of arrays: everything that the layer carries from segment to
+segment, with the rows of the batch on axis 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -65,11 +67,13 @@ def runs(model: Model) -> list[Run]:
     )
     result: list[Run] = []
 
-    def looks(layer: int) -> tuple[str, Model]:
-        """Returns the kind of a layer, and the settings of the model as the layer sees them."""
+    def kind_and_settings(layer: int) -> tuple[str, Model]:
+        """Returns the kind of the layer with index `layer`, and the settings of the model as this
+        layer sees them; neighbouring layers with equal results form a run.
+        """
         return model.layer_types[layer], model.for_layer(layer)
 
-    for (kind, seen), group in groupby(range(model.layers), looks):
+    for (kind, seen), group in groupby(range(model.layers), kind_and_settings):
         indices = list(group)
         result.append(Run(f"{kind}_{indices[0]}", kind, len(indices), seen))
     return result
@@ -87,13 +91,16 @@ def check_states(model: Model) -> None:
 
 
 def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
-    """Returns the states of all layers before the first token, for `batch` rows.
+    """Returns the states of all layers before the first token.
 
-    The caches and activations have the given dtype.
+    Args:
+      model: the settings of the model.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values; recurrent states are float32.
     """
 
     def stacked(run: Run) -> LayerState:
-        """Returns the states of the run's layers, stacked on axis 1."""
+        """Returns the initial states of all layers of `run`, stacked on axis 1 of each array."""
         layer = run.layer_kind.new_state(run.model, batch, dtype)
         return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], run.layers, axis=1), layer)
 

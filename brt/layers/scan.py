@@ -1,7 +1,8 @@
 """A scan over the stacked layers of a run (neighbouring layers of one kind).
 
-This module chooses how far the scan is unrolled, what is rematerialised, and whether a layer's
-weight gradients must be computed before the backward pass of the layers below (`learned_at_once`).
+This module chooses how far the scan is unrolled, which results are recomputed in the backward pass
+instead of being stored, and whether a layer's weight gradients must be computed before the backward
+pass of the layers below (`learned_at_once`).
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,10 @@ class Stream(NamedTuple):
     """The arrays that a layer passes to the layer above.
 
     Attributes:
-      x: the vectors of the tokens; None in methods that read no tokens, such as `begin_block`.
-      summaries: U vectors that summarise each of N blocks; None in models without summaries.
+      x: [B, T, D], the vectors of T tokens in each of B rows of the batch; None in methods that
+        read no tokens, such as `begin_block`.
+      summaries: [B, N, U, D], U vectors that summarise each of N blocks; None in models without
+        summaries.
     """
 
     x: Float[Array, "B T D"] | None
@@ -58,8 +61,8 @@ def scan_layers(
       model_state: the model state, with the layers on axis 0; () for kinds without one.
       taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
       axis: the axis of layers in `each` and in the states that are returned.
-      ties: True if `learned_at_once` may order the gradients; False while parameters are
-        initialised.
+      ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
+        layer below (`learned_at_once`); False while parameters are initialised.
 
     Returns:
       The output of the highest layer, the states of all layers with the layers on `axis`, and
@@ -140,13 +143,16 @@ def _call_tied(
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
-        """Returns the parameters after `learned_at_once`, and stores the layer's tied inputs."""
+        """Passes the layer's parameters and its inputs through `learned_at_once`, which makes the
+        backward pass compute their gradients together. Returns the parameters, and stores the
+        inputs for `call`.
+        """
         params, x_tied = learned_at_once(params, (x, inputs["summaries"]))
         tied.append(x_tied)
         return params
 
     def call(module: nn.Module) -> LayerOutput:
-        """Calls the method of the layer with the tied inputs."""
+        """Calls `method` of the layer with the inputs that `tie` has stored."""
         x_tied, summaries = tied[-1]
         return _call(module, method, x_tied, {**inputs, "summaries": summaries})
 

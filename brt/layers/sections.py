@@ -25,8 +25,9 @@ class Recurrence(KindSection):
     # Each state has a learned identity, a vector that is added to the normalised state and tells
     # the states apart. This is the standard deviation of the initial identities.
     id_init: float = adaptable(1.0)
-    # What tokens read of the states is multiplied by a kernel that begins with random numbers, or
-    # with zeros, so that the model begins as the model without recurrence.
+    # The output of the tokens' attention to states is multiplied by a kernel. The kernel is
+    # initialised with random numbers (random), or with zeros (zero), with which the initial model
+    # computes the same as a model without recurrence.
     output_init: Literal["random", "zero"] = adaptable("random")
     # A gate decides how much of a state is kept. The gate is a learned constant (fixed), or is
     # computed from the update as in an LSTM (lstm) or a GRU (gru).
@@ -68,9 +69,11 @@ class Clustered(KindSection):
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     clusters: int = adaptable(64)  # The queries of a head are divided into this many clusters.
-    # Each centroid keeps this many keys of the past, and a weighted sum of all other keys' values.
+    # A centroid is the vector that stands for a cluster of queries. Each centroid keeps this many
+    # keys of the past, and a weighted sum of the values of all other keys.
     top_k: int = adaptable(16)
-    # True corrects the attention to these sums for the variance of queries around their centroid.
+    # True corrects the weights of the sums that centroids keep for the variance of the queries
+    # around their centroid (Jensen's inequality).
     jensen: bool = adaptable(True)
 
     def __post_init__(self) -> None:

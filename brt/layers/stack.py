@@ -1,4 +1,12 @@
-"""The stack of layers of a decoder: a scan over each run of neighbouring layers of one kind."""
+"""The stack of layers of a decoder: a scan over each run of neighbouring layers of one kind.
+
+The state of a layer is everything that the layer carries from segment to segment. An open block
+holds what layers remember of a block whose tokens are read one at a time. The model state is
+statistics that layers learn without gradients. In some models, a layer also passes summaries of
+each block to the layer above: U vectors for each of N blocks. In shapes, B is the number of rows of
+the batch, T the number of tokens of a segment, N the number of its blocks, and D the width of the
+model.
+"""
 
 from collections.abc import Sequence
 from functools import partial

@@ -4,6 +4,11 @@ Every layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple 
 batch on axis 0, and a new state needs no parameters. While tokens are read one at a time, an
 `OpenBlock` holds the block that is being filled; the state itself changes only at the end of a
 block, exactly as in training.
+
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
+of its blocks, D the width of the model, H the number of heads of queries, G the number of heads of
+keys and values (each serves H / G heads of queries), K the size of a head, and W the number of keys
+in a window. Layers see the settings of the model with their own window (`Model.for_layer`).
 """
 
 from collections.abc import Mapping
@@ -20,10 +25,10 @@ class WindowState(NamedTuple):
     """Keys and values of the last block (the Transformer-XL cache).
 
     Attributes:
-      keys: [B, W, G, K], for G heads of keys, in the compute dtype, as they were projected;
-        attention normalises and rotates them later.
+      keys: [B, W, G, K], in the compute dtype, as they were projected; attention normalises the
+        keys and applies rotary positions when it reads them.
       values: [B, W, G, K].
-      valid: bool [B], False before the first block of a document.
+      valid: bool [B], False if no block of the present document has been read yet.
     """
 
     keys: Float[Array, "B W G K"]
@@ -43,10 +48,11 @@ LayerState = Any
 
 
 class LayerAux(NamedTuple):
-    """What a layer returns in addition to its output and its state.
+    """Results of a layer in addition to its output and its state.
 
     Attributes:
-      model_state: the next model state; () for kinds without one.
+      model_state: the next model state (statistics that the layer learns without gradients); () for
+        kinds of layers without such statistics.
       losses: auxiliary losses by name, float32 scalars: means over the tokens of the segment.
       metrics: float32 scalars to log, by name.
     """
@@ -56,15 +62,20 @@ class LayerAux(NamedTuple):
     metrics: Mapping[str, Array] = {}
 
 
-LONGEST = 1 << 30  # Lengths of documents are counted up to this number of tokens.
+# The length of a document is counted up to this number of tokens, so that int32 does not overflow.
+LONGEST = 1 << 30
 
 
 class Sinks(NamedTuple):
-    """Keys and values of the first S tokens of a document (see `brt.ops.sink_attention`).
+    """Keys and values of the first S tokens of a document.
+
+    Tokens attend to these sinks even after the sinks have left the window
+    (`brt.ops.sink_attention`). Entries of tokens that have not been read yet are arbitrary, and
+    attention does not read them. A cache for a whole segment has sinks for each block, with the
+    axes [B, N, S, G, K].
 
     Attributes:
-      keys: [B, S, G, K], in the compute dtype, as they were projected. Tokens that were not read
-        yet have any values.
+      keys: [B, S, G, K], in the compute dtype, as they were projected.
       values: [B, S, G, K].
     """
 
@@ -80,7 +91,8 @@ class LocalState(NamedTuple):
       keys: [B, W, G, K], oldest first, in the compute dtype, as they were projected.
       values: [B, W, G, K].
       length: int32 [B], number of tokens of the present document that were read; 0 at its start.
-      sinks: the first tokens of the present document, or None in models without sinks.
+      sinks: keys and values of the first tokens of the present document; None in models without
+        sinks.
     """
 
     keys: Float[Array, "B W G K"]
@@ -95,8 +107,8 @@ def _counts_tokens(model: Model) -> bool:
 
 
 def window_axes(model: Model) -> Any:
-    """Returns a state of a sliding-window layer whose fields are the names of the axes of the
-    state's arrays.
+    """Returns the state of a sliding-window layer in which each array is replaced by the names of
+    its axes, by which the array is sharded.
     """
     if not _counts_tokens(model):
         return WINDOW_AXES
@@ -129,8 +141,8 @@ class OpenBlock(NamedTuple):
       keys: [B, W, G, K], a ring buffer: the tokens of the open block up to the current one,
         followed by the tokens of the previous block that are still in the window.
       values: [B, W, G, K].
-      memory: keys and values of the recurrent states [B, S, H, K], or None.
-      sinks: the first tokens of the document, or None in models without sinks.
+      memory: keys and values of the S recurrent states [B, S, H, K], or None in layers without.
+      sinks: keys and values of the first tokens of the document; None in models without sinks.
     """
 
     keys: Float[Array, "B W G K"]
@@ -145,7 +157,8 @@ def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -
 
     Args:
       state: the state before the block.
-      memory: keys and values of the recurrent states, or None.
+      memory: keys and values of the recurrent states to which the tokens of the block attend; None
+        in layers without recurrent states.
     """
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
@@ -169,9 +182,9 @@ def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState 
 
 def zero_where_invalid(window: WindowState) -> WindowState:
     """Returns the window with zeros as keys and values in rows of the batch that have not read a
-    block of the document.
+    block of their document.
 
-    The original code attends to these zeros (null keys).
+    The authors' code of Block-Recurrent Transformers attends to these zeros (null keys).
     """
     keep = window.valid[:, None, None, None]
     return window._replace(
@@ -180,15 +193,15 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 
 
 def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
-    """Returns True for the rows of the batch whose tokens may attend to the block before their open
-    block.
+    """Returns True for rows of the batch whose tokens may attend to the keys in `state`, which
+    belong to the block before the block that is read.
     """
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
     return valid & model.cache
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if tokens attend to zero keys in place of a missing cache, as the settings may
-    ask for.
+    """Returns True if, by the settings, tokens of the first block of a document attend to keys of
+    zeros in place of the missing cache.
     """
     return model.cache and not model.mask_empty_cache

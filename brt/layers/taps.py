@@ -1,4 +1,9 @@
-"""Accumulators for the weight gradients of layers that are scanned within a scan over blocks."""
+"""Accumulators for the weight gradients of layers that are scanned within a scan over blocks.
+
+The backward pass of such a scan does not compute weight gradients block by block. It stores the
+inputs and output gradients of matrix products in the accumulators, and one product after the scan
+computes the weight gradients of all blocks: the gradients are deferred (`brt.ops.deferred`).
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -41,8 +46,12 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
     rows, own = (blocks, lanes, model.block_length), params["tokens"]
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
-        """Returns accumulators for the kernels with these names that the layers have; `options` are
-        arguments of `deferred.layer_taps`.
+        """Returns accumulators for those of the kernels called `names` that the layers have; None
+        if computing these gradients after the scan would move more memory.
+
+        Args:
+          names: names of parameters of the layers.
+          options: keyword arguments of `deferred.layer_taps`.
         """
         kernels = tuple(own[name] for name in names if name in own)
         return deferred.layer_taps(kernels, rows, compute_dtype(model), **options)

@@ -1,5 +1,8 @@
 """The sliding-window layer of Transformer-XL: each block attends to itself and to a cache of the
 previous block.
+
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
+of its blocks, and D the width of the model.
 """
 
 from typing import Any
@@ -39,7 +42,16 @@ class WindowLayer(nn.Module):
         taps: TokenTaps | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment; with `taps`, a single block."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Args:
+          x: vectors of the tokens of a segment with N blocks.
+          state: the state before the segment.
+          document_start: True where a block is the first of a document.
+          feedback: keys and values of recurrent states that the tokens also attend to, or None.
+          taps: accumulators of weight gradients that are computed after a scan over blocks; the
+            segment is then a single block. None for segments of all blocks.
+        """
         taps = taps or NO_TAPS
         projections = self.tokens.project(x, taps)
         past, after = with_cache(self.model, state, projections, document_start)

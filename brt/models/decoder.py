@@ -1,5 +1,10 @@
 """The decoder of language models: Transformer-XL, sliding-window and block-recurrent models differ
-in `layer_types`.
+in the kinds of their layers.
+
+A segment is the tokens that each row of the batch reads in one call. It consists of blocks, and
+recurrent states are updated once per block. In shapes, B is the number of rows of the batch, T the
+number of tokens and N the number of blocks of a segment, D the width of the model, and V the number
+of tokens in the vocabulary.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,11 +29,13 @@ class DecoderOutput(NamedTuple):
 
     Attributes:
       hidden: [B, T, D], final vectors (see `logits`), in the compute dtype.
-      state: the state after the segment.
-      model_state: the next model state; evaluation and generation drop it.
-      losses: auxiliary losses by name, float32 scalars per token; a step that sums nats over tokens
-        multiplies them by the number of tokens.
-      metrics: float32 scalars by name, <run of layers>/<name>.
+      state: the state of each layer after the segment.
+      model_state: the next model state: statistics that layers learn without gradients. Only
+        training uses it.
+      losses: auxiliary losses by name, float32 scalars. Each is a mean over tokens. A train step,
+        whose loss is a sum over tokens, therefore multiplies them by the number of tokens.
+      metrics: float32 scalars to log, averaged over neighbouring layers of one kind (a run of
+        layers). A name is, for example, "routing_3/largest_cluster": the run, then the metric.
     """
 
     hidden: Float[Array, "B T D"]
@@ -91,8 +98,10 @@ class Decoder(nn.Module):
         return DecoderOutput(self._hidden(x), state, *aux)
 
     def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
-        """Returns open blocks without tokens, one for each run of equal layers, which `decode_step`
-        fills.
+        """Returns open blocks without tokens, which `decode_step` fills token by token.
+
+        An open block holds what layers remember of a block whose tokens are not all read yet. There
+        is one for each run of equal neighbouring layers.
 
         Args:
           state: the states of the layers after the previous block.
@@ -145,13 +154,13 @@ def new_state(model: Model, batch: int) -> StackState:
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Returns the state with some of its parts ("cache", "state", "memory") reset, as if nothing
-    had been read.
+    """Returns the state of all layers, in which some parts are reset as if nothing had been read.
 
     Args:
       model: the settings of the model.
-      state: the state.
-      parts: the names of the parts to reset.
+      state: the states of all layers.
+      parts: the names of the parts to reset: "cache" (cached keys and values), "state" (recurrent
+        states) and "memory" (other memories).
     """
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
@@ -169,8 +178,8 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 
 def logit_scale(model: Model) -> float:
-    """Returns the factor of the logits, by which the products of hidden vectors and output weights
-    are multiplied.
+    """Returns the number by which the products of hidden vectors and output weights are multiplied
+    to get logits.
     """
     if model.logit_scale == "one":
         return 1.0

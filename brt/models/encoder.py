@@ -1,7 +1,8 @@
 """Encoders from tokens or feature vectors to hidden vectors, with a head for each task.
 
 The kind of attention is not part of the parameters: weights trained with one kind can be used with
-any other.
+any other. In shapes, B is the number of rows of the batch, T the padded number of inputs of a row,
+F the number of features of an input, and D the width of the model.
 """
 
 from typing import Any, Literal
@@ -32,12 +33,16 @@ HEADS = {
 
 
 class Encoder(nn.Module):
-    """An encoder with `inputs`, `layers` (stacked on axis 0), and `final_norm` if norms come first.
+    """An encoder that maps tokens or feature vectors to hidden vectors.
+
+    The groups of parameters are `inputs` (embeddings and positions), `layers` (stacked on axis 0)
+    and, if each layer normalises its input, `final_norm`.
 
     Attributes:
       model: the settings, with the size of the vocabulary set if the encoder reads tokens.
+      attention: the kind of attention and its settings.
       training: True enables dropout (needs the rng 'dropout').
-      kernels: implementations of operations.
+      kernels: the names of the implementations of operations.
     """
 
     model: config.Encoder
@@ -68,6 +73,7 @@ class Encoder(nn.Module):
         The vectors of an example depend only on its own valid inputs and on the key.
 
         Args:
+          inputs: token ids, or feature vectors.
           valid: False on padding.
           key: random key of kinds of attention that draw hash planes; evaluate with one fixed key.
           types: the type of each token if the model has several; None for the first type.
@@ -81,7 +87,15 @@ class Encoder(nn.Module):
 
 
 class EncoderWithHead(nn.Module):
-    """An `encoder` and a `head`."""
+    """An encoder and the head of a task; their parameters have the names `encoder` and `head`.
+
+    Attributes:
+      model: the settings, with the size of the vocabulary set if the encoder reads tokens.
+      attention: the kind of attention and its settings.
+      task: the name of the head in `HEADS`.
+      training: True enables dropout (needs the rng 'dropout').
+      kernels: the names of the implementations of operations.
+    """
 
     model: config.Encoder
     attention: config.Attention = config.Attention()
@@ -126,8 +140,8 @@ class EncoderWithHead(nn.Module):
 
 
 def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
-    """Returns initial parameters of the network, each boxed with the names of its axes; `key` is
-    random.
+    """Returns initial parameters of the network, drawn with the random key `key`. Each is in a Flax
+    box together with the names of its axes, by which it is sharded.
     """
     features = network.model.features
     inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)

@@ -151,7 +151,9 @@ def _check_later_tokens_and_lanes(reader: _Reader, tokens: _Tokens, whole: _Read
 
 
 def _check_document_start(reader: _Reader, tokens: _Tokens) -> None:
-    """Reads documents that start with the segment, and in its middle, behind two pasts."""
+    """Checks that a document that starts at the first or the middle block of a segment is read in
+    the same way after two different texts.
+    """
     length = reader.model.block_length
     for block in (0, _BLOCKS // 2):
         start = np.zeros((_LANES, _BLOCKS), bool)
@@ -192,11 +194,14 @@ def _check_logits(
 def _check_state(reader: _Reader, found: StackState, expected: StackState, rule: str) -> None:
     tolerance = _tolerance(reader.model)
 
-    def check(path: tuple, leaf: Array, other: Array) -> None:
+    def check_field(path: tuple, leaf: Array, other: Array) -> None:
+        """Raises AssertionError if the array `leaf` at `path` of the state differs from `other`,
+        the array at the same path of the expected state, by more than the tolerance.
+        """
         one, two = (np.asarray(x, np.float32) for x in (leaf, other))
         error = np.abs(one - two).max(initial=0)
         if not error <= tolerance * max(1, np.abs(two).max(initial=0)):
             name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
             raise AssertionError(f"{rule}; the field {name} of the state differs by {error:.1e}")
 
-    jax.tree.map_with_path(check, found, expected)
+    jax.tree.map_with_path(check_field, found, expected)

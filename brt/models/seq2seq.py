@@ -3,6 +3,10 @@
 Training calls `encode`, then `decode` over whole targets. Generation calls `encode`, `prefill`, and
 then `step` for one token of every beam. The encoded source and everything computed from it exist
 once for each source, not once for each beam.
+
+In shapes, B is the number of sources, S and T the padded numbers of tokens of a source and of a
+target, N the number of beams of a source, D the width of the model, and V the number of tokens in
+the vocabulary. Caches also have L layers, and H heads of size K.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +30,13 @@ Params = dict[str, Any]
 
 
 class DecodeState(NamedTuple):
-    """The state that generation carries from token to token. Layers are on axis 1.
+    """The state that generation carries from token to token. Layers are on axis 1 of the caches.
 
     Attributes:
-      position: int32, number of target tokens read so far.
-      own: the keys and values of the target tokens of each beam.
-      source: the caches of the source, which all beams share.
+      position: int32, number of target tokens read so far, the same for all beams.
+      own: self-attention caches [B, L, N, T, H, K]: the keys and values of the target tokens of
+        each beam.
+      source: the caches of cross-attention to the source, which all beams of a source share.
     """
 
     position: Int[Array, ""]
@@ -43,7 +48,7 @@ class Decoded(NamedTuple):
     """The result of reading whole targets.
 
     Attributes:
-      hidden: the vector of each token (see `logits`).
+      hidden: the vector of each token, from which `logits` computes the logits of the next token.
       metrics: means over the layers: `firing_rate`, `leak` and `threshold` if the cross-attention
         has accumulate-and-fire neurons.
     """
@@ -56,7 +61,10 @@ class Readout(NamedTuple):
     """The map from hidden vectors to logits: scale * hidden @ embedding.T + bias.
 
     Attributes:
-      bias: a constant (BART's bias is not trained), or None.
+      embedding: the vector of each token in the vocabulary.
+      bias: the bias of each token in the vocabulary, a constant (BART does not train this bias);
+        None for no bias.
+      scale: the factor of the products.
     """
 
     embedding: Float[Array, "V D"]
@@ -135,7 +143,8 @@ class Seq2Seq(nn.Module):
         Args:
           encoded: the encoder's outputs.
           mask: True for source tokens, False for padding.
-          targets_in: the inputs of the decoder.
+          targets_in: the inputs of the decoder: the start token, then the target without its last
+            token.
         """
         return Decoded(*self.decoder(self.token_embed(targets_in), encoded, mask))
 
@@ -162,6 +171,10 @@ class Seq2Seq(nn.Module):
     ) -> tuple[Float[Array, "B N D"], DecodeState]:
         """Reads the next token of every beam; returns the hidden vectors of these tokens and the
         next state.
+
+        Args:
+          tokens: the id of each beam's token.
+          state: the state after the earlier tokens.
         """
         x = self.token_embed(tokens)
         x, own, source = self.decoder.step(x, state.own, state.source, state.position)
@@ -169,8 +182,8 @@ class Seq2Seq(nn.Module):
 
 
 def init(network: Seq2Seq, key: Array) -> Params:
-    """Returns initial parameters of the network, each boxed with the names of its axes; `key` is
-    random.
+    """Returns initial parameters of the network, drawn with the random key `key`. Each is in a Flax
+    box together with the names of its axes, by which it is sharded.
     """
     tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return network.init(key, tokens, mask, tokens)["params"]
@@ -230,16 +243,17 @@ def step(
 
 
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
-    """Returns the decoding state after beams are selected: beam n of a source continues its beam
-    `beams[:, n]`.
+    """Returns the decoding state after a beam search has selected beams.
 
-    Arrays that belong to the source do not change.
+    Afterwards, beam n of source b continues the text of its earlier beam `beams[b, n]`. Caches of
+    the source are the same for all beams and do not change.
     """
 
-    def taken(cache: Float[Array, "B L N T H K"]) -> Array:
+    def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
+        """Returns the keys or values of the selected beams."""
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 
-    return state._replace(own=jax.tree.map(taken, state.own))
+    return state._replace(own=jax.tree.map(select_beams, state.own))
 
 
 def readout(model: config.Seq2Seq, params: Params) -> Readout:
@@ -267,6 +281,7 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
     must be set.
 
     Args:
+      params: the parameters of the model.
       length: number of positions, not below the present one.
       method: "copy" repeats the table from its start (Longformer, Beltagy et al. 2020);
         "interpolate" stretches it.
@@ -288,15 +303,15 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns a table of positions for `length` tokens.
+    """Returns a table of position embeddings for `length` tokens.
 
-    The first two rows of BART's table belong to no position and are copied, so the result has R =
-    `length` + 2 rows.
+    BART's table has P rows of width D. Its first two rows belong to no position and are copied, so
+    the result has R = `length` + 2 rows.
 
     Args:
       table: the present table.
       length: the new number of positions.
-      method: see `extend_positions`.
+      method: "copy" or "interpolate"; see `extend_positions`.
     """
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")

@@ -9,16 +9,17 @@ IGNORED = -100  # Tokens with this label have no loss, as in Hugging Face datase
 
 
 class SpecialTokens(NamedTuple):
-    """Token ids with a special meaning. T5: pad 0, start 0, eos 1. BART: bos 0, pad 1, start 2, eos
-    2.
+    """Token ids with a special meaning.
+
+    In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start and eos are 2.
 
     Attributes:
-      pad: fills rows.
+      pad: the id that fills rows of a batch up to their common length.
       start: the first input of the decoder.
-      eos: ends sources and targets.
-      bos: begins sources and targets, or None.
-      forced_bos, forced_eos: tokens that generation must write first, and last if it is cut, or
-        None.
+      eos: the id at the end of sources and targets.
+      bos: the id at the beginning of sources and targets; None if they have none.
+      forced_bos: the id that generation must write first; None for a free choice.
+      forced_eos: the id that generation must write at the maximum length; None for a free choice.
     """
 
     pad: int

@@ -1,5 +1,6 @@
-"""FLOPs of the forward pass of encoders and encoder-decoders: matrix products only, 2 m n k for
-each.
+"""FLOPs of the forward pass of encoders and encoder-decoders.
+
+Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix.
 """
 
 from brt.config import Encoder, Seq2Seq
@@ -17,8 +18,8 @@ def encoder_flops(model: Encoder, length: int) -> int:
 
 
 def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
-    """Returns the FLOPs, including the logits, for one pair with full self-attention and
-    cross-attention.
+    """Returns the FLOPs of an encoder-decoder, including the logits, for one pair of a source and a
+    target, if self-attention and cross-attention are full.
 
     Args:
       model: the settings of the model.

@@ -137,14 +137,16 @@ class Task(abc.ABC):
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns one row of the largest batch; None if the shape of rows depends on the data."""
+        """Returns a batch of one row, which has the largest number of tokens that a row of a
+        training batch can have; None if the shape of rows depends on the data.
+        """
         return None
 
     # The following methods define the model, its loss and its state.
 
     @abc.abstractmethod
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters, each boxed with the names of its axes.
+        """Returns newly initialised parameters, each in a Flax box with the names of its axes.
 
         Args:
           config: config of the model, with all sizes filled in.

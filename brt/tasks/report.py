@@ -33,9 +33,10 @@ class EvaluationResult(NamedTuple):
       metrics: the metrics, and the protocol under which they were computed, as JSON.
       summary: a phrase with the most important metrics.
       rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
-      text: the report as text for people; its first line continues "workdir, step, split: ".
-      name: suffix of the names of files; not empty if the evaluation used other settings than
-        training.
+      text: the report as text for people. Commands print "<workdir>, step <step>, <split>: " and
+        then this text, so its first line is the end of that line.
+      name: suffix of the names of the files to which the result is written; not empty if the
+        evaluation used other settings than training.
       draw: function that returns the content of a PNG file with a plot; None if there is no plot.
     """
 

@@ -17,7 +17,8 @@ CONVOLUTION_WIDTH = 15  # The convolution of positions reads this many neighbour
 
 
 class Inputs(nn.Module):
-    """A module that maps tokens or feature vectors to the input of an encoder's first layer.
+    """A module that maps tokens or feature vectors to the input [B, T, D] of an encoder's first
+    layer, for B rows of the batch, T positions and the width D of the model.
 
     The parameters are `token_embed` for tokens or `feature_proj` for feature vectors, `type_embed`
     for types of tokens, `pos_embed` for learned positions or `pos_conv` for convolutional
@@ -113,8 +114,9 @@ def check_inputs(model: Encoder, inputs: Array) -> None:
     """Checks that the model can read inputs of this shape.
 
     Raises:
-      ConfigError: the inputs are no token ids or feature vectors as the model needs them, or are
-        longer than the learned positions.
+      ConfigError: the inputs are token ids although the model reads feature vectors, or the other
+        way round; feature vectors have another width; or there are more inputs than learned
+        positions.
     """
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(

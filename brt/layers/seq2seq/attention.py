@@ -1,4 +1,8 @@
-"""Causal self-attention of the decoder."""
+"""Causal self-attention of the decoder.
+
+In shapes, B is the number of sources, N the number of beams of a source, T the largest number of
+target tokens, D the width of the model, H the number of heads, and K the size of a head.
+"""
 
 from typing import NamedTuple
 
@@ -13,8 +17,8 @@ from brt.layers.transformer.attention import Projections
 class SelfCache(NamedTuple):
     """Keys and values of the target tokens that were read so far, for each of N beams.
 
-    The cache of one layer has no axis *L. The cache of a decoder has its L layers on axis 1. T is
-    the largest number of target tokens.
+    The cache of one layer has the axes [B, N, T, H, K]. The cache of a decoder has the axes
+    [B, L, N, T, H, K], with its L layers on axis 1.
     """
 
     keys: Float[Array, "B *L N T H K"]

@@ -1,5 +1,8 @@
 """Cross-attention of the decoder to the source, of the kind that the setting `CrossAttention.kind`
 names.
+
+In shapes, B is the number of sources, S and T the numbers of source and target tokens, N the number
+of beams of a source, and D the width of the model.
 """
 
 import dataclasses
@@ -36,10 +39,14 @@ def cross_config(config: CrossAttention) -> CrossConfig:
 
 
 class Learned(nn.Module):
-    """Owner of the additional parameters that some kinds of cross-attention have.
+    """A module that owns the additional parameters that some kinds of cross-attention have.
 
-    The name of the module selects the group of parameters, such as `raf` (see
-    `cross_attention.specifications`).
+    The name of the module selects the group of parameters, such as `raf` for the parameters of
+    accumulate-and-fire neurons (see `cross_attention.specifications`).
+
+    Attributes:
+      block: sizes and settings of the layer.
+      cross: the kind of cross-attention and its settings.
     """
 
     block: Block
@@ -125,7 +132,7 @@ class SourceAttention(Projections):
         Args:
           x: the vector of each beam's token.
           cache: the cache of the source.
-          position: the position of the token in the targets.
+          position: the position of the token in the targets, the same for all beams.
 
         Returns:
           The attention output of the token, and the cache for the next step.

@@ -1,4 +1,8 @@
-"""The decoder of an encoder-decoder, over whole targets or token by token."""
+"""The decoder of an encoder-decoder, over whole targets or token by token.
+
+In shapes, B is the number of sources, S and T the numbers of source and target tokens, N the number
+of beams of a source, D the width of the model, and H the number of heads.
+"""
 
 from typing import NamedTuple
 
@@ -37,7 +41,7 @@ class Place(NamedTuple):
     """Inputs that all layers share in a decoding step.
 
     Attributes:
-      source: the caches of the source for all layers, with layers on axis 1.
+      source: the caches of cross-attention to the source for all layers, with layers on axis 1.
       position: the position of the token in the targets.
       bias: the bias between the token and every target position, by head; None for no bias.
     """
@@ -67,7 +71,13 @@ class DecoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], _: None, read: Read
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Returns the layer's output for all T target tokens, and metrics by name."""
+        """Returns the layer's output for all T target tokens, and metrics by name.
+
+        Args:
+          x: vectors of the target tokens.
+          _: not used.
+          read: the encoder's outputs, their mask and the bias, which all layers share.
+        """
         y = self.self_attn(self.before(self.self_attn_norm, x), read.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
@@ -78,7 +88,13 @@ class DecoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
     def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
-        """Returns x (None) unchanged, and the cache of the source that `read` has, for `step`."""
+        """Returns None, and the layer's cache of cross-attention to the source, which `step` reads.
+
+        Args:
+          x: None, because no target tokens are read.
+          _: not used.
+          read: the encoder's outputs and their mask.
+        """
         return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
@@ -95,7 +111,7 @@ class DecoderLayer(Residual):
 
         Returns:
           The tokens' vectors after this layer and the updated caches; and the field `carry` of this
-          layer's cross-attention cache.
+          layer's cross-attention cache, the only field that a token changes.
         """
         x, own = carried
         cache = _of_layer(own, layer)

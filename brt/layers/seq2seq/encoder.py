@@ -1,4 +1,8 @@
-"""The encoder of an encoder-decoder."""
+"""The encoder of an encoder-decoder.
+
+In shapes, B is the number of sources, T the padded number of source tokens, and D the width of the
+model.
+"""
 
 import jax
 import numpy as np

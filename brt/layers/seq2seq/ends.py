@@ -42,8 +42,11 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer for the embedded tokens x; the first of these tokens
-        is at position `first` of its sequence.
+        """Returns the input of the first layer for embedded tokens.
+
+        Args:
+          x: the embeddings of T tokens in each of B rows of the batch, of width D.
+          first: the position of the first of these tokens in its sequence.
         """
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(

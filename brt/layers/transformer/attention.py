@@ -1,4 +1,8 @@
-"""Self-attention of encoders, and the projections of attention."""
+"""Self-attention of encoders, and the projections of attention.
+
+In shapes, B is the number of rows of the batch, T the padded number of tokens, D the width of the
+model, H the number of heads, and K the size of a head.
+"""
 
 from typing import NamedTuple
 
@@ -43,14 +47,18 @@ class Projections(nn.Module):
         self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
 
     def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
-        """Returns the queries of the vectors x by head, multiplied by `block.scale`."""
+        """Returns the queries of the vectors x [..., D] by head [..., H, K], multiplied by
+        `block.scale`.
+        """
         return self.q(x) * self.block.scale
 
     def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
-        """Returns the attention output of queries over keys that a mask makes visible.
+        """Returns the output [B, T, H, K] of attention of T queries to X keys.
 
-        The inputs are the arguments of `brt.ops.masked_attention.attend`: queries, keys, values,
-        bias, mask and dropout.
+        Args:
+          inputs: the arguments of `brt.ops.masked_attention.attend`: queries [B, T, H, K], keys and
+            values [B, X, H, K], a bias of the logits or None, a mask that is True where a query may
+            see a key, and the dropout of attention weights or None.
         """
         name = self.block.kernels.masked_attention
         return masked_attention.attend(*inputs, implementation=name)
@@ -66,13 +74,14 @@ class Source(NamedTuple):
 
     Attributes:
       valid: True for tokens, False for padding.
-      bias: the float32 bias of the logits: [H, T, T] for full attention, or [H, W, 3 W] for a block
-        of W tokens in local attention; None for no bias.
+      bias: the float32 bias of the logits. [H, T, T] for full attention; [H, W, 3 W] for local
+        attention, in which the W tokens of a block attend to their block and its two neighbours;
+        None for no bias.
       distance_bias: the float32 bias of each distance (key minus query) from 1 - T to T - 1, for
         kinds of attention that need the bias in this form; None for others.
-      blocks: the block of each token, if blocks have transient global tokens; otherwise None.
-      side: the float32 bias between tokens and transient global tokens; None if there are no global
-        tokens.
+      blocks: the division of the tokens into G blocks, each of which has a transient global token,
+        the sum of its tokens (LongT5); None if there are no global tokens.
+      side: the float32 bias between tokens and the G global tokens; None if there are none.
     """
 
     valid: Bool[Array, "B T"]

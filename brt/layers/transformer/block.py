@@ -65,8 +65,8 @@ class Block(NamedTuple):
         `outputs`.
 
         Args:
-          inputs, outputs: the sizes of the kernel's input and output axes.
-          axes: the logical names of the kernel's axes, for sharding.
+          inputs, outputs: the sizes of the kernel's input axes and of its output axes.
+          axes: the names of all axes of the kernel, by which it is sharded.
           deviation: the standard deviation of the initial kernel if `Block.deviation` is None.
         """
         return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)

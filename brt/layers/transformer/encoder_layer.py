@@ -33,10 +33,13 @@ class EncoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Returns the layer's output for all T tokens, and None.
+        """Returns the layer's output for all T tokens, and None, as
+        `brt.layers.transformer.stacked` requires.
 
-        The form of the call is the one that `brt.layers.transformer.stacked` requires. `key` is the
-        random key of this layer, and `source` has the mask and the biases.
+        Args:
+          x: vectors of width D for the T tokens of B rows of the batch.
+          key: the random key of this layer, for kinds of attention that draw random numbers.
+          source: the mask of the tokens and the biases, which all layers share.
         """
         y = self.self_attn(self.before(self.self_attn_norm, x), key, source)
         x = self.after(self.self_attn_norm, x, y)

@@ -92,12 +92,13 @@ class AnswerScores:
         nats: Float[np.ndarray, "B T"],
         right: Bool[np.ndarray, "B T"],
     ) -> None:
-        """Adds the next segment of each lane.
+        """Adds the scores of the next segment of each of B lanes (rows of the batch).
 
         Args:
-          document: index of each block's document, -1 for padding.
-          nats: negative log-likelihood of each token.
-          right: True if the correct token was the most likely one.
+          document: for each of the N blocks of a segment, the index of the document to which the
+            block belongs, -1 for padding.
+          nats: negative log-likelihood of each of the T tokens of a segment.
+          right: for each token, True if the correct token was the most likely one.
         """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
         for lane, block in np.argwhere(document >= 0):
@@ -164,8 +165,8 @@ def table_lines(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns the lines of a table of answers, or no lines if the reports contain no answers.
 
     Args:
-      columns: a report for each part of the memory that was removed, by the part; the key "" stands
-        for the unchanged model.
+      columns: metrics of an evaluation by the part of the memory that the evaluation reset, such as
+        "state"; the key "" stands for the unchanged model.
     """
     first, *_ = columns.values()
     if not first.get("answers"):
@@ -199,8 +200,8 @@ def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Returns a plot of the share of exact answers against distance, as the content of a PNG file.
 
     Args:
-      columns: a report for each part of the memory that was removed, by the part; the key "" stands
-        for the unchanged model.
+      columns: metrics of an evaluation by the part of the memory that the evaluation reset, such as
+        "state"; the key "" stands for the unchanged model.
     """
     from brt.drawing import distance_plot, png
 

@@ -169,7 +169,7 @@ class WindowEvaluator:
 
 
 class BlockNats:
-    """Collects the nats of blocks by their place in their document.
+    """Sums the nats of blocks by the index of the block in its document, over all documents.
 
     Args:
       documents: the number of documents.
@@ -180,12 +180,12 @@ class BlockNats:
         self._nats: dict[int, float] = {}
 
     def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds the blocks of a batch.
+        """Adds the N blocks of each of B lanes (rows of the batch).
 
         Args:
-          document: int [B, N], the document of each block, -1 for padding. The blocks of a document
-            come in order.
-          nats: float [B, N].
+          document: int [B, N], the index of each block's document, -1 for padding. The blocks of a
+            document are added in their order, and all by the same lane.
+          nats: float [B, N], the nats of each block, summed over its tokens.
         """
         for index, value in zip(document.ravel().tolist(), nats.ravel().tolist(), strict=True):
             if index >= 0:
@@ -194,9 +194,15 @@ class BlockNats:
                 self._next[index] += 1
 
     def sums(self, edges: Sequence[int], block: int) -> np.ndarray:
-        """Returns the nats of all documents in the ranges of positions that begin at `edges`.
+        """Returns the nats in each range of positions, summed over all documents.
 
-        A block of `block` tokens counts for the range in which it begins.
+        Args:
+          edges: the first position of each range in tokens, ascending, beginning with 0. A range
+            ends before the next one, and the last range has no end.
+          block: number of tokens in a block, which counts for the range in which it begins.
+
+        Returns:
+          float64 [ranges].
         """
         sums = np.zeros(len(edges))
         for place, value in self._nats.items():

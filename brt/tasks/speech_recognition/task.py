@@ -185,7 +185,8 @@ def check_attention(config: Config, dataset: SpeechDataset) -> None:
     """Raises ConfigError if Attention.clusters or Attention.top_k exceeds the number of frames of
     the longest utterance in the data.
 
-    No utterance could have that many clusters, or keys with exact logits.
+    Each cluster needs a frame, and `top_k` is the number of keys whose logits are computed exactly.
+    An utterance has no more keys than frames, so no utterance could use the larger setting.
     """
     longest = dataset.longest
     config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

@@ -41,7 +41,8 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
-# Training logs the learned scalars of cross-attention that have these names.
+# Training logs the learned scalars of cross-attention that have these names: parameters of
+# accumulate-and-fire neurons.
 _LEARNED = ("leak", "threshold", "mix")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
@@ -184,11 +185,15 @@ class Summarization(Task):
     def probe(self, config: Config) -> ProbeFunction:
         """Returns a function that reads learned scalars of cross-attention from the parameters.
 
-        Only kinds of cross-attention with accumulating neurons have these scalars (`_LEARNED`).
+        The scalars are listed in `_LEARNED`. Only kinds of cross-attention with accumulate-and-fire
+        neurons have them (Segmented Recurrent Transformer); models of other kinds have no such
+        metrics.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns each layer's learned scalars (means over heads), by tag, without `carry`."""
+            """Returns the learned scalars of each layer (means over heads) in `params`, by tag;
+            `carry` is not used.
+            """
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)

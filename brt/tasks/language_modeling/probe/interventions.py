@@ -87,7 +87,9 @@ class InterventionResult:
         return (self.document >= 0) & foreign
 
     def standard_error(self, intervention: Intervention) -> float:
-        """Returns the standard error of the bits per byte that an intervention costs."""
+        """Returns the standard error of the difference in bits per byte between the model with an
+        intervention and the unchanged model.
+        """
         difference = self.nats[intervention] - self.nats[None]
         return self._error(difference, self.counted(intervention))
 

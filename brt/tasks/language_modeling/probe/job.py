@@ -115,8 +115,8 @@ def memory(result: InterventionResult) -> list[dict[str, Any]]:
 
 
 def positions(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns a row, as JSON, for each range of positions in a document: the bits per byte of the
-    blocks of `result` that begin there.
+    """Returns a row, as JSON, for each range of positions in a document (see `EDGES`), with the
+    bits per byte of the blocks of `result` that begin in this range.
 
     The entry `without` of a row has the bits per byte with each part of the memory zeroed.
     """

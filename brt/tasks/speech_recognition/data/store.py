@@ -112,7 +112,8 @@ def finish(
 
     Args:
       directory: the directory of the store.
-      offsets: offsets of the rows in features.bin.
+      offsets: int [rows + 1], index in features.bin of the first float32 value of each row,
+        followed by the number of all values.
       columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
       vocabulary: the vocabulary that encodes the transcripts.
       facts: entries of the manifest: `width`, `shift_ms` and others.
