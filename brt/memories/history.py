@@ -1,4 +1,7 @@
-"""A function for layers whose memory has the last tokens of a document."""
+"""A function for layers whose memory has the last tokens of a document.
+
+In shapes, B is the number of rows of the batch, and N of blocks of a segment.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -4,6 +4,8 @@ A kernel for TPUs reads the words of a mask as vector registers of eight rows. B
 belongs to the same column and to the j-th of up to 32 consecutive registers of the mask. A kernel
 therefore unpacks one register of words to the masks of 32 registers without moving data between
 rows or columns.
+
+In shapes, H is the number of masks (heads), R of rows, C of columns, and G of rows of words.
 """
 
 import math

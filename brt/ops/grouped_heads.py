@@ -1,8 +1,10 @@
 """Attention of grouped queries, in which several heads of queries share a head of keys and values.
 
-In shapes, H is the number of heads of queries, and G the number of heads of keys and values
-(Ainslie et al. 2023). Head g of the keys serves the R = H / G consecutive heads g R, g R + 1, ...
-of the queries. Keys and values are never repeated in memory.
+Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries, which are the
+members of group g (Ainslie et al. 2023). Keys and values are never repeated in memory.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, S of keys, H of heads of
+queries, G of heads of keys and values, and K of numbers of a head; R = H / G.
 """
 
 import dataclasses
@@ -69,24 +71,33 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
         bias: Array | None, cache_mask: Array, dropout: DropoutMask | None = None,
         *, scale: Array | None = None, **options: Any,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Returns the output and the log-sum-exp of all heads of queries."""
+        """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] of all heads of queries.
+
+        The arguments are the same as for `attend`, with H heads of queries and G heads of keys.
+        """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]
         if members == 1:
             return attend(queries, *others, bias, cache_mask, dropout, scale=scale, **options)
 
-        def of(x: Array, axis: int, member: int) -> Array:
-            """Returns the part of x that belongs to one member of each group."""
+        def member_part(x: Array, axis: int, member: int) -> Array:
+            """Returns the part of x that belongs to one member of each group.
+
+            Args:
+              x: an array whose axis `axis` has H heads; in the result, this axis has G heads.
+              axis: the axis of the heads.
+              member: the index of the member in each group, from 0 to R - 1.
+            """
             by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
             return jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
 
         parts = [
             attend(
-                of(queries, 2, member), *others,
-                None if bias is None else of(bias, 0, member),
+                member_part(queries, 2, member), *others,
+                None if bias is None else member_part(bias, 0, member),
                 cache_mask,
-                dropout and dataclasses.replace(dropout, keep=of(dropout.keep, 0, member)),
-                scale=None if scale is None else of(scale, 0, member),
+                dropout and dataclasses.replace(dropout, keep=member_part(dropout.keep, 0, member)),
+                scale=None if scale is None else member_part(scale, 0, member),
                 **options,
             )
             for member in range(members)
@@ -98,10 +109,12 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summed_over_groups(x: Float[Array, "B *S"], groups: int, axis: int) -> Float[Array, "B *Z"]:
-    """Returns the sum over the heads of queries of each group, of gradients of keys or values.
+    """Returns the gradients of keys or values for each head of keys.
+
+    The gradient of a head of keys is the sum of the gradients from the members of its group.
 
     Args:
-      x: the gradients for each head of queries.
+      x: the gradients of the keys or values from each head of queries.
       groups: G, the number of heads of keys.
       axis: the axis of x that has H heads; in the result, it has G heads.
     """

@@ -101,9 +101,20 @@ def rotary_speeds(
 ) -> RotarySpeeds:  # fmt: skip
     """Returns the angles per token of heads with `size` channels, an even number.
 
-    Pair i of R = size / 2 turns by base ** (-i / R) (Su et al. 2021). The arguments are explained
-    in `brt.config.rotary.Rotary`. The scaling of Llama 3 is computed as in Hugging Face's
-    transformers.
+    Pair i of R = size / 2 turns by base ** (-i / R) (Su et al. 2021). The scaling of Llama 3 is
+    computed as in Hugging Face's transformers.
+
+    Args:
+      size: the number of channels of a head.
+      base: the base of the angles.
+      times_pi: True multiplies all angles by pi.
+      scaling: "none"; "linear", which divides all angles by `factor`; or "llama3", which divides
+        the angles of slow pairs by `factor`, leaves fast pairs as they are, and interpolates
+        between them.
+      factor: the divisor of the angles.
+      low_frequency, high_frequency: for "llama3", the numbers of turns within `original_length`
+        tokens up to which a pair is slow, and from which on a pair is fast.
+      original_length: for "llama3", the number of tokens for which the model was first trained.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # Pretrained models were trained with speeds in float32; the original code used float64.
@@ -118,7 +129,10 @@ def rotary_speeds(
 
 
 def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
-    """Returns the rotary angles of `count` positions first, first + 1, ..."""
+    """Returns the rotary angles of the `count` positions from `first` on.
+
+    `speeds` has the angles per token.
+    """
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
     angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
     return Rotation(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))

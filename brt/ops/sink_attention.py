@@ -6,8 +6,9 @@ So their keys and values are kept. A sink is placed as if it stood right before 
 of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the window and S the
 number of sinks.
 
-In shapes, S is the number of sinks, N the number of blocks of a segment, H the number of heads of
-queries, and G the number of heads of keys.
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, S of
+sinks, H of heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves
+R = H / G consecutive heads of queries.
 """
 
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ def sink_attention(
 
     Args:
       queries: already normalized and multiplied by any scale, but not rotated.
-      keys, values: the first tokens of the document of each block. What has not been read yet may
-        have any value.
+      keys, values: the keys and values of the first S tokens of the document of each block. The
+        entries of tokens that have not been read yet have no meaning and are not used.
       places: the place of each token in its document, 0 for the first.
       bias: the position bias of all sinks, or None.
       farthest: the distance of the farthest key of a window. Sinks at a smaller or equal distance
@@ -53,7 +54,8 @@ def sink_attention(
         sinks = take_positions(table, jnp.arange(count))
         keys = rotate(keys.reshape(batch * blocks, count, groups, size), sinks).reshape(keys.shape)
     shape = batch, blocks, length // blocks, groups, heads // groups, size
-    rows = jnp.moveaxis(queries.reshape(shape), 2, 4)  # [B, N, G, R, tokens of a block, K]
+    # The axes of `rows` are [B, N, G, R, tokens of a block, K].
+    rows = jnp.moveaxis(queries.reshape(shape), 2, 4)
     logits = jnp.einsum("bngrtk,bnsgk->bngrts", rows, keys, preferred_element_type=jnp.float32)
     if bias is not None:
         logits += bias.reshape(1, 1, groups, -1, 1, 1)
@@ -64,9 +66,11 @@ def sink_attention(
     part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
 
     def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
-        """Puts the heads behind the tokens and joins the blocks: x[b, n, g, r * W + t] is the
-        result of token n * W + t and head g * R + r. W is the number of tokens of a block, and R of
-        heads that share a key.
+        """Returns results x, such as outputs, with the heads behind the tokens and the blocks
+        joined.
+
+        The entry x[b, n, g, r * W + t] is the result of token n * W + t and head g * R + r, where W
+        is the number of tokens of a block.
         """
         x = x.reshape(*rows.shape[:5], *x.shape[4:])
         return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])

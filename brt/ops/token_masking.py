@@ -1,7 +1,8 @@
 """Masked language modelling: the random choice of tokens to predict (BERT, Devlin et al. 2019,
 section 3.1).
 
-In shapes, T is the number of tokens of a row, and R of slots for tokens to predict.
+In shapes, B is the number of rows, T of tokens of a row, and R of slots of a row. A slot holds a
+token to predict or is unused.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def mask_tokens(
       tokens: the original tokens.
       valid: False for padding, which is never chosen.
       keys: [B], a random key for each row; the choice depends on the row's key alone.
-      share: the share of valid tokens to predict, in (0, 1].
+      share: the fraction of valid tokens to predict, in (0, 1].
       mask_id: the id of the mask token, greater than all other tokens; random tokens are drawn
         below it.
     """

@@ -1,8 +1,11 @@
 """Compression of blocks of tokens, and attention to the window together with compressed blocks
 (Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
 
-A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, N is the
-number of blocks of W tokens of a segment, and S a number of slots.
+A slot is a vector that stands for R neighbouring tokens of an older block.
+
+In shapes, B is the number of rows of the batch, N of blocks of W tokens of a segment, S of slots, D
+of numbers of a token's vector or of a slot, Q of queries of a block, H of heads, and K of numbers
+of a head; *B and *D stand for any axes.
 """
 
 from typing import Literal, NamedTuple
@@ -97,7 +100,8 @@ def attend_window_and_slots(
 
     Args:
       queries: the queries of each block.
-      window: the result of attention to the window: output [B, N, Q, H, K] and lse [B, N, Q, H].
+      window: the result of attention to the window: output [B, N, Q, H, K] and log-sum-exp
+        [B, N, Q, H].
       keys, values: the older keys of each block and their values.
       seen: True where a query may read an older key.
       bias: a bias of each head, added to the logits of all older keys.
@@ -143,7 +147,9 @@ def attention_reconstruction_error(
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def attend(keys: Array, values: Array) -> Array:
-        """Returns the attention output [B, N, H, Q, K] of the queries over the given keys."""
+        """Returns the attention output [B, N, H, Q, K] of the queries over the tokens or slots of
+        their block, whose keys and values have the shapes of `exact` or of `slots`.
+        """
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output
 

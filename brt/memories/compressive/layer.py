@@ -1,5 +1,9 @@
 """The compressive layer: attention to a window, to the whole previous block, and to compressed
 slots of older blocks.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
+tokens, D of numbers of a token's vector, C of slots of the memory, H of heads, and K of numbers of
+a head.
 """
 
 from typing import Any, NamedTuple
@@ -166,8 +170,12 @@ class CompressiveLayer(nn.Module):
     ) -> LayerOutput:
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
-        `feedback` has the keys and values of recurrent states that the tokens also attend to, or is
-        None. With feedback, the segment has a single block.
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
+            With feedback, the segment has a single block.
         """
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
@@ -258,7 +266,8 @@ class CompressiveLayer(nn.Module):
 
             Args:
               queries: the queries of the tokens.
-              part: the attention to the windows alone, which has been computed before.
+              part: the result of attention to the windows alone: output [B, T, H, K] and
+                log-sum-exp [B, T, H].
             """
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()

@@ -4,6 +4,9 @@ the block.
 The authors of MELODI (arXiv 2410.03156) compare with this layer under the name Memorizing
 Transformer. Unlike the original Memorizing Transformer, a token attends to all tokens of the memory
 instead of the results of a search, and no gate mixes memory and block.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
+tokens, D of numbers of a token's vector, H of heads, and K of numbers of a head.
 """
 
 import dataclasses
@@ -98,6 +101,11 @@ class DenseMemoryLayer(nn.Module):
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
         Every block attends to itself and to the M tokens before it.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
         """
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
@@ -119,9 +127,9 @@ class DenseMemoryLayer(nn.Module):
 
             Args:
               n: the index of the block in the segment.
-              keys, values: the keys and values of the memory before the segment, followed by the
-                segment.
-              queries: the queries of the segment.
+              keys, values: the keys and values [B, M + T, H, K] of the memory before the segment,
+                followed by those of the segment.
+              queries: the queries [B, T, H, K] of the segment.
             """
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)

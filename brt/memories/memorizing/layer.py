@@ -1,4 +1,8 @@
-"""The memorizing layer: sliding-window attention, and attention to a memory of past tokens."""
+"""The memorizing layer: sliding-window attention, and attention to a memory of past tokens.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
+numbers of a token's vector, H of heads, K of numbers of a head, and M of tokens of the memory.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -90,7 +94,7 @@ class Past(NamedTuple):
 def extended(
     state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
 ) -> Past:
-    """Appends the tokens of a segment to the memory.
+    """Returns the keys and values of the memory, followed by those of a segment.
 
     Args:
       state: the state before the segment.
@@ -157,10 +161,11 @@ class MemorizingLayer(nn.Module):
 
             Args:
               queries: the queries of the tokens.
-              window: the attention to the windows, which has been computed before.
+              window: the result of attention to the windows: output [B, T, H, K] and log-sum-exp
+                [B, T, H].
             """
             local = window.output
-            found = memory_attention(
+            remembered_output = memory_attention(
                 queries, *past, counts, size=section.size, neighbors=section.neighbors,
                 search=section.search, null_keys=null_keys,
                 implementation=self.kernels.memory_attention,
@@ -171,7 +176,7 @@ class MemorizingLayer(nn.Module):
             gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
             gate = jnp.repeat(gate, local.shape[1] // counts.shape[1], axis=1)
             gate = gate.astype(local.dtype)[..., None]
-            return local * (1 - gate) + found * gate
+            return local * (1 - gate) + remembered_output * gate
 
         return attend_beyond_window
 
@@ -186,8 +191,12 @@ class MemorizingLayer(nn.Module):
     ) -> LayerOutput:
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
-        `feedback` has the keys and values of recurrent states that the tokens also attend to, or is
-        None. With feedback, the segment has a single block.
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
+            With feedback, the segment has a single block.
         """
         section = self.model.of(Memorizing)
         m = self.model

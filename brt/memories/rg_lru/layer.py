@@ -1,4 +1,9 @@
-"""A layer of Griffin's recurrent blocks: a gated linear recurrence over tokens, and an MLP."""
+"""A layer of Griffin's recurrent blocks: a gated linear recurrence over tokens, and an MLP.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
+numbers of a token's vector, H of heads, R of channels of a head, and L of earlier tokens that the
+convolution reads.
+"""
 
 from typing import Any, NamedTuple
 
@@ -32,17 +37,19 @@ from brt.memories.rg_lru.recurrence import (
 from brt.memories.rg_lru.section import RGLRU
 from brt.ops.dense import dense
 
-CONVOLVED = 4  # Tokens that the convolution reads, including the token itself.
-# At first, the factor of a channel's state is drawn between these numbers if its gate is open.
+CONVOLVED = 4  # The convolution reads this many tokens, including the token itself.
+# A step multiplies the state of a channel by a factor. The rates of new layers are drawn so that
+# this factor is between these two numbers if the gate of the channel is open.
 _SLOWEST, _FASTEST = 0.999, 0.9
 
 
 class RGLRUState(NamedTuple):
-    """What the layer carries from token to token.
+    """The state that the layer carries from token to token.
 
     Attributes:
       hidden: float32 [B, H, R], the hidden state of every channel.
-      inputs: [B, CONVOLVED - 1, H, R], the last inputs of the convolution, in the compute dtype.
+      inputs: [B, L, H, R], the last L = `CONVOLVED` - 1 inputs of the convolution, in the compute
+        dtype.
     """
 
     hidden: Float[Array, "B H R"]
@@ -50,7 +57,13 @@ class RGLRUState(NamedTuple):
 
 
 def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
-    """Returns the state of a layer that has read nothing."""
+    """Returns the state of a layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of the inputs of the convolution.
+    """
     channels = _channels(model)
     return RGLRUState(
         jnp.zeros((batch, *channels), jnp.float32),
@@ -59,7 +72,9 @@ def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
 
 
 def state_axes(model: Model) -> RGLRUState:
-    """Returns the names of the axes of the state's arrays."""
+    """Returns the names of the axes of the state's arrays, for the sharding rules; None stands for
+    an axis that is not sharded. All models have the same names.
+    """
     axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
     return RGLRUState(*axes)
 
@@ -88,7 +103,12 @@ def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 class RGLRULayer(nn.Module):
-    """Norm, a gate and a recurrence beside each other, their product projected back, and an MLP."""
+    """A layer with a gated recurrence over tokens and an MLP.
+
+    The normalized inputs pass through two branches: a gate, and a convolution followed by the
+    recurrence. The product of both branches is projected to the width of the model and added to the
+    inputs, and the MLP follows.
+    """
 
     model: Model
     training: bool = False
@@ -122,7 +142,13 @@ class RGLRULayer(nn.Module):
         self, x: Float[Array, "B T D"], *, state: RGLRUState, document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:  # fmt: skip
-        """Reads a segment; see `LayerKind`."""
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+        """
         since_start = tokens_since_start(document_start, x.shape[1])
         branch, inputs = self._project(x)
         convolved = convolution(inputs, state.inputs, self.convolution, since_start)
@@ -130,17 +156,28 @@ class RGLRULayer(nn.Module):
         a = jnp.where((since_start == 0)[:, :, None, None], 0, a)
         hidden = scan(a, b, state.hidden)
         tail = jnp.concatenate([state.inputs.astype(x.dtype), inputs], axis=1)[:, 1 - CONVOLVED :]
-        # Inputs of an earlier document are not carried on.
+        # The next segment continues the last document of this one, so the inputs of earlier
+        # documents are replaced by zeros.
         kept = since_start[:, -1:] + 1 - jnp.arange(CONVOLVED - 1, 0, -1)[None] >= 0
         tail = jnp.where(kept[:, :, None, None], tail, 0)
         return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], tail))
 
     def begin_block(self, x: None, *, state: RGLRUState, **_: Any) -> LayerOutput:
-        """The open block is the state so far, which `decode_step` changes with every token."""
+        """Returns an open block, which is the state after the tokens that have been read so far.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+        """
         return LayerOutput(x, state)
 
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
-        """Reads one token; see `LayerKind`."""
+        """Reads one token, and returns its output and the state after the token.
+
+        Args:
+          x: the input vector of the token.
+          block: the open block, which is the state before the token.
+        """
         branch, inputs = self._project(x)
         joined = jnp.concatenate([block.inputs.astype(x.dtype), inputs], axis=1)
         convolved = jnp.sum(joined * self.convolution.astype(x.dtype)[None], axis=1, keepdims=True)
@@ -150,7 +187,12 @@ class RGLRULayer(nn.Module):
         return LayerOutput(y, RGLRUState(hidden, joined[:, 1:]))
 
     def end_block(self, x: None, *, block: RGLRUState, **_: Any) -> LayerOutput:
-        """The state after a block is the open block."""
+        """Returns the state after a full block, which is the open block.
+
+        Args:
+          x: None, which is returned as the output.
+          block: the open block.
+        """
         return LayerOutput(x, block)
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:

@@ -1,7 +1,10 @@
 """The arithmetic of RG-LRU: a causal convolution, and a gated linear recurrence over tokens.
 
-Griffin, De et al. 2024 (arXiv 2402.19427), section 2.4. In shapes, B is the number of rows of the
-batch, T of tokens, H of heads, R of channels of a head, and C of tokens that the convolution reads.
+The equations are those of Griffin (De et al. 2024, arXiv 2402.19427), section 2.4.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, R of channels of a head, C of tokens that the convolution reads, and L = C - 1; *B stands for
+any leading axes.
 """
 
 from typing import NamedTuple
@@ -12,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.products import einsum_float32
 
-SHARPNESS = 8.0  # The constant c of equation 3.
+SHARPNESS = 8.0  # This is the constant c of equation 3.
 
 
 def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[Array, "B T"]:
-    """Returns, for each token of a segment, the number of tokens between it and the start of its
-    document: 0 for a document's first token. Tokens of a document that started before the segment
-    have numbers of at least T.
+    """Returns, for each token of a segment, the number of earlier tokens of the token's document.
+
+    The number is 0 for the first token of a document. If the document started before the segment,
+    the number is not exact, but at least T.
 
     Args:
       document_start: True where a block is the first of a document.
@@ -63,10 +67,10 @@ class GateParameters(NamedTuple):
     """Parameters of the two gates of every channel, and of its decay.
 
     Attributes:
-      input: [H, R, R], from the convolved inputs to the gates of the input.
-      input_bias: [H, R].
-      recurrence: [H, R, R], from the convolved inputs to the gates of the decay.
-      recurrence_bias: [H, R].
+      input: [H, R, R], the kernel from the convolved inputs to the gates of the input.
+      input_bias: [H, R], the bias of these gates.
+      recurrence: [H, R, R], the kernel from the convolved inputs to the gates of the decay.
+      recurrence_bias: [H, R], the bias of these gates.
       rate: [H, R], the rate of decay while the gate of the decay is open.
     """
 
@@ -88,8 +92,10 @@ def steps(
       gates: float32 parameters.
     """
 
-    def gate(kernel: Array, bias: Array) -> Array:
-        """Returns a gate of every channel and token, between 0 and 1."""
+    def gate(kernel: Float[Array, "H R R"], bias: Float[Array, "H R"]) -> Float[Array, "B T H R"]:
+        """Returns a gate of every channel and token, between 0 and 1; `kernel` maps the convolved
+        inputs to the gates.
+        """
         logits = einsum_float32("bthr,hrs->bths", x, kernel.astype(x.dtype))
         return jax.nn.sigmoid(logits + bias[None, None])
 
@@ -102,7 +108,7 @@ def decays(
 ) -> tuple[Float[Array, "*B H R"], Float[Array, "*B H R"]]:
     """Returns the factor a of the hidden state, and the factor sqrt(1 - a^2) of the gated input.
 
-    Equations 3 and 4: a = exp(-c softplus(rate) gate).
+    The factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4).
 
     Args:
       rate: float32, the parameter of a channel.
@@ -124,7 +130,9 @@ def scan(
     """
 
     def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the step that equals two steps h -> a h + b, one after the other."""
+        """Returns the step that equals two steps h -> a h + b, one after the other; a step is the
+        pair (a, b).
+        """
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     products, sums = jax.lax.associative_scan(then, (a, b), axis=1)

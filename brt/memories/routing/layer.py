@@ -1,5 +1,9 @@
 """The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
 attend to the last tokens of the token's cluster.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
+tokens, D of numbers of a token's vector, G of routed heads, K of numbers of a head, C of clusters
+of a routed head, and R of tokens of a cluster that a token reads.
 """
 
 import dataclasses
@@ -207,6 +211,12 @@ class RoutingLayer(nn.Module):
 
         The field `aux` of the result has the statistics of the clusters with the segment's tokens
         added.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+          model_state: the statistics of the clusters, which determine the centroids.
         """
         m, statistics = self.model, model_state
         projections = self.tokens.project(x)
@@ -234,8 +244,8 @@ class RoutingLayer(nn.Module):
     def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
         section = self.model.of(Routing)
         after = add_tokens(statistics, routed.keys, routed.clusters)
-        found = after.new_counts - statistics.new_counts
-        largest = jnp.max(found / routed.clusters[..., 0].size, axis=-1)
+        counts = after.new_counts - statistics.new_counts
+        largest = jnp.max(counts / routed.clusters[..., 0].size, axis=-1)
         metrics = {"largest_cluster": jnp.mean(largest)}
         weight = section.commitment
         if weight == 0:

@@ -88,7 +88,7 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        """Returns O = `size` weighted sums over the tokens and summaries (see `mix_tokens`)."""
+        """Returns O = `size` learned weighted sums over the tokens and summaries of a block."""
         section = self.model.of(Summaries)
         places = self.model.window + section.summaries
         weights = MixWeights(
@@ -329,8 +329,8 @@ class SummaryLayer(nn.Module):
         queries, keys, values = self._projected(x)
 
         def with_token(whole: Array, z: Array) -> Array:
-            """Returns `whole`, an array of the block with an entry for each token, after z has been
-            written at `position`.
+            """Returns `whole` [B, W, ...], an array of the block's tokens, after the entry z
+            [B, 1, ...] of this token has been written at `position`.
             """
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 

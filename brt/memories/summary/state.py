@@ -1,6 +1,7 @@
 """States of summary layers: the short-term memory, and for some layers a long-term memory.
 
-In shapes, S is the number of vectors of the short-term memory, and M of the long-term memory.
+In shapes, B is the number of rows of the batch, D of numbers of a vector, S of vectors of the
+short-term memory, and M of vectors of the long-term memory.
 """
 
 from typing import Any, NamedTuple

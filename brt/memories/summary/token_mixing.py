@@ -1,7 +1,9 @@
 """Summary vectors of a block: learned weighted sums over its positions (MELODI, arXiv 2410.03156).
 
-The inputs are the W tokens of a block and the U summaries of the same tokens by the layer below. In
-shapes, P = W + U is the number of these input positions, and O the number of weighted sums.
+The inputs are the W tokens of a block and the U summaries of the same tokens by the layer below.
+
+In shapes, B is the number of rows of the batch, D of numbers of a vector, P = W + U of input
+positions, and O of weighted sums.
 """
 
 from typing import NamedTuple

@@ -10,8 +10,8 @@ first chunk, buckets only determine the order (a chunk may span several), and al
 weight. Which tokens share a chunk depends on the complete sequence, so a causal mask alone does not
 make the attention causal.
 
-In shapes, R is the number of rounds, P the number of planes of a round (half its buckets), and N
-the number of chunks of C tokens.
+In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
+of a head, R of rounds, P of planes of a round (half its buckets), and N of chunks of C tokens.
 """
 
 import jax

@@ -1,6 +1,7 @@
 """Reference implementation of the baselines: all T x X logits, most of them masked.
 
-In shapes, T is the number of queries, X of keys, and R of rounds of hashing.
+In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
+of a head, and R of rounds of hashing.
 """
 
 import jax.numpy as jnp
@@ -23,8 +24,16 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over its `count` best keys.
 
-    A key is included if fewer than `count` keys have a larger logit. The arguments are the same as
-    for `attention_baselines.oracle_top_k`; dropout is not supported.
+    A key is included if fewer than `count` keys have a larger logit.
+
+    Args:
+      queries: unscaled queries.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      dropout: None, because dropout is not supported.
+      count: the number of best keys.
+      scale: factor of the logits.
+      causal: True hides later tokens.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
@@ -47,9 +56,19 @@ def attend_in_chunks(
     """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
     rounds.
 
-    Nothing is sorted: the chunk of a token follows from the number of tokens before it in the order
-    of buckets. The arguments are the same as for `attention_baselines.attend_in_chunks`; dropout is
-    not supported.
+    A token sees its own chunk and the chunk before it. Nothing is sorted: the chunk of a token
+    follows from the number of tokens before it in the order of buckets.
+
+    Args:
+      queries: unscaled queries; normalized to length 1, they are the keys as well.
+      values: the values.
+      valid: False for padding, which no query sees.
+      ids: the bucket of each token in each round.
+      dropout: None, because dropout is not supported.
+      chunk: the number of tokens of a chunk.
+      scale: factor of the logits.
+      attend_to_self: False lets a token see itself only if it sees nothing else.
+      causal: True hides later tokens.
     """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]

@@ -1,6 +1,7 @@
 """The baselines in plain XLA: oracle top-k with all logits, Reformer with sorted chunks.
 
-In shapes, R is the number of rounds, and N the number of chunks of C tokens.
+In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
+of a head, R of rounds of hashing, and N of chunks of C tokens.
 """
 
 import jax
@@ -31,8 +32,16 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over its `count` best keys.
 
-    All [B, H, T, X] logits exist at once. The arguments are the same as for
-    `attention_baselines.oracle_top_k`.
+    All [B, H, T, X] logits exist at once.
+
+    Args:
+      queries: unscaled queries.
+      keys, values: the keys and the values.
+      valid: False for padding, which no query sees.
+      dropout: dropout of the weights; None for no dropout.
+      count: the number of best keys.
+      scale: factor of the logits.
+      causal: True hides later tokens.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(
@@ -64,13 +73,13 @@ def attend_in_chunks(
     Args:
       queries: the queries; normalised to length 1, they are the keys as well.
       values: the values.
-      valid: True for tokens that are no padding.
+      valid: False for padding, which no query sees.
       ids: the bucket of each token in each round.
       dropout: dropout of the attention weights, or None.
       chunk: the number of tokens of a chunk.
-      scale: the factor of the queries.
-      attend_to_self: True if a token may attend to itself.
-      causal: True if a token attends to no later token.
+      scale: factor of the logits.
+      attend_to_self: False lets a token see itself only if it sees nothing else.
+      causal: True hides later tokens.
     """
     tokens = queries.shape[1]
     more = -tokens % chunk

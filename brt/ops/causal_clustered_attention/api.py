@@ -18,9 +18,9 @@ centroid that has moved must be computed again from all keys, which would have t
 fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is processed
 once. A query chooses its centroid by itself, so a token depends on no later token.
 
-In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the
-cached block and of the segment. C is the number of centroids of a head, R the number of keys that
-each keeps, and Q the number of queries.
+In shapes, B is the number of rows of the batch, H of heads, and K of numbers of a head. A segment
+has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the cached block and of the
+segment. C is the number of centroids of a head, and R the number of keys that each keeps.
 """
 
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ def causal_clustered_attention_step(
     tokens.
 
     Args:
-      queries: the query of the token, as for `causal_clustered_attention`.
+      queries: the query of the token, already multiplied by any scale; without rotary embedding.
       window: the result of attention to the token's window: the output [B, 1, H, K] and its
         log-sum-exp [B, 1, H].
       keys, values: keys and values of the complete previous block.

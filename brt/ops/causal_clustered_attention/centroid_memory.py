@@ -5,8 +5,9 @@ with the keys that it has kept so far. It keeps those with the largest logits. A
 to a weighted sum, which is the result of the centroid's own attention to them. Nothing is ever
 removed from the sum, so every key counts exactly once.
 
-In shapes, C is the number of centroids of a head, R the number of keys that each keeps, W the
-number of tokens of a block, and M = R + W.
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, Q of queries, C
+of centroids of a head, R of keys that each centroid keeps, and W of tokens of a block; M = R + W.
+The R places for keys of a centroid are called slots.
 """
 
 from typing import NamedTuple

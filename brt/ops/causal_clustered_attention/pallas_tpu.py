@@ -7,13 +7,14 @@ centroids than the query's own. 64 centroids with 16 keys each are as many keys 
 512 tokens. Nothing is gathered, and no gradient is scattered.
 
 The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
-are transposed, slots x rows. The slots are the keys of the block before that have left the window,
-the keys that centroids keep, and the centroids' sums. The backward pass recomputes the weights from
-the log-sum-exp.
+are transposed, slots x rows. The rows are the queries of a block. The slots are the keys of the
+block before that have left the window, the keys that centroids keep, and the centroids' sums: a
+centroid has one weighted sum of the values that it does not keep. The backward pass recomputes the
+weights from the log-sum-exp.
 
-In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
-keys.
+In shapes, B is the number of lanes, H of heads, K of numbers of a head, T of tokens of a segment, N
+of its blocks of W tokens, and C of centroids of a head. Each centroid keeps R keys, and M = C R. Z
+= T + W counts the cached block, too.
 """
 
 import functools
@@ -48,7 +49,10 @@ def refusal(
     queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
     pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernels do not support these inputs, or None if they do."""
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are the same as for `causal_clustered_attention`.
+    """
     if rules.partitioned():
         return "reads what one device has"
     width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
@@ -90,8 +94,17 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens, in the dtype of
     `values`.
 
-    The arguments are the same as for `api.causal_clustered_attention`. With `interpret`, the
-    kernels run on any device, with any sizes.
+    Args:
+      queries: already multiplied by any scale.
+      window: the result of attention to each token's window: the output [B, T, H, K] and its
+        log-sum-exp [B, T, H].
+      keys, values: keys and values of the cached block, followed by those of the segment.
+      cache_mask: True where block n may read the block before it.
+      pasts: the memories that the N blocks read, stacked on the first axis.
+      centroids: the centroids of the layer.
+      bias: a number for each head, added to the logits of all keys outside the window.
+      attend_to_self: True if the nearest key of a window is the token itself.
+      interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
@@ -128,7 +141,7 @@ class _Arguments(NamedTuple):
       rest, rest_lse: the centroids' sums and their log-sum-exps.
       labels: the centroid of each query.
       cache_mask: not zero where a block may read the block before it.
-      filled: the number of occupied slots for keys of each centroid.
+      filled: the number of keys that each centroid has kept so far, at most R.
     """
 
     q: Float[Array, "B H T K"]

@@ -2,9 +2,9 @@
 
 Each query has float32 logits of all keys that its head's centroids keep.
 
-In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
-keys.
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, N of its blocks of W tokens, and C of centroids of a head. Each centroid keeps R keys. Z
+= T + W counts the cached block, too, and M is a number of keys.
 """
 
 import jax
@@ -27,7 +27,12 @@ def memory_scan(
     """Returns the memory after the segment, and the memories that the segment's blocks read,
     stacked on a first axis N.
 
-    The arguments are the same as for `api.memory_scan`.
+    Args:
+      keys, values: keys and values of the cached block, followed by those of the segment.
+      cache_mask: True where block n may read the block before it. Where False, a new document
+        begins, and the memory is emptied.
+      past: the memory that the first block reads.
+      centroids: the centroids of the layer.
     """
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     results = [
@@ -56,7 +61,15 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens, in the dtype of
     `values`.
 
-    The arguments are the same as for `api.causal_clustered_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      window: the result of attention to each token's window: the output [B, T, H, K] and its
+        log-sum-exp [B, T, H].
+      keys, values, cache_mask: as for `memory_scan`.
+      pasts: the memories of all blocks, from `memory_scan`.
+      centroids: the centroids of the layer.
+      bias: a number for each head, added to the logits of all keys outside the window.
+      attend_to_self: True if the nearest key of a window is the token itself.
     """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks

@@ -1,9 +1,12 @@
 """Bodies of the TPU kernels of causal clustered attention, for one head, lane and block.
 
-A lane is a row of the batch. The module `pallas_tpu` describes the algorithm. In shapes, W is the
-number of tokens of a block, C the number of centroids, R the number of keys that each keeps, and M
-= C * R. In the class `_RowTile`, R is the number of rows of the tile, S the number of visible slots
-of the previous block, and X = S + M + C.
+A lane is a row of the batch. The module `pallas_tpu` describes the algorithm. All matrices are
+slots x rows. A row is a query of the block, and a slot is one of three kinds: a key of the previous
+block, a key that a centroid keeps, or a centroid's sum of the values that it does not keep.
+
+In shapes, W is the number of tokens of a block, K the size of a head, C the number of centroids, R
+the number of keys that each keeps, and M = C * R. In the class `_RowTile`, R is the number of rows
+of the tile, S the number of visible slots of the previous block, and X = S + M + C.
 """
 
 import math
@@ -168,9 +171,10 @@ def forward_kernel(
     The output is written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
-      cache_mask: [B, N], not zero where a block may read the previous block.
-      filled: [N, B], the number of occupied slots for keys of each centroid.
-      inputs: the inputs of the step.
+      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
+        block.
+      filled: [N, B], the number of keys that each centroid has kept so far, at most R.
+      inputs: references to the inputs of the step.
       y, lse: references to the outputs.
       settings: static settings.
     """
@@ -203,9 +207,10 @@ def backward_kernel(
     """Writes the gradients of the inputs of one block to `results`.
 
     Args:
-      cache_mask: [B, N], not zero where a block may read the previous block.
-      filled: [N, B], the number of occupied slots for keys of each centroid.
-      inputs: the inputs of the step, including the gradient of the output.
+      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
+        block.
+      filled: [N, B], the number of keys that each centroid has kept so far, at most R.
+      inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: float32 scratch memory [W + M, K] for the gradients of keys and values:
         W of the previous block, then M of the keys that centroids keep.

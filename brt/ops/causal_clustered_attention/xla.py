@@ -3,9 +3,9 @@
 The tokens of all blocks attend at once. The tokens of a block are sorted by centroid, so that a
 centroid's keys are gathered once for several of its queries.
 
-In shapes, T is the number of tokens of a segment, N of its blocks of W tokens, and C of centroids
-of a head. Each centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of
-keys.
+In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
+a segment, N of its blocks of W tokens, C of centroids of a head, and Q of queries of a block. Each
+centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of keys.
 """
 
 import jax
@@ -42,7 +42,12 @@ def memory_scan(
     """Returns the memory after the segment, and the memories that the segment's blocks read,
     stacked on a first axis N.
 
-    The arguments are the same as for `api.memory_scan`.
+    Args:
+      keys, values: keys and values of the cached block, followed by those of the segment.
+      cache_mask: True where block n may read the block before it. Where False, a new document
+        begins, and the memory is emptied.
+      past: the memory that the first block reads.
+      centroids: the centroids of the layer.
     """
 
     def add_block(
@@ -51,9 +56,10 @@ def memory_scan(
         """Returns the memory that the next block reads, and the memory that this block reads.
 
         Args:
-          past: the memory of this block before it is emptied at document starts.
-          block: the keys and the values of the previous block, and a mask that is False in rows of
-            the batch in which this block starts a document.
+          past: the memory of this block, which is then emptied in rows of the batch in which the
+            block starts a document.
+          block: the keys and the values [B, H, W, K] of the previous block; and a mask that is
+            False in rows of the batch in which this block starts a document.
         """
         past = reset_unless(past, block[2])
         return memory_after(past, *block, centroids), past
@@ -78,7 +84,15 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens, in the dtype of
     `values`.
 
-    The arguments are the same as for `api.causal_clustered_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      window: the result of attention to each token's window: the output [B, T, H, K] and its
+        log-sum-exp [B, T, H].
+      keys, values, cache_mask: as for `memory_scan`.
+      pasts: the memories of all blocks, from `memory_scan`.
+      centroids: the centroids of the layer.
+      bias: a number for each head, added to the logits of all keys outside the window.
+      attend_to_self: True if the nearest key of a window is the token itself.
     """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
@@ -95,7 +109,8 @@ def causal_clustered_attention(
 
         Args:
           queries: the queries of the block.
-          window: the attention of these queries to their windows.
+          window: the result of these queries' attention to their windows: output [B, H, W, K] and
+            log-sum-exp [B, H, W].
           before: the keys and the values of the previous block, each [B, H, W, K].
           cache_mask: True if the block may read the previous block.
           past: the memory that the block reads.

@@ -90,7 +90,8 @@ def cross_entropy(
       scale: factor of the logits.
       chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once;
         TPU kernels choose their own.
-      smoothing: the share of each target's probability that is distributed evenly over all tokens.
+      smoothing: the fraction of each target's probability that is distributed evenly over all
+        tokens.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 

@@ -47,7 +47,11 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.token_scores`.
+    Args:
+      hidden: the vectors of the tokens.
+      embedding: the embeddings of the vocabulary.
+      others: the other arrays of `token_scores` or `cross_entropy`, of which the last one is the
+        bias.
     """
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):
@@ -93,8 +97,14 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token; without gradients.
 
-    The arguments are the same as for `api.token_scores`; `bias` must be None, and `chunk` is
-    ignored. With `interpret`, the kernel runs on any device and with any sizes.
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T.
+      embedding: the embeddings of the vocabulary.
+      targets: the token to score at each position.
+      bias: None, because the kernels support no bias.
+      scale: factor of the logits.
+      chunk: ignored; the kernels choose the size of their tiles.
+      interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     return TokenScores(results.nats, results.lead > 0)
@@ -114,8 +124,11 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both float32 scalars.
 
-    The arguments are the same as for `api.cross_entropy`; `bias` must be None, and `chunk` is
-    ignored. With `interpret`, the kernels run on any device and with any sizes.
+    Args:
+      hidden, embedding, targets, bias, scale, chunk, interpret: as for `token_scores`.
+      mask: False where a target does not count.
+      smoothing: the fraction of each target's probability that is distributed evenly over all
+        tokens.
     """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     loss = results.nats

@@ -33,7 +33,13 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token.
 
-    The arguments are the same as for `api.token_scores`; `chunk` is ignored.
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the token to score at each position.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: ignored.
     """
     log_p = _log_p(hidden, embedding, bias, scale)
     target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
@@ -53,7 +59,16 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both scalars.
 
-    The arguments are the same as for `api.cross_entropy`; `chunk` is ignored.
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the target of each position.
+      mask: False where a target does not count.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: ignored.
+      smoothing: the fraction of each target's probability that is distributed evenly over all
+        tokens.
     """
     log_p = _log_p(hidden, embedding, bias, scale)
     nats = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]

@@ -4,8 +4,8 @@ The float32 logits [B, T, V] of a long segment would be the largest array of a t
 differentiation the gradients of each chunk are computed while its logits exist, so nothing is
 computed twice.
 
-In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
-vector, and V of tokens of the vocabulary.
+In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
+numbers of a token's vector, and V of tokens of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,13 @@ def token_scores(
     """Returns the negative log probability of each target, and whether the target is the most
     probable token; without gradients.
 
-    The arguments are the same as for `api.token_scores`.
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the token to score at each position.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: the largest number of tokens of a row whose logits exist at once.
     """
     chunk, product = (
         _chunk_length(hidden.shape[1], chunk),
@@ -113,7 +119,9 @@ def token_scores(
     )
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of a chunk's targets; `piece` has the chunk's vectors and targets."""
+        """Returns the scores of a chunk's targets; `piece` has the vectors [B, C, D] and the
+        targets [B, C] of the chunk.
+        """
         results = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
@@ -135,7 +143,16 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the summed loss and the summed nats of the targets, both float32 scalars.
 
-    The arguments are the same as for `api.cross_entropy`.
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the target of each position.
+      mask: False where a target does not count.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: the largest number of tokens of a row whose logits exist at once.
+      smoothing: the fraction of each target's probability that is distributed evenly over all
+        tokens.
     """
     return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 
@@ -159,6 +176,8 @@ def _cross_entropy(
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         """Returns `total`, the summed loss and nats, after a chunk is added; and None, because
         `lax.scan` also expects an output of each step.
+
+        `piece` has the vectors, the targets and the mask of the chunk.
         """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
@@ -196,7 +215,7 @@ def _forward(
         """Returns the carry after a chunk is added, and the gradient of the chunk's vectors.
 
         The carry has the summed loss and nats, the gradient of the embedding and the gradient of
-        the bias.
+        the bias. `piece` has the vectors, the targets and the mask of the chunk.
         """
         total, d_embedding, d_bias = carry
         h, target, counts = piece

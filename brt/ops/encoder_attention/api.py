@@ -1,7 +1,10 @@
 """Local attention: every token sees the keys within a radius on both sides (LongT5, section 3.1.1).
 
 A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees keys
-of its own block, the previous and the next block, and of no others. In shapes, X = 3 W.
+of its own block, the previous and the next block, and of no others.
+
+In shapes, B is the number of rows, T of tokens of a row, H of heads, and K of numbers of a head; X
+= 3 W.
 """
 
 from jaxtyping import Array, Bool, Float

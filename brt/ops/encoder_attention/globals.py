@@ -1,7 +1,10 @@
 """Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2): sums of short blocks.
 
 The last tokens, if they do not fill a block, join the last full block. A source shorter than a
-block has no global token. In shapes, G is the number of global tokens.
+block has no global token.
+
+In shapes, B is the number of sources, T of tokens of a source, G of global tokens, H of heads, and
+K of numbers of a head.
 """
 
 from typing import NamedTuple

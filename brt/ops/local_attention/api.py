@@ -1,9 +1,11 @@
 """Attention of every token to the last W tokens of its document, itself included.
 
 `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
-the window and the length of a block are independent. In shapes, T is the number of tokens of a
-segment and N the number of its blocks; H is the number of heads of queries, and G the number of
-heads of keys. A head of keys serves H / G consecutive heads of queries.
+the window and the length of a block are independent.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves H / G
+consecutive heads of queries.
 """
 
 import jax.numpy as jnp
@@ -80,7 +82,7 @@ def local_attention_step(
       keys, values: ring buffers of W slots. The token at place p of the open block is written to
         slot p % W, where it replaces the token W places before it. If tokens see themselves, the
         token's own key and value have already been written; otherwise they have not.
-      bias: as in `local_attention`.
+      bias: float32, by distance, as in `local_attention`.
       read: the number of tokens of the document before this token.
       position: the place of the token in the open block, the block that is not yet complete.
       attend_to_self: True if the nearest key is the token itself.
@@ -92,7 +94,8 @@ def local_attention_step(
     window, nearest = keys.shape[1], 0 if attend_to_self else 1
     # `steps` is the number of tokens from each slot's key to the nearest visible key.
     steps = (position - nearest - jnp.arange(window)) % window
-    seen = ((steps + nearest)[None] <= read[:, None])[:, None]  # [B, 1, W]
+    # The axes of `seen` are [B, 1, W].
+    seen = ((steps + nearest)[None] <= read[:, None])[:, None]
     logits = step_logits(query, keys, normalize_keys=normalize_keys)
     if bias is not None:
         logits += jnp.take(bias, steps, axis=1)[None]

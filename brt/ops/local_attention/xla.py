@@ -1,4 +1,10 @@
-"""Local attention in plain XLA: chunks of queries, each with the keys that its tokens can see."""
+"""Local attention in plain XLA: chunks of queries, each with the keys that its tokens can see.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, W of keys of a window, H
+of heads of queries, G of heads of keys, and K of numbers of a head; Z = W + T. A chunk has Q
+queries and X = W + Q keys. A head of keys serves R = H / G consecutive heads of queries, and RQ is
+the product of R and Q.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +33,17 @@ def local_attention(
     """Returns the attention output of every token over its window, and the log-sum-exp of its
     logits.
 
-    The arguments are the same as for `api.local_attention`, except for three: `keys` and `values`
-    begin with the W cached keys and values, and `first` has an entry for every token. The backward
-    pass computes the attention weights of a chunk again.
+    The backward pass computes the attention weights of a chunk again.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: keys and values of the W tokens before the segment, oldest first, followed by
+        those of the segment.
+      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      first: for each token, the place of the first token of its document; the segment begins at
+        place 0, and cached tokens have negative places.
+      dropout: dropout of the attention weights; None for no dropout.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
     """
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)
@@ -49,8 +63,8 @@ def local_attention(
     heads, groups = queries.shape[2], keys.shape[2]
 
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
-        """Returns x with one row of logits or weights after the other, for all heads of queries
-        that share a head of keys.
+        """Returns x, queries or weights, with the rows of all R heads of queries that share a head
+        of keys on one axis.
         """
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
@@ -83,8 +97,8 @@ def local_attention(
     parts = jax.lax.map(attend_chunk, jnp.arange(count))
 
     def join_chunks(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
-        """Returns the results of C chunks as one array of all T tokens, without the padding of the
-        last chunk.
+        """Returns the results x of C chunks as one array of all T tokens, without the padding of
+        the last chunk.
         """
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 

@@ -19,7 +19,12 @@ def attend(
 ) -> Float[Array, "*B Q H K"]:
     """Returns the attention output of every query over the keys that it sees.
 
-    The arguments are the same as for `api.attend`; dropout is not supported.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and the values.
+      bias: a bias of the logits, shared by all leading axes; None for no bias.
+      mask: True where a query sees a key; a query that sees no key gets zeros.
+      dropout: None, because dropout is not supported.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)

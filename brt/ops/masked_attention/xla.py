@@ -32,7 +32,11 @@ def attend(
     """Returns the attention output of every query over the keys that it sees.
 
     Args:
-      queries, keys, values, bias, mask, dropout: as for `api.attend`.
+      queries: already multiplied by any scale.
+      keys, values: the keys and the values.
+      bias: float32, a bias of the logits, shared by all leading axes; None for no bias.
+      mask: True where a query sees a key; a query that sees no key gets zeros.
+      dropout: dropout of the weights; None for no dropout.
       tile: the number of logits that may exist at once on a device, from which the number of
         queries of a tile follows. A tile has at least one query.
     """
@@ -151,7 +155,9 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
         """Adds a tile's contribution to `sums`, the gradients of keys and values.
 
-        Returns the new sums, and the gradients of the tile's queries and of the tile's bias.
+        Returns the new sums, and the gradients of the tile's queries and of the tile's bias. `xs`
+        has the tile, the tile's index, the gradient of its outputs, the sum that the gradient of
+        each softmax subtracts, and the log-sum-exps of its logits.
         """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)

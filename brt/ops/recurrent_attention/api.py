@@ -35,7 +35,8 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the result of `function`.
 
         If `normalize_qk` is True, `function` receives the tokens' keys (`keys` and the cached keys)
-        after normalization, and otherwise unchanged.
+        after normalization, and otherwise unchanged. The arguments are the same as for
+        `state_scan`; `others` are those after `keys`, in the same order.
         """
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
@@ -94,7 +95,8 @@ def state_scan(
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
       options: the arguments `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of
-        `scan.state_update`.
+        `scan.state_update`, which select the gate, the bounds of its updates, the normalization of
+        keys and queries, the treatment of unreadable keys and the implementation of attention.
 
     Returns:
       The states after the last block, float32; and the state keys and values that the tokens of

@@ -1,7 +1,12 @@
 """The weights of the recurrent cell, and the state keys and values that tokens read.
 
-The cell has S state vectors. The tokens of a block attend to them, and they attend to the tokens.
-Section 3.6 of Block-Recurrent Transformers describes three layouts: skip, dual and single.
+The cell has S state vectors. The tokens of a block attend to the states, and the states attend to
+the tokens. Section 3.6 of Block-Recurrent Transformers describes three layouts: skip has attention
+with a residual connection; dual also has an MLP with another residual connection; single has one
+residual connection around both.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, W of tokens of a block, and F of hidden units of the MLP; *B stands for any leading axes.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +34,7 @@ class CellWeights(NamedTuple):
       output_gate: gate of the attention's residual connection; None in the single layout.
       mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.
       mlp_in: the first kernel of the MLP, [D, F] in the dual layout and [2, H, K, F] in the single
-        layout.
+        layout; None in the skip layout, which has no MLP.
       mlp_out: [F, D], the second kernel of the MLP.
       mlp_gate: gate of the MLP's residual connection.
     """

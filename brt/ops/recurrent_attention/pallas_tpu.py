@@ -4,7 +4,7 @@ The grid is (head, lane); a lane is a row of the batch. A step normalizes the ke
 one head of the states of a lane, attends to the states and to the tokens of two blocks, and writes
 the outputs and the keys that tokens will read. The kernel reads the output of the projection in
 place. The backward kernel writes the gradients of its four parts as one array, as the products
-after it need them. As in window attention, all matrices are transposed, slots x rows, and the
+after it need them. As in window attention, all matrices are transposed, keys x states, and the
 backward pass recomputes the weights from the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
@@ -50,7 +50,13 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.state_scan`.
+    Args:
+      weights: the cell's weights.
+      initial: [S, D], the learned states at the start of a document.
+      vectors: [B, S, D], the states before the segment.
+      cached: keys and values [B, W, H, K] of the tokens of the block before the segment.
+      keys: [B, T, H, K], keys of the tokens of the segment.
+      attention: the name of the implementation of attention that the caller asks for.
     """
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
@@ -94,14 +100,14 @@ def state_attention(
     normalizes the keys of the tokens.
 
     Args:
-      projected: keys, queries, cross queries and values of the states.
-      scales: float32, the scales of queries and of cross queries.
+      projected: keys, queries to states, queries to tokens, and values of the states.
+      scales: float32, the scales of the queries to states, then of the queries to tokens.
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
-      null_keys: True if masked tokens have logit 0 instead of no weight.
+      null_keys: True if unreadable tokens count as zero keys with zero values.
       attention: None or "auto"; the kernel always computes the attention itself.
-      interpret: True runs the kernels on any device and with any sizes.
+      interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     arguments = _Arguments(

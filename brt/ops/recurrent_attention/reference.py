@@ -36,8 +36,21 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read; all float32.
 
-    The arguments are the same as for `api.state_scan`; `taps`, `unroll` and `attention` are
-    ignored.
+    Args:
+      weights: the cell's weights.
+      initial: the learned states at the start of a document.
+      vectors: the states before the segment.
+      cached: keys and values of the tokens of the block before the segment.
+      keys, values: keys and values of the tokens of the segment. If `normalize_qk` is True, the
+        keys of all tokens are already normalized.
+      cache_mask: True where block n may read the block before it.
+      document_start: True where the states restart with `initial`.
+      kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
+      tanh: the updates that a tanh bounds. 'original' bounds the update of the single layout,
+        'paper' the updates of lstm gates.
+      normalize_qk: True normalizes keys and queries of the states.
+      null_keys: True makes unreadable keys count as zero keys with zero values.
+      taps, unroll, attention: ignored.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -112,8 +112,9 @@ def state_update(
       kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
       tanh: the updates that a tanh bounds. 'original' bounds the update of the single layout, as in
         the original code; 'paper' bounds the updates of lstm gates, as in the paper.
-      read: a function that computes both attentions, such as `xla.state_attention`.
-      options: passed to `read`.
+      read: the function that computes the attention of the states to states and to tokens, such as
+        `xla.state_attention`.
+      options: passed to `read`, such as `normalize_qk` and `null_keys`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -145,8 +146,8 @@ def _apply_gates(
     inputs = _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        """Returns the next states: the gate combines the states `vectors` with the update, which is
-        the MLP of x.
+        """Returns the next states: the gate combines the states `vectors` with their update, which
+        is the result of the MLP for its input x.
         """
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
@@ -180,7 +181,18 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read.
 
-    The arguments are the same as for `api.state_scan`; `options` are passed to `state_update`.
+    Args:
+      weights: the cell's weights.
+      initial: float32, the learned states at the start of a document.
+      vectors: float32, the states before the segment.
+      cached: keys and values of the tokens of the block before the segment.
+      keys, values: keys and values of the tokens of the segment.
+      cache_mask: True where block n may read the block before it.
+      document_start: True where the states restart with `initial`.
+      taps: for a segment of one block inside a caller's scan over blocks, the block's part of the
+        taps from `state_taps`; None lets the function create its own taps.
+      unroll: the number of blocks in an iteration of the scan.
+      options: the arguments of `state_update` from `kind` on.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -78,8 +78,18 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read, computed by one kernel for the complete cell.
 
-    The arguments are the same as for `api.state_scan`. Arguments that this function does not name
-    are ignored. With `interpret`, the kernel runs on any device and with any sizes.
+    Args:
+      weights: the cell's weights.
+      initial: float32, the learned states at the start of a document.
+      vectors: float32, the states before the segment.
+      cached: keys and values of the tokens of the block before the segment.
+      keys, values: keys and values of the tokens of the segment.
+      cache_mask: True where block n may read the block before it.
+      document_start: True where the states restart with `initial`.
+      normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
+      null_keys: True makes unreadable keys count as zero keys with zero values.
+      interpret: True runs the kernel on any device, slowly, and with any sizes.
+      **_: the other arguments of `api.state_scan`, which `refusal` has checked.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

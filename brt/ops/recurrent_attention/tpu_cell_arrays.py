@@ -1,7 +1,8 @@
 """Inputs and outputs of the kernels of the complete cell, or their block specs.
 
-The module `tpu_cell` describes the algorithm. A lane is a row of the batch. In shapes, S is the
-number of states, W the number of tokens of a block, and N the number of blocks.
+The module `tpu_cell` describes the algorithm. In shapes, B is the number of lanes (rows of the
+batch), N of blocks of a segment, W of tokens of a block, S of states, D of numbers of a state, H of
+heads, and K of numbers of a head.
 """
 
 from typing import Any, NamedTuple

@@ -27,7 +27,15 @@ def refusal(
     """Returns the reason why the kernel of the complete cell does not support these inputs, or None
     if it does.
 
-    The arguments are described in `api.state_scan`.
+    Args:
+      weights: the cell's weights, whose fields show the layout of the cell.
+      initial: [S, D], the learned states at the start of a document.
+      vectors: [B, S, D], the states before the segment.
+      cached: keys and values [B, W, H, K] of the tokens of the block before the segment.
+      keys: [B, T, H, K], keys of the tokens of the segment.
+      kind: the kind of gate.
+      taps: not None if the caller computes weight gradients after a scan over blocks.
+      attention: the name of the implementation of attention that the caller asks for.
     """
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):

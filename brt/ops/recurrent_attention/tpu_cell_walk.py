@@ -1,6 +1,7 @@
 """The grid of the kernels of the complete cell: lanes (rows of the batch), blocks and heads.
 
-In shapes, B is the number of lanes, N the number of blocks and H the number of heads.
+In shapes, B is the number of lanes, N of blocks of a segment of T tokens, W of tokens of a block, H
+of heads and K of numbers of a head.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 
 class CellGrid(NamedTuple):
     """The kernels' grid of lanes, blocks and heads, and the block specs of arrays for its steps.
+
+    The methods take an array or a description of its shape, such as a `ShapeDtypeStruct`.
 
     Attributes:
       blocks: the number of blocks, N.
@@ -77,8 +80,8 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the index, along B, H, W and K, of the part of the cache for the step of lane
-            b, step n of the second axis, and head h.
+            """Returns the position, along B, H, W and K, of the part of the cache that the step at
+            position (b, n, h) of the grid reads.
             """
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 

@@ -1,8 +1,10 @@
 """Bodies of the TPU kernels of the states' attention, for one head of the states of one lane.
 
-The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. In shapes, S is the
-number of states, W the number of tokens of a block, R the number of states of a tile, and X the
-number of keys.
+The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. The states attend to
+each other and to the tokens of two blocks. Logits are keys x states.
+
+In shapes, S is the number of states, W of tokens of a block, K of numbers of a head, R of states of
+a tile, and X of keys.
 """
 
 import math
@@ -164,8 +166,8 @@ def forward_kernel(
     """Writes the results of both attentions of the states of one head and lane to `outputs`.
 
     Args:
-      cache_mask: [B], not zero if the lane's previous block is readable.
-      inputs: the inputs of the step.
+      cache_mask: [B] for each lane, not zero if the lane's previous block is readable.
+      inputs: references to the inputs of the step.
       outputs: references to the outputs.
       settings: static settings.
     """

@@ -1,6 +1,9 @@
 """Attention of the recurrent cell's states in plain XLA.
 
-In shapes, S is the number of states.
+The states attend to each other and to the tokens of two blocks, with queries of their own for each.
+
+In shapes, B is the number of rows of the batch, S of states, H of heads, and K of numbers of a
+head.
 """
 
 from functools import partial
@@ -26,12 +29,12 @@ def state_attention(
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """Returns the attention outputs of the states over the states and over the tokens of two
-    blocks.
+    blocks; and the keys and values of the states.
 
     Args:
       projected: keys, queries to states, queries to tokens, and values of the states, from one
         product.
-      scales: the scales of the two kinds of queries.
+      scales: the scales of the queries to states, then of the queries to tokens.
       before: keys and values of the tokens of the previous block.
       own: keys and values of the tokens of this block. If `normalize_qk` is True, the keys of all
         tokens are already normalized.

@@ -1,8 +1,8 @@
 """Softmax attention over all keys on TPUs: logits and weights stay in VMEM.
 
 The grid is (head, lane, block); a lane is a row of the batch. A step has the queries and keys of
-one block. As in window attention, all matrices are transposed, slots x rows, and the backward pass
-recomputes the weights from the log-sum-exp.
+one block. As in window attention, all matrices are transposed, keys x queries, and the backward
+pass recomputes the weights from the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, T of queries of a row, S of keys of a block, R of
 queries (rows) of a tile, H of heads and K of numbers of a head.
@@ -47,7 +47,11 @@ _TILE = 1024 * _ROWS
 def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    q, k, v and `cache_mask` are the queries, keys, values and mask of `api.attend_to_blocks`.
+    Args:
+      q: the queries [B, T, H, K].
+      k, v: the keys and values [B, *N, H, S, K], where *N is an optional axis of blocks.
+      cache_mask: [B], True if the queries of a row may read the first half of the keys; None if
+        they may read all keys.
     """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]

@@ -6,7 +6,7 @@ the cache. Transformer-XL is the special case of one block per segment.
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
 values (`brt.ops.grouped_heads`), K of numbers of a head, T of tokens of a segment, and N of its
-blocks of W tokens; Z = W + T counts the cached block, too.
+blocks of W tokens.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,10 @@ For each head of a query, a search selects the few keys of the memory with the l
 the query. These keys are the query's neighbours, and the query attends to its neighbours alone. The
 memory gets no gradient: gradients reach the queries only.
 
-In shapes, M is the number of tokens of the memory, R the number of neighbours of a query, and Q the
-number of queries. Heads come before tokens, because every head is searched separately.
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, M of tokens of the memory, R of neighbours of a query, and Z of keys
+of the memory and the segment. Heads come before tokens in keys and values, because every head is
+searched separately.
 """
 
 import jax
@@ -54,7 +56,8 @@ def memory_attention(
         most M.
       size: M, the number of tokens of the memory.
       neighbors: R, the number of neighbours of a query.
-      search: see `retrieval`; "bucketed" needs M to be a multiple of R.
+      search: "exact" finds the keys with the largest products. "bucketed" divides the tokens among
+        R buckets and finds the best key of each bucket, for which M must be a multiple of R.
       null_keys: True makes missing neighbours count as zero keys with zero values instead of being
         ignored, as the original code does.
       implementation: the name of an implementation; None selects the best one that supports the

@@ -1,4 +1,8 @@
-"""Reference implementation of memory attention: block by block, with all scores at once."""
+"""Reference implementation of memory attention: block by block, with all scores at once.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, and Z of keys of the memory and the segment.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +29,15 @@ def memory_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over its neighbours, in the dtype of `values`.
 
-    The arguments are the same as for `api.memory_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the memory, followed by those of the segment, oldest
+        token first.
+      counts: for each block, the number of last tokens before the block that may be neighbours.
+      size: the number of tokens of the memory.
+      neighbors: the number of neighbours of a query: the keys with the largest products.
+      search: "exact" or "bucketed"; `retrieval` describes both.
+      null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     blocks = counts.shape[1]
     width = queries.shape[1] // blocks

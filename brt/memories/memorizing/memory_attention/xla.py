@@ -3,6 +3,10 @@
 There are two passes. The first pass searches and keeps only the indices of the neighbours. The
 second pass gathers the neighbours and attends to them. Neighbours take R times the memory of the
 queries, so they are not stored, and the backward pass gathers the neighbours again.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
+tokens, Q of queries that are processed at once, R of neighbours of a query, H of heads, K of
+numbers of a head, and Z of keys of the memory and the segment.
 """
 
 from collections.abc import Callable
@@ -38,7 +42,15 @@ def memory_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over its neighbours, in the dtype of `values`.
 
-    The arguments are the same as for `api.memory_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and values of the memory, followed by those of the segment, oldest
+        token first.
+      counts: for each block, the number of last tokens before the block that may be neighbours.
+      size: the number of tokens of the memory.
+      neighbors: R, the number of neighbours of a query: the keys with the largest products.
+      search: "exact" or "bucketed"; `retrieval` describes both.
+      null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     by_head = queries.swapaxes(1, 2)
     results = _find_in_blocks(
@@ -47,8 +59,8 @@ def memory_attention(
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
-        """Returns the attention output of some queries over their neighbours, which are gathered
-        here.
+        """Returns the attention output of the queries q over their neighbours; `results` has the
+        indices of the neighbours, which are gathered here.
         """
         k, v = take(keys, results.indices), take(values, results.indices)
         return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
@@ -107,11 +119,13 @@ def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
     """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
 
     def cut(x: Array) -> Array:
-        """Splits the axis of queries into parts of `rows` queries, stacked on a new first axis."""
+        """Splits the axis of queries of an array x [B, H, Q, ...] into parts of `rows` queries,
+        stacked on a new first axis.
+        """
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
 
     def joined(x: Array) -> Array:
-        """Joins the parts on the first axis to one axis of queries; the inverse of `cut`."""
+        """Joins the parts on the first axis of x to one axis of queries; the inverse of `cut`."""
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 

@@ -8,8 +8,10 @@ that cluster in its document. No token is omitted or read twice, and nothing dep
 tokens.
 
 Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
-centroids. In shapes, C is the number of clusters of a head, and R the number of tokens of its
-cluster that a token reads.
+centroids.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, and R of tokens of its cluster that a token reads.
 """
 
 import jax.numpy as jnp
@@ -86,7 +88,7 @@ def routed_attention_step(
       queries: the query of the token, already multiplied by any scale.
       cluster: the token's cluster in each head.
       block: the keys, values and clusters of the token's block up to and including the token.
-      rings: the last tokens of every cluster before the block.
+      rings: the last R tokens of every cluster before the block.
       position: the index of the token in its block.
       bias, attend_to_self: as for `routed_attention`.
     """

@@ -4,6 +4,9 @@ The counts and sums of each cluster's queries are moving averages over train ste
 Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start as 1, so
 that no sum is divided by a count near 0 at the start. Tokens are assigned to clusters by the
 directions of the centroids alone, so the length of a centroid does not matter.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, H of heads, C of clusters of
+a head, and K of numbers of a head.
 """
 
 from typing import NamedTuple
@@ -56,7 +59,7 @@ def nearest_clusters(
     """Returns the index of the cluster whose centroid has the largest cosine to each token's query,
     int32.
 
-    `statistics` determines the centroids. The queries get no gradient.
+    The centroids are computed from `statistics`. The queries get no gradient.
     """
     directions = l2_normalize(statistics.sums).astype(queries.dtype)
     cosines = jnp.einsum(
@@ -116,7 +119,7 @@ def commitment(
     Args:
       queries: the queries of the tokens.
       clusters: the cluster of each query.
-      statistics: determines the centroids.
+      statistics: the statistics from which the centroids are computed.
     """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])
     own = jnp.einsum("bthc,hck->bthk", jax.nn.one_hot(clusters, means.shape[1]), means)

@@ -1,6 +1,9 @@
 """Reference implementation of routed attention: every token and every position, with a mask.
 
-Computes in float32.
+The computation is in float32.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, and R of tokens of its cluster that a token reads.
 """
 
 import jax.numpy as jnp
@@ -22,7 +25,13 @@ def routed_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over the last R tokens of the token's cluster.
 
-    The arguments are the same as for `api.routed_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      tokens: the keys, values and clusters of the segment's tokens.
+      rings: the last R tokens of every cluster before the segment.
+      document_start: True where a document starts with block n.
+      bias: the bias of each head for the last R tokens of a cluster, the nearest first.
+      attend_to_self: True if the nearest token is the token itself, False if it is the one before.
     """
     visible = places(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]

@@ -1,9 +1,9 @@
 """The last tokens of every cluster (a ring for each cluster), which are carried from segment to
 segment.
 
-In shapes, C is the number of clusters of a head, R the number of tokens of a ring, and M = C R + T
-the number of places for tokens: first the places of the rings, then one place for each of the T
-tokens of a segment.
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, C of clusters of a head, and R of tokens of a ring. There are M = C R
++ T places for tokens: first the places of the rings, then one place for each token of the segment.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.gathering import take
 
-NO_TOKEN = -1  # The cluster of a place that has no token.
+NO_TOKEN = -1  # A place that has no token has this number instead of a cluster.
 
 
 class Rings(NamedTuple):

@@ -2,8 +2,12 @@
 
 A chunk has tokens of one cluster and one document (a group). The tokens of a group fill chunk after
 chunk. The place of a token in its chunk, and the tokens before it, therefore depend on earlier
-tokens alone, and the token's result is bitwise the same for any later tokens. In shapes, P is the
-number of chunks of Q rows, and M the number of places for tokens.
+tokens alone, and the token's result is bitwise the same for any later tokens. The tokens before the
+segment come from rings, which have the last R tokens of every cluster.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
+heads, K of numbers of a head, R of tokens of its cluster that a token reads, M of tokens of the
+rings and the segment, and P of chunks of Q rows.
 """
 
 from typing import NamedTuple
@@ -53,7 +57,13 @@ def routed_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over the last R tokens of the token's cluster.
 
-    The arguments are the same as for `api.routed_attention`.
+    Args:
+      queries: already multiplied by any scale.
+      tokens: the keys, values and clusters of the segment's tokens.
+      rings: the last R tokens of every cluster before the segment.
+      document_start: True where a document starts with block n.
+      bias: the bias of each head for the last R tokens of a cluster, the nearest first.
+      attend_to_self: True if the nearest token is the token itself, False if it is the one before.
     """
     visible = places(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
@@ -66,7 +76,7 @@ def routed_attention(
     layout = _layout(visible.groups, chunks, size)
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
-    def row_major(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
+    def in_chunks(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
         """Returns a vector for each row of the chunks: the vector of the row's token in x, or zeros
         for an empty row.
         """
@@ -80,7 +90,7 @@ def routed_attention(
     # A chunk reads this many previous chunks in addition to itself.
     back = -(-(bias_length - 1 + nearest) // size)
     keys, values = (
-        _with_previous_chunks(row_major(x), back, 0) for x in (visible.keys, visible.values)
+        _with_previous_chunks(in_chunks(x), back, 0) for x in (visible.keys, visible.values)
     )
     key_groups = _with_previous_chunks(groups, back, NO_TOKEN)
     columns = np.arange((back + 1) * size)
@@ -88,7 +98,7 @@ def routed_attention(
     near = jnp.asarray((distance >= 0) & (distance < bias_length))[None, None, None]
     seen = near & (groups[..., None] == key_groups[..., None, :]) & (groups >= 0)[..., None]
     logits = (
-        matmul_nt(row_major(q), keys)
+        matmul_nt(in_chunks(q), keys)
         + bias[:, np.clip(distance, 0, bias_length - 1)][None, :, None]
     )
     y = attend_to_part(jnp.where(seen, logits, MASKED), values).output
@@ -113,8 +123,8 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
         """Returns the layout of one head.
 
         Args:
-          order: the tokens, sorted by group.
-          rows: the row of each of these tokens.
+          order: the indices of the M tokens, sorted by group.
+          rows: the row of each of these tokens, in the same order.
         """
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
         return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
