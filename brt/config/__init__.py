@@ -12,6 +12,7 @@ import dataclasses
 from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
+from brt.config.distillation import Distillation
 from brt.config.encoder import Encoder
 from brt.config.kernels import Kernels
 from brt.config.model import Model
@@ -31,7 +32,7 @@ from brt.config.training import (
 
 __all__ = [
     "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer", "Pairs",
+    "Distillation", "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer", "Pairs",
     "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
@@ -54,6 +55,7 @@ class Config:
     cross_attention: CrossAttention = CrossAttention()
     pairs: Pairs = Pairs()
     decoding: Decoding = Decoding()
+    distillation: Distillation = Distillation()
     encoder: Encoder = Encoder()
     attention: Attention = Attention()
     speech: Speech = Speech()

@@ -165,7 +165,7 @@ class Model:
             check(
                 window == self.block_length or kind not in others,
                 f"layer {layer} is {kind}: its window of {window} tokens must be the block of "
-                f"{self.block_length} tokens; set Model.block = 0, and its place in "
+                f"{self.block_length} tokens; set Model.block = {self.window}, and its place in "
                 "Model.layer_windows to 0",
             )
         check(

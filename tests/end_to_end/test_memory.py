@@ -20,7 +20,7 @@ def test_answers_are_counted_on_the_way_and_in_the_end(commands: Commands, tmp_p
         "Memorizing.layers = ()", "Training.steps = 12", "Training.plots = True",
     )  # fmt: skip
     trained = commands.train(run, *bindings)
-    assert "asks for what was told 40 bytes before" in trained.err, "a segment is 16"
+    assert "asks for facts from 40 bytes before" in trained.err, "a segment is 16"
     assert "% of the answers" in trained.err
     last = read_metrics(run / "metrics.jsonl")[-1]
     assert 0 <= last["eval/validation/answers_exact"] <= 100

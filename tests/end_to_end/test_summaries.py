@@ -44,7 +44,6 @@ Data.buckets = (24, 48)
 Decoding.max_length = 8
 Decoding.beams = 2
 Evaluation.batch_size = 4
-Evaluation.batch_size = 4
 Optimizer.name = 'adamw'
 Optimizer.learning_rate = 0.01
 Optimizer.schedule = 'constant'

@@ -24,13 +24,13 @@ from brt.ops.layout import transposed
 from brt.ops.reductions import sum_leading
 
 
-def _chunk_length(tokens: int, limit: int) -> int:
+def chunk_length(tokens: int, limit: int) -> int:
     """Returns the largest divisor, up to `limit`, of a device's share of the tokens."""
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
 
 
-def _split_chunks(x: Array, chunk: int) -> Array:
+def split_chunks(x: Array, chunk: int) -> Array:
     """Splits [B, T, ...] into [count, B, C, ...]; a chunk has tokens of each device.
 
     Rows of the batch and tokens stay on their device.
@@ -41,8 +41,8 @@ def _split_chunks(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(cut, 2, 0).reshape(-1, batch, devices * chunk, *x.shape[2:])
 
 
-def _join_chunks(x: Array, chunk: int) -> Array:
-    """Inverts `_split_chunks`."""
+def join_chunks(x: Array, chunk: int) -> Array:
+    """Inverts `split_chunks`."""
     cut = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
@@ -114,7 +114,7 @@ def token_scores(
       chunk: the largest number of tokens of a row whose logits exist at once.
     """
     chunk, product = (
-        _chunk_length(hidden.shape[1], chunk),
+        chunk_length(hidden.shape[1], chunk),
         _embedding_product(embedding, hidden.dtype),
     )
 
@@ -126,8 +126,8 @@ def token_scores(
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
 
-    pieces = _split_chunks(hidden, chunk), _split_chunks(targets, chunk)
-    return TokenScores(*(_join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))
+    pieces = split_chunks(hidden, chunk), split_chunks(targets, chunk)
+    return TokenScores(*(join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))
 
 
 def cross_entropy(
@@ -169,7 +169,7 @@ def _cross_entropy(
     smoothing: float,
 ) -> tuple[Array, Array]:
     chunk, product = (
-        _chunk_length(hidden.shape[1], chunk),
+        chunk_length(hidden.shape[1], chunk),
         _embedding_product(embedding, hidden.dtype),
     )
 
@@ -183,7 +183,7 @@ def _cross_entropy(
         results = _logits(product(h), target, bias, scale)
         return total + _sums(results, counts, smoothing), None
 
-    pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
+    pieces = tuple(split_chunks(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(add_chunk, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
@@ -207,7 +207,7 @@ def _forward(
     smoothing: float,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     chunk, product = (
-        _chunk_length(hidden.shape[1], chunk),
+        chunk_length(hidden.shape[1], chunk),
         _embedding_product(embedding, hidden.dtype),
     )
 
@@ -230,11 +230,11 @@ def _forward(
         total += _sums(results, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
-    pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
+    pieces = tuple(split_chunks(x, chunk) for x in (hidden, targets, mask))
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
     (total, d_embedding, d_bias), d_hidden = jax.lax.scan(add_chunk, start, pieces)
-    return (total[0], total[1]), (_join_chunks(d_hidden, chunk), d_embedding, d_bias)
+    return (total[0], total[1]), (join_chunks(d_hidden, chunk), d_embedding, d_bias)
 
 
 @jax.named_scope("cross_entropy")

@@ -1,4 +1,6 @@
-"""The training loss of a segment: next-token cross-entropy plus auxiliary losses of layers."""
+"""The training loss of a segment: next-token cross-entropy, auxiliary losses of layers, and the
+divergence from a teacher if the run distills.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -7,6 +9,7 @@ from brt.config import Config
 from brt.models.decoder import logit_scale, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.interface import Aux, LossInputs, count_scored
+from brt.tasks.language_modeling import distillation
 from brt.tasks.language_modeling.forward import predict
 from brt.types import Variables
 
@@ -22,8 +25,9 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
       inputs: batch, random key, carry and model state.
     """
     training, batch = config.training, inputs.batch
-    variables = Variables(params, inputs.model_state)
-    output = predict(config, variables, inputs.carry, batch, inputs.key)
+    model_state, teacher = distillation.split_teacher(inputs.model_state)
+    carry = distillation.student_state(inputs.carry)
+    output = predict(config, Variables(params, model_state), carry, batch, inputs.key)
     total, nats = cross_entropy(
         output.hidden, output_weights(config.model, params), batch.targets, batch.scored,
         scale=logit_scale(config.model), chunk=training.loss_chunk,
@@ -34,4 +38,12 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     # or not, makes their sum independent of the number of devices and microbatches.
     total += batch.scored.size * sum(output.losses.values(), jnp.zeros(()))
     losses = {f"loss/{name}": value for name, value in output.losses.items()}
-    return total, Aux(nats, count, output.state, output.model_state, {**output.metrics, **losses})
+    state, after = output.state, {**output.model_state, **teacher}
+    if isinstance(inputs.carry, distillation.DistillationCarry):
+        nats_apart, teacher_state = distillation.divergence(
+            config, params, output, batch, teacher, inputs.carry.teacher
+        )
+        total += config.distillation.weight * nats_apart
+        losses["loss/divergence"] = nats_apart / jnp.maximum(count, 1.0)
+        state = distillation.DistillationCarry(state, teacher_state)
+    return total, Aux(nats, count, state, after, {**output.metrics, **losses})

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -22,6 +23,7 @@ from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
+from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
     ModelState,
     StackState,
@@ -43,7 +45,7 @@ from brt.tasks.interface import (
     ProbeFunction,
     Task,
 )
-from brt.tasks.language_modeling import warm_start
+from brt.tasks.language_modeling import distillation, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
@@ -62,7 +64,7 @@ class LanguageModeling(Task):
     """The task that trains a decoder; caches and recurrent states are carried from step to step."""
 
     name = "language_modeling"
-    sections = ("Model", "Data", "Sampling", "Decoding")
+    sections = ("Model", "Data", "Sampling", "Decoding", "Distillation")
     model, data = "model", "data"
     shows_examples, generates_text, exports, compares_windows = False, True, True, True
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
@@ -90,6 +92,7 @@ class LanguageModeling(Task):
                 )
             for section in model.kinds:
                 section.check_segment(name, length)
+        distillation.check_distillation(config)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the documents of all splits; tokenizes and stores them first if necessary.
@@ -143,13 +146,18 @@ class LanguageModeling(Task):
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
-    def initial_carry(self, config: Config, lanes: int) -> StackState:
+    def initial_carry(
+        self, config: Config, lanes: int
+    ) -> StackState | distillation.DistillationCarry:
         """Returns empty caches and initial recurrent states for `lanes` lanes (rows)."""
-        return new_state(config.model, lanes)
+        model = config.model
+        return distillation.with_teacher_state(
+            config, new_state(model, lanes), lanes, compute_dtype(model)
+        )
 
-    def carry_axes(self, config: Config) -> StackState:
+    def carry_axes(self, config: Config) -> StackState | distillation.DistillationCarry:
         """Returns the names of the axes of each array in the carry."""
-        return state_axes(config.model)
+        return distillation.with_teacher_axes(config, state_axes(config.model))
 
     def sharded_sizes(self, config: Config) -> Needs:
         """Returns the sizes that are sharded over axes of the mesh; see `Task.sharded_sizes`.
@@ -161,14 +169,19 @@ class LanguageModeling(Task):
         return {**super().sharded_sizes(config), "blocks": entry}
 
     def initial_model_state(self, config: Config) -> ModelState:
-        """Returns the initial arrays that layers learn without gradients."""
-        return new_model_state(config.model)
+        """Returns the initial arrays that layers learn without gradients, and the parameters of the
+        teacher if the run distills.
+        """
+        key = jax.random.key(config.training.seed)
+        teacher = distillation.new_teacher(config, partial(self.initial_params, key=key))
+        return {**new_model_state(config.model), **teacher}
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
         """Returns the model state (arrays that layers learn without gradients) for the next step,
         from the model state after the last microbatch of this step.
         """
-        return settled(config.model, model_state)
+        own, teacher = distillation.split_teacher(model_state)
+        return {**settled(config.model, own), **teacher}
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
@@ -192,7 +205,8 @@ class LanguageModeling(Task):
 
     def flops(self, config: Config, batch: Batch) -> int:
         """Returns the FLOPs of a training step on a batch."""
-        return 3 * batch.inputs.size * forward_flops_per_token(config.model)
+        trained = 3 * forward_flops_per_token(config.model)
+        return batch.inputs.size * (trained + distillation.extra_flops_per_token(config))
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
         """Returns an evaluator that reads whole documents and measures their bits."""
@@ -295,4 +309,9 @@ class LanguageModeling(Task):
           weights: weights of another language model.
           initial: the model state of a new model.
         """
-        return warm_start.start_model_state(config.model, weights, initial)
+        own, teacher = distillation.split_teacher(initial)
+        started = {
+            name: distillation.start_teacher(config, weights, params)
+            for name, params in teacher.items()
+        }
+        return {**warm_start.start_model_state(config.model, weights, own), **started}

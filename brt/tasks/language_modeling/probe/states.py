@@ -15,6 +15,7 @@ from brt.layers import kinds
 from brt.layers.runs import Run, StackState, parts, runs
 from brt.layers.sections import Recurrence
 from brt.layers.state import LayerState
+from brt.tasks.language_modeling.distillation import DistillationCarry, student_state
 
 # Training computes the metrics for at most this number of lanes, because the Gram matrices of all
 # lanes would need much memory.
@@ -166,6 +167,8 @@ class StateProbe:
             values[f"probe/layer_{layer}/gate_half_life_tokens"] = jnp.median(tokens)
         return values
 
-    def __call__(self, params: PyTree[Array], carried: StackState) -> dict[str, Any]:
+    def __call__(
+        self, params: PyTree[Array], carried: StackState | DistillationCarry
+    ) -> dict[str, Any]:
         """Returns the metrics by tag; {} if no layer has a recurrent state."""
-        return self._metrics(params, carried) if self._has_states else {}
+        return self._metrics(params, student_state(carried)) if self._has_states else {}

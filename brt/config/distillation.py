@@ -1,0 +1,28 @@
+"""Settings of distillation from the same model with a larger window."""
+
+import dataclasses
+
+from brt.config.checks import check_finite, check_not_negative, check_positive
+from brt.config.fields import fixed, free
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Distillation of a decoder with a small window from the same decoder with a larger window.
+
+    The teacher has the weights of Training.init_from, which never change, and no memory beside its
+    window. The loss of a token is the sum of its cross-entropy and of the KL divergence from the
+    teacher's to the trained model's distribution (Hinton et al. 2015).
+    """
+
+    # Window of the teacher in tokens, at least Model.window. 0 turns distillation off.
+    window: int = fixed(0)
+    weight: float = free(1.0)  # Factor of the KL divergence in the loss.
+    # Logits of both models are divided by this number before the KL divergence is computed, and the
+    # divergence is multiplied by its square.
+    temperature: float = free(1.0)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_not_negative(self, "window", "weight")
+        check_positive(self, "temperature")

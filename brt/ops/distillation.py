@@ -1,0 +1,70 @@
+"""The KL divergence from a teacher's distributions to a student's, one chunk of tokens at a time.
+
+The float32 logits [B, T, V] of a long segment would be the largest arrays of a train step. The
+backward pass therefore computes the logits of each chunk again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.distributed.rules import constrain
+from brt.ops.cross_entropy.xla import chunk_length, split_chunks
+
+Logits = Float[Array, "B T V"]
+
+
+def divergence(student: Logits, teacher: Logits, temperature: float) -> Float[Array, "B T"]:
+    """Returns the KL divergence of each token, times the square of the temperature (Hinton et al.
+    2015, section 2).
+
+    Args:
+      student, teacher: the float32 logits of both models; the divergence is zero if they are equal.
+      temperature: both logits are divided by it.
+    """
+    ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
+    return temperature**2 * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
+
+
+def summed_divergence(
+    student: Float[Array, "B T D"],
+    teacher: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"],
+    student_weights: Float[Array, "V D"],
+    teacher_weights: Float[Array, "V D"],
+    *,
+    scale: float,
+    temperature: float,
+    chunk: int,
+) -> Float[Array, ""]:
+    """Returns the KL divergence, summed over tokens; gradients reach the student alone.
+
+    Args:
+      student, teacher: the vectors of the tokens. A model's logits are scale * vectors @ weights.T.
+      mask: False for tokens that do not count.
+      student_weights, teacher_weights: the weights of each model's logits.
+      scale: factor of the logits.
+      temperature: see `divergence`.
+      chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once.
+    """
+    teacher, teacher_weights = jax.lax.stop_gradient((teacher, teacher_weights))
+    chunk = chunk_length(student.shape[1], chunk)
+
+    def logits(vectors: Float[Array, "B C D"], weights: Float[Array, "V D"]) -> Logits:
+        weights = weights.astype(vectors.dtype)
+        products = jnp.einsum("bcd,vd->bcv", vectors, weights, preferred_element_type=jnp.float32)
+        return constrain(scale * products, "lanes", "tokens", "vocab")
+
+    @jax.checkpoint
+    def chunk_divergence(
+        piece: tuple[Array, Array, Array], weights: Float[Array, "V D"]
+    ) -> Float[Array, ""]:
+        ours, theirs, counts = piece
+        nats = divergence(logits(ours, weights), logits(theirs, teacher_weights), temperature)
+        return jnp.sum(jnp.where(counts, nats, 0.0))
+
+    def add_chunk(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        return total + chunk_divergence(piece, student_weights), None
+
+    pieces = tuple(split_chunks(x, chunk) for x in (student, teacher, mask))
+    return jax.lax.scan(add_chunk, jnp.zeros((), jnp.float32), pieces)[0]

@@ -1,0 +1,183 @@
+"""Distillation: the trained model learns from the same model that reads with a larger window.
+
+The teacher is a part of the train state, so that a run resumes without the directory of
+Training.init_from: its parameters are an entry of the model state (arrays that are not trained by
+gradients), and its caches are a part of the carry.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config, Model
+from brt.config.checks import check
+from brt.errors import CheckpointError
+from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
+from brt.models.decoder import DecoderOutput, logit_scale, output_weights
+from brt.models.flops import forward_flops_per_token
+from brt.ops.distillation import summed_divergence
+from brt.tasks.language_modeling import warm_start
+from brt.tasks.language_modeling.forward import predict
+from brt.tasks.weights import Weights
+from brt.types import Batch, Variables
+
+TEACHER = "teacher"  # The entry of the model state with the teacher's parameters.
+
+
+class DistillationCarry(NamedTuple):
+    """The carry of a run that distills.
+
+    Attributes:
+      student: caches and recurrent states of the trained model.
+      teacher: the teacher's caches, which reach further back.
+    """
+
+    student: StackState
+    teacher: StackState
+
+
+def distills(config: Config) -> bool:
+    """Returns True if the config asks for distillation."""
+    return config.distillation.window > 0
+
+
+def teacher_config(config: Config) -> Config:
+    """Returns the config of the teacher: all layers have windows and no other memory."""
+    model = dataclasses.replace(
+        config.model, window=config.distillation.window, block=config.model.block_length,
+        kinds=(), feedback=False, dropout=0.0,
+    )  # fmt: skip
+    return dataclasses.replace(config, model=model)
+
+
+def check_distillation(config: Config) -> None:
+    """Raises ConfigError if the run cannot have the teacher that it asks for."""
+    window = config.distillation.window
+    if not window:
+        return
+    check(
+        bool(config.training.init_from),
+        f"Distillation.window = {window} needs a pretrained model as the teacher; name its "
+        "directory in Training.init_from",
+    )
+    check(
+        window >= config.model.window,
+        f"Distillation.window = {window} must be at least Model.window = {config.model.window}: "
+        "the teacher reads with the larger window",
+    )
+    teacher_config(config)  # The constructor of the model checks the other settings.
+
+
+def student_state(carry: StackState | DistillationCarry) -> StackState:
+    """Returns the caches and recurrent states of the trained model."""
+    return carry.student if isinstance(carry, DistillationCarry) else carry
+
+
+def with_teacher_state(
+    config: Config, carry: StackState, lanes: int, dtype: jnp.dtype
+) -> StackState | DistillationCarry:
+    """Adds the teacher's empty caches to the carry of a run that distills.
+
+    Args:
+      config: config of the run.
+      carry: the carry of the trained model.
+      lanes: the number of lanes (rows of the batch).
+      dtype: the dtype of the caches.
+    """
+    if not distills(config):
+        return carry
+    teacher = new_stack_state(teacher_config(config).model, lanes, dtype)
+    return DistillationCarry(carry, teacher)
+
+
+def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
+    """Adds the names of the axes of the teacher's caches to those of the trained model."""
+    if not distills(config):
+        return axes
+    return DistillationCarry(axes, state_axes(teacher_config(config).model))
+
+
+def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
+    """Separates the model state of the trained model from the entry of the teacher."""
+    own = {name: state for name, state in model_state.items() if name != TEACHER}
+    return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
+
+
+def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> PyTree[Array]:
+    """Returns the parameters of the teacher.
+
+    Args:
+      config: config of the run.
+      weights: the weights of Training.init_from.
+      initial: arrays of the teacher's shapes.
+
+    Raises:
+      CheckpointError: the weights are not those of a decoder with windows alone.
+    """
+    start = warm_start.start(teacher_config(config).model, weights, initial)
+    if other := [*start.missing, *start.unused]:
+        raise CheckpointError(
+            f"Distillation.window needs a teacher whose layers have windows alone, but "
+            f"{weights.where} differs in {', '.join(other[:4])}; set Distillation.window = 0, or "
+            "name another directory in Training.init_from"
+        )
+    return start.params
+
+
+def divergence(
+    config: Config, params: PyTree[Array], student: DecoderOutput, batch: Batch,
+    teacher: ModelState, carry: StackState,
+) -> tuple[Float[Array, ""], StackState]:  # fmt: skip
+    """Reads a segment with the teacher.
+
+    Args:
+      config: config of the run.
+      params: the parameters of the trained model.
+      student: the trained model's result for the segment.
+      batch: a segment of every lane.
+      teacher: the part of the model state with the teacher's parameters.
+      carry: the teacher's caches before the segment.
+
+    Returns:
+      The KL divergence from the teacher to the trained model, summed over the scored tokens; and
+      the teacher's caches after the segment.
+    """
+    settings = config.distillation
+    frozen = jax.lax.stop_gradient(teacher[TEACHER])
+    read = predict(teacher_config(config), Variables(frozen, {}), carry, batch)
+    total = summed_divergence(
+        student.hidden, read.hidden, batch.scored,
+        output_weights(config.model, params), output_weights(config.model, frozen),
+        scale=logit_scale(config.model), temperature=settings.temperature,
+        chunk=config.training.loss_chunk,
+    )  # fmt: skip
+    return total, read.state
+
+
+def extra_flops_per_token(config: Config) -> int:
+    """Returns the FLOPs per token that distillation adds to a train step.
+
+    They are the teacher's forward pass, and the logits of the trained model, which the KL
+    divergence computes for itself: forward, again in the backward pass, and two gradients.
+    """
+    if not distills(config):
+        return 0
+    logits = 2 * config.model.model_dim * config.model.vocab_size
+    # The backward pass also computes the teacher's logits again.
+    return forward_flops_per_token(teacher_config(config).model) + 5 * logits
+
+
+def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
+    """Returns the teacher's entry of the model state, with newly initialised parameters.
+
+    Args:
+      config: config of the run.
+      initialize: function that returns the initial parameters of a config's model.
+    """
+    if not distills(config):
+        return {}
+    return {TEACHER: nn.meta.unbox(initialize(teacher_config(config)))}
