@@ -93,6 +93,6 @@ def test_a_run_with_a_kind_of_a_user_trains_and_is_read_with_the_same_file(tmp_p
     assert done.returncode == 0, done.stderr
     done = run("generate", "--prompt=It", "--max_tokens=20")
     assert done.returncode == 2 and "no section 'Echo'" in done.stderr, done.stderr
-    assert "add --import=FILE.py" in done.stderr and "Traceback" not in done.stderr
+    assert "needs --import=FILE.py" in done.stderr and "Traceback" not in done.stderr
     done = run("generate", f"--import={LAYERS}", "--prompt=It", "--max_tokens=20")
     assert done.returncode == 0 and done.stdout, done.stderr
