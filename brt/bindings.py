@@ -52,7 +52,8 @@ def resolve(
     """Returns the config that `sources` bind, starting from a saved config or from the defaults.
 
     Args:
-      sources: the bindings of each file and of the command line, by the source's key.
+      sources: the bindings of each file, by the file's path, and of the command line, by
+        `COMMAND_LINE`.
       base: the saved config; None starts from the defaults.
       beside: the name of a section that is not a part of configs, such as "Sweep"; its bindings are
         ignored. "" means that there is no such section.
@@ -91,7 +92,8 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     Field names and types of values are not checked.
 
     Args:
-      sources: the bindings of each file and of the command line, by the source's key.
+      sources: the bindings of each file, by the file's path, and of the command line, by
+        `COMMAND_LINE`.
       name: the name of the section.
 
     Raises:

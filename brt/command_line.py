@@ -98,7 +98,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --workdir, --gin_file, --gin_bindings and --print_config, which `resolve` reads."""
+    """Adds --workdir, and the flags that determine a config: --gin_file, --gin_bindings and
+    --print_config, which `resolve` reads, and --import (see `add_import_flag`).
+    """
     parser.add_argument("--workdir", metavar="DIR", help="directory of the run")
     parser.add_argument(
         "--gin_file", action="append", default=[], metavar="FILE",
@@ -116,7 +118,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --import, whose files are executed when the flags are parsed."""
+    """Adds --import, which names the user's Python files. They are executed when the flags are
+    parsed.
+    """
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="FILE.py",
         help="a Python file of yours that adds kinds of layers or tasks; executed; repeatable",

@@ -42,10 +42,12 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
       ConfigError: settings contradict each other.
     """
     types = section_types()
+    # Without a base, a section is created from the fields, because the defaults of its other fields
+    # may depend on them.
     new = {
         name: dataclasses.replace(section_of(base, name), **fields)
         if base is not None
-        else types[name](**fields)  # Other defaults may depend on these fields.
+        else types[name](**fields)
         for name, fields in values.items()
         if name != "Model"
     }

@@ -9,7 +9,8 @@ from brt.errors import ConfigError
 
 DEEPEST = 50  # Macros, brackets, and included files may be nested at most this deeply.
 MOST_STRINGS = 100  # At most this many strings, which Python concatenates, may be adjacent.
-MOST_VALUES = 10_000  # A value may have at most this size after its macros are replaced.
+# After its macros are replaced, a value may have at most this number of scalars and containers.
+MOST_VALUES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Checks the macros that bindings use. Returns one of the bindings that use a macro, for each
-    macro by its name.
+    """Checks the macros that bindings use, and returns for each used macro, by its name, one of the
+    bindings that use it.
 
     Args:
       macros: the bindings of macros by name.

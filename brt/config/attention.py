@@ -40,7 +40,7 @@ class Attention:
     # 'paper' computes the share as in the paper. 'paper_constant' does so without a gradient, as in
     # the authors' code. 'lse_jensen' corrects the share for the spread of the queries in a cluster.
     mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
-    rounds: int = free(1)  # Rounds of hashing of reformer; more rounds are slower and more exact.
+    rounds: int = free(1)  # Number of hashing rounds of reformer; more are slower and more exact.
     buckets: int = free(64)  # A round of Reformer has this number of hash buckets.
     # A chunk of Reformer has this number of sorted queries. A query attends to its chunk and to the
     # chunk before.

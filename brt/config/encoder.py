@@ -29,7 +29,7 @@ class Encoder:
     # Number of token type embeddings, taken from converted weights. RoBERTa has 1; 0 means none.
     token_types: int = derived(0)
     classes: int = derived(2, inherited=False)  # Number of outputs of the classifier.
-    # How positions are encoded. 'convolution' mixes each token with its neighbours.
+    # The encoding of positions. 'convolution' mixes each token with its neighbours.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     # The encoder has this number of learned positions, which limits the length of a sequence.
     max_positions: int = inherited(4096)

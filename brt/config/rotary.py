@@ -21,13 +21,14 @@ class Rotary:
     # True multiplies all angles by pi, as the original code of the block-recurrent transformer
     # does. The decoders of Hugging Face need False.
     times_pi: bool = inherited(True)
-    # How angles are scaled for contexts longer than in pretraining: not at all, all divided by
-    # Rotary.factor ('linear'), or only the slow ones divided by it ('llama3').
+    # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
+    # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
     scaling: Literal["none", "linear", "llama3"] = inherited("none")
     factor: float = inherited(1.0)  # Angles per token are divided by this number.
-    # Each pair of dimensions turns at its own speed. 'llama3' counts its turns in original_length
-    # tokens. Angles of pairs with fewer than low_frequency turns are divided, angles of pairs with
-    # more than high_frequency turns are kept, and those in between are interpolated.
+    # Each pair of channels turns at its own speed. With 'llama3', the number of full turns over
+    # original_length tokens decides about a pair. The angles of pairs with fewer than low_frequency
+    # turns are divided by `factor`, those with more than high_frequency turns are unchanged, and
+    # those in between are divided by a number between 1 and `factor`.
     low_frequency: float = inherited(1.0)
     high_frequency: float = inherited(4.0)
     original_length: int = inherited(8192)  # Tokens of a context before it was made longer.

@@ -27,7 +27,7 @@ class Sentences:
     # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
     # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
-    # Sources of the test rows, with the same rules as validation.
+    # The test rows are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
     # Columns of the sentence, of the sentence that it is paired with, of the label and of the id
     # that names a row in predictions: 'first=COLUMN', 'second=COLUMN', 'label=COLUMN', 'id=COLUMN'.

@@ -108,7 +108,8 @@ class Seq2Seq:
 class CrossAttention:
     """Settings of the decoder's attention to the source (section 3 of the paper of SRformer)."""
 
-    # What a target position attends to; docs/summarization.md compares the kinds.
+    # The kind of cross-attention, which determines the source positions that a target position
+    # attends to; docs/summarization.md compares the kinds.
     kind: Literal[
         "full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"
     ] = fixed("full")
@@ -116,9 +117,10 @@ class CrossAttention:
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
-    # How a target position finds its segment: 'fixed' distributes the segments over q_ref
-    # positions, 'batch' over the padded length of the batch as the authors' code does in training,
-    # and 'stride' moves on by one segment every `stride` positions.
+    # The rule by which a target position finds its segment of the source: 'fixed' distributes the
+    # segments over q_ref target positions, 'batch' over the padded target length of the batch as
+    # the authors' code does in training, and 'stride' moves on by one segment every `stride`
+    # positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
     stride: int = fixed(8)  # Number of target tokens per segment if index_mode is 'stride'.
     # Padding counts as tokens, as in the authors' code, in the number of segments of a source

@@ -90,7 +90,9 @@ def tasks_with(name: str) -> list[str]:
 
 
 def field_names(name: str) -> Iterator[str]:
-    """Yields the names of the fields that a setting may refer to. Some may not exist."""
+    """Yields the names of the fields that a setting may refer to: for "Data.buckets" the names
+    "Data.buckets", "Pairs.buckets" and so on. Some of these sections may lack the field.
+    """
     section, _, field = name.partition(".")
     yield name
     if field in SHARED.get(section, ()):

@@ -24,8 +24,9 @@ MASK = "<mask>"
 # A tokenizer is refused if it does not decode the ids of this text to the same text.
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
-# Bytes that occur in hardly any text: control characters, and the first bytes of characters of
-# unassigned planes. A tokenizer may lack pieces for them; it then refuses texts that have them.
+# These bytes occur in hardly any text: control characters, and the first bytes of characters in
+# planes of Unicode that are not assigned. A tokenizer may lack pieces for these bytes, and then
+# refuses texts that contain them.
 RARE = {bytes([byte]) for byte in (*range(9), 11, 12, *range(14, 32), 0x7F, 0xF1, 0xF2, 0xF3, 0xF4)}
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # These bytes never occur in UTF-8.
 

@@ -19,7 +19,8 @@ Ids = Sequence[int | np.integer] | np.ndarray
 
 
 def end_of_line(text: str, start: int, stop: int) -> int:
-    """Returns where a chunk of a text that begins at `start` ends, at most at `stop`.
+    """Returns the end of the chunk that begins at index `start` of a text: an index of at most
+    `stop`, at which the next chunk begins.
 
     The chunk ends after the last newline. Without a newline, it ends before the last space that
     follows another character; without such a space, it ends at `stop`.
@@ -34,11 +35,12 @@ def end_of_line(text: str, start: int, stop: int) -> int:
 
 
 def end_of_word(text: str, start: int, stop: int) -> int:
-    """Returns where a chunk of a text that begins at `start` ends, at most at `stop`.
+    """Returns the end of the chunk that begins at index `start` of a text: an index of at most
+    `stop`, at which the next chunk begins.
 
-    The chunk ends before the last space between two ASCII letters: there, the pre-tokenizers of all
-    byte-level tokenizers cut a text, whatever stands around. Without such a space, the chunk ends
-    where `end_of_line` says. `text` must have a character at `stop`.
+    The chunk ends before the last space between two ASCII letters. The pre-tokenizers of all
+    byte-level tokenizers cut a text at such a space, whatever text precedes and follows. Without
+    such a space, the chunk ends where `end_of_line` says. `text` must have a character at `stop`.
     """
     space = stop
     while (space := text.rfind(" ", start + 1, space)) >= 0:

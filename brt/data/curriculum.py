@@ -51,7 +51,7 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
       data: the section Data of the config. Stage i reads the documents of the first i + 1 sources
         in `data.train`, and `data.curriculum` has the first step of each later stage.
       store: the training documents.
-      sizes: further arguments of `LaneReader`.
+      sizes: further arguments of `LaneReader`: `batch_size`, `segment_length`, `window` and others.
     """
     common: dict[str, Any] = {"store": store, **sizes}
     if not data.curriculum:

@@ -15,7 +15,9 @@ from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 SHORTEST = 100  # The held-out end of a document has at least this number of characters.
-REACH = 1 << 16  # At most this number of characters is searched for the end of a paragraph.
+# At most this number of characters is searched for the end of a paragraph, at which a document can
+# be cut.
+REACH = 1 << 16
 # A document is cut after the end of a paragraph, a line or a word, which these patterns match.
 BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 

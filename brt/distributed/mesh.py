@@ -145,10 +145,11 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     """Returns the arrays of `tree`, committed to the device of the parameters.
 
-    If the parameters are on several devices, `tree` is returned unchanged. A new state is not
-    committed to a device, but the state that a program returns is. jax.jit compiles a program again
-    if the placement of an argument changes, so without this function a loop over segments would
-    compile its program twice.
+    If the parameters are on several devices, `tree` is returned unchanged.
+
+    The function prevents a second compilation. jax.jit compiles a program again if an argument that
+    was not committed to a device becomes committed. A new state is not committed, but the state
+    that a program returns is, so a loop over segments would otherwise compile its program twice.
     """
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:

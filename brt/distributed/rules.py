@@ -31,12 +31,13 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # Only parameters have an axis "embed"; activations do not shard their features.
     "embed": ("fsdp",),
     "heads": ("tensor",),
-    # Heads of keys and values that the devices cannot share are replicated.
+    # If the number of devices does not divide the number of heads of keys and values, every device
+    # holds all of these heads.
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    # The optimizer Muon stacks the matrices that it orthogonalises along the axis "matrices". Each
-    # matrix is on one device.
+    # The optimizer Muon stacks matrices of equal shape along a new axis, "matrices", and makes each
+    # matrix orthogonal. Because the new axis is sharded, each device processes whole matrices.
     "matrices": ("fsdp", "tensor"),
 } | dict.fromkeys(
     (

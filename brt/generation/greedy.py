@@ -51,7 +51,7 @@ def greedy_search(
     """
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns the most likely token of each source."""
+        """Returns the most likely next token of each source; `length` is not used."""
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     return one_text(decoder, state, likeliest, batch=batch, decoding=decoding)

@@ -73,7 +73,9 @@ def sample(
     """
 
     def draw(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns a sampled token of each source; `length` is the number of tokens so far."""
+        """Returns the next token of each source, sampled from the log probabilities. `length`, the
+        number of tokens so far, selects the random numbers.
+        """
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
     return one_text(decoder, state, draw, batch=batch, decoding=decoding)

@@ -125,6 +125,12 @@ def _read_and_write(
     end_ids = decoder.model.end_ids
 
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
+        """Returns True until there are `count` tokens or the last token of every lane ends a text.
+
+        Args:
+          so_far: the number of tokens read or sampled so far, the memory after them, and the array
+            of all tokens; the same triple as in `add_token`.
+        """
         i, _, tokens = so_far
         if not end_ids:
             return i < count
@@ -132,15 +138,17 @@ def _read_and_write(
         return (i < count) & ~((i > prompt_length) & jnp.isin(last, jnp.asarray(end_ids)).all())
 
     def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
-        """Returns the next index, and memory and tokens after reading or sampling a token."""
+        """Returns the triple `so_far` (see `is_unfinished`) with one more token, which is read from
+        the prompt or, after its end, sampled.
+        """
         i, memory, tokens = so_far
 
         def read() -> Int[Array, " B"]:
-            """Returns the token `i` of the prompt."""
+            """Returns the token of each lane at index i of the prompt."""
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
-            """Returns a sampled token of every lane."""
+            """Returns a token of each lane, sampled from the logits in the memory."""
             logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
             return choose(logits, own_key, sampling)
 
@@ -301,6 +309,9 @@ class Session:
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text by beam search, and reads the new tokens.
 
+        Args:
+          decoding: settings of the search, such as the number of beams and the maximum length.
+
         Returns:
           The `decoding.max_length` - 1 new tokens.
         """
@@ -340,7 +351,8 @@ class Session:
         Args:
           path: the file.
           identity: the description of the present model, which must equal the one in the file.
-          translate: converts a description that an earlier version saved to its present form.
+          translate: function that is applied to the saved description before the comparison. It
+            converts the settings that an earlier version of brt has written to their present names.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.

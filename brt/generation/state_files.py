@@ -47,7 +47,8 @@ def load(
       old: a memory of the present model, whose arrays have the shapes and dtypes of the result.
       block_length: the number of tokens of a block.
       identity: the description of the present model, which must equal that in the file.
-      translate: returns the present form of a description that an earlier version saved.
+      translate: function that is applied to the saved description before the comparison. It
+        converts the settings that an earlier version of brt has written to their present names.
 
     Raises:
       DataError: the file is missing, damaged, or belongs to another model.

@@ -83,7 +83,7 @@ def extend_positions(
     Args:
       pretrained: the encoder.
       length: new number of positions.
-      method: how new positions are filled; see `brt.models.seq2seq.extended`.
+      method: values of the new positions: "copy" repeats the table, and "interpolate" stretches it.
     """
     params, described = pretrained
     inputs = params["encoder"]["inputs"]

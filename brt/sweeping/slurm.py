@@ -11,7 +11,7 @@ from brt import user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
-# The commands of the script; launch/slurm/sweep.sh ends with the same lines.
+# The script that `script` returns ends with these commands, as does launch/slurm/sweep.sh.
 BODY = """\
 # A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
 # queued again; it goes on from its checkpoint.

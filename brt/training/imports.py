@@ -26,8 +26,9 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: Window) -> It
     Args:
       source: the directory in Hugging Face's format.
       target: the run directory to write.
-      verified: compare arrays and logits with those of the original.
-      window: the window and the sinks of the layers that have no window of their own.
+      verified: True compares arrays and logits with those of the original.
+      window: the window, and the number of sinks (first tokens that stay visible), of layers that
+        were trained without a window.
 
     Raises:
       ConfigError: `target` is not empty.

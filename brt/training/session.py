@@ -192,7 +192,7 @@ class Session(OpenRun):
         """Starts a checkpoint of everything that a resumed run needs.
 
         Args:
-          wait: return only when the checkpoint is complete.
+          wait: True waits until the checkpoint is complete.
 
         Raises:
           BadStep: the state is not finite, and the run returns to a checkpoint after bad steps.

@@ -46,7 +46,7 @@ class TrainState(NamedTuple):
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Returns new parameters, each boxed with the names of its axes.
+    """Returns new parameters, each in a Flax box with the names of its axes.
 
     Args:
       config: config of the run.

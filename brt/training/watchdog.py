@@ -79,7 +79,8 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
         stacks.unlink()  # The file may be left from an earlier start of the run.
 
     def exit_without_python(limit: float) -> None:
-        """Starts or restarts a timer, which ends the process after twice the limit.
+        """Starts or restarts a timer, which ends the process after little more than twice `limit`,
+        in seconds.
 
         The timer works even if C code holds Python's global interpreter lock.
         """

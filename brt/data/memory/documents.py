@@ -30,8 +30,8 @@ _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-# At most this number of facts is drawn until one belongs to the split. At least one in eight draws
-# does.
+# Facts are drawn at random until one belongs to the split, at most this number of times. On
+# average, at least one of eight facts belongs to a split.
 _DRAWS = 1000
 # These characters are removed from filler, because < = > mark facts, and other characters take
 # several bytes.

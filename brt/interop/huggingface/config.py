@@ -67,7 +67,9 @@ class Described(NamedTuple):
       cross: settings of cross-attention.
       special: special ids.
       generation: generation settings under Hugging Face's names.
-      tasks: generation settings for named tasks, with `prefix`; used if a task is requested.
+      tasks: generation settings that a checkpoint has for single tasks, such as "summarization", by
+        the name of the task. They override `generation` if the user requests this task; `prefix` is
+        a text that is put before each source.
     """
 
     model: Seq2Seq
@@ -286,6 +288,7 @@ def decoding(described: Described, task: str = "") -> Decoding:
     table = {ours[name]: name for name in ours if wanted.get(name) is not None}
     fields = convert_fields("Decoding", table, wanted, file="generation_config.json")
     stopping = {True: "yes", False: "heuristic", "never": "never"}
-    # Early stopping by the heuristic is the default of transformers.
+    # transformers' default of early_stopping is False, which is the value "heuristic" of
+    # Decoding.early_stopping.
     early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
     return Decoding(**fields, early_stopping=early)

@@ -50,7 +50,7 @@ def from_hf(
       verified: True compares the converted model with the original.
       positions: number of positions to which BART's table of positions is extended; 0 keeps the
         table.
-      method: how new positions are filled; see `brt.models.seq2seq.extended`.
+      method: values of the new positions: "copy" repeats the table, and "interpolate" stretches it.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.

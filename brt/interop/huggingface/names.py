@@ -17,8 +17,8 @@ TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.w
 # The first files of T5 contain an array of this name, which no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
-# Hugging Face has no layer of recurrent attention fusion, so the names of its parameters are those
-# of the authors of SRformer.
+# Hugging Face has no layer of recurrent attention fusion (the accumulate-and-fire neurons of
+# Segmented Recurrent Transformer), so its parameters get the names of that paper's code.
 _RAF = {
     "raf/kernel": "SNN_kv.weight",
     "raf/bias": "SNN_kv.bias",

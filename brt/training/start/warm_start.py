@@ -72,7 +72,7 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
         )
 
     def load() -> Any:
-        """Fails, because the weights are only described."""
+        """Raises AssertionError, because these weights are only described and have no arrays."""
         raise AssertionError("a resumed run takes its parameters from its own checkpoint")
 
     return Weights(where, getattr(source_config, task.model), tokenizer, source_task.name, load)

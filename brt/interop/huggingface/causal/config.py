@@ -13,7 +13,7 @@ from brt.config.norm import Norm
 from brt.config.rotary import Rotary
 from brt.errors import CheckpointError
 
-# The class of transformers for each model_type.
+# The keys are values of model_type in config.json, and the values are classes of transformers.
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -21,7 +21,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# Keys that say nothing about what the model computes.
+# These keys of config.json are ignored, because they do not affect what the model computes.
 _SILENT = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
@@ -30,7 +30,7 @@ _SILENT = {
     "output_hidden_states", "return_dict", "_model_name_or_path", "unk_token_id",
     "quantization_config",
 }  # fmt: skip
-# The values that transformers' classes use for keys that config.json lacks.
+# transformers' classes use these values for keys that config.json lacks.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
@@ -63,7 +63,8 @@ _SCALING = {
     "low_freq_factor?": _NUMBER, "high_freq_factor?": _NUMBER, "partial_rotary_factor?": _NUMBER,
     "original_max_position_embeddings?": int | None,
 }  # fmt: skip
-# The structure of the keys that are not plain numbers, texts or truth values.
+# These are the types of keys that are read without a check by `_Keys.take`, in the notation of
+# `untrusted.check`; "?" marks a key that may be missing.
 _STRUCTURE = {
     "model_type": str, "rope_theta?": _NUMBER, "rope_local_base_freq?": _NUMBER,
     "rope_interleaved?": bool | None, "sliding_window?": int | None,
@@ -108,7 +109,7 @@ class _Keys:
         return self._left.pop(name, None)
 
     def refuse_rest(self) -> None:
-        """Raises CheckpointError if a key is left that says something."""
+        """Raises CheckpointError if a key that was not taken may change what the model computes."""
         for name, value in self._left.items():
             if name not in _SILENT and value not in (None, False, [], {}, ""):
                 raise CheckpointError(
@@ -118,12 +119,15 @@ class _Keys:
 
 
 class Window(NamedTuple):
-    """How a model is to be read.
+    """The window and the sinks with which a pretrained model reads text.
+
+    A token attends to the tokens in its window, and to the sinks: the first tokens of the document.
 
     Attributes:
-      window: the window of the layers that have none of their own; 0 takes that of the model, or
-        2048 tokens.
-      sinks: the number of sinks; None takes 4, or 0 if the model was trained with its window.
+      window: number of tokens in the window of layers that were trained without a window. 0 takes
+        the window that all layers were trained with or, without one, at most 2048 tokens.
+      sinks: number of sinks. None takes 4, or 0 if all layers were trained with a window that is
+        not shortened.
     """
 
     window: int = 0
@@ -131,7 +135,7 @@ class Window(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
-    """Returns brt's settings for those of a decoder of Hugging Face.
+    """Converts the settings of a Hugging Face decoder to brt's settings.
 
     Args:
       config: the content of config.json.

@@ -19,8 +19,8 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def family_of(model: Model) -> str | None:
-    """Returns the model_type of transformers that computes what the model does; None if there is
-    none.
+    """Returns the model_type of transformers, such as "llama", whose models compute the same as a
+    model of brt; None if there is no such type.
     """
     plain = (
         set(model.layer_types) == {"window"}
@@ -102,7 +102,7 @@ def _rope(rotary: Rotary, family: str) -> dict[str, Any]:
 
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
-    """Returns the content of a directory that transformers reads without code of ours.
+    """Returns the content of a directory that transformers reads without code of brt.
 
     Args:
       trained: a model for which `family_of` names a family.
@@ -113,7 +113,7 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     settings = to_theirs(model, bos_id=trained.bos_id, dtype=dtype)
 
     def compare(directory: Path) -> Iterator[str]:
-        """Yields the lines of a comparison of the written directory with the model."""
+        """Yields the lines of a report that compares the model in `directory` with `trained`."""
         written: Mapping[str, np.ndarray] = files.read_tensors(directory)
         return verify.compare(params, model, directory, exported, written)
 

@@ -29,7 +29,7 @@ class PretrainedDecoder(NamedTuple):
       directory: the directory.
       described: the content of config.json.
       model: brt's settings of the model.
-      sampling: how texts are sampled, if generation_config.json asks for sampling.
+      sampling: settings for sampling texts, from generation_config.json.
       tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
     """
@@ -65,11 +65,12 @@ def is_decoder(directory: Path) -> bool:
 
 
 def describe(directory: Path, reading: Window = Window()) -> PretrainedDecoder:  # noqa: B008
-    """Reads everything of a decoder but its arrays.
+    """Reads the settings and the tokenizer of a decoder, but not its arrays.
 
     Args:
       directory: the directory in Hugging Face's format.
-      reading: the window and the sinks of the layers that have no window of their own.
+      reading: the window and the sinks (first tokens that stay visible) with which the layers that
+        were trained without a window read text.
 
     Raises:
       CheckpointError: config.json is damaged, or asks for something that brt does not compute.
@@ -91,7 +92,7 @@ def describe(directory: Path, reading: Window = Window()) -> PretrainedDecoder: 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
     """Returns the ids that end a text and the settings of sampling in generation_config.json.
 
-    Without this file, or if it says nothing about them, there are no ids, and the settings are the
+    If the file does not exist or lacks these keys, there are no ids, and the settings are the
     defaults.
 
     Raises:

@@ -14,14 +14,16 @@ from brt.config import Model
 from brt.interop.huggingface import verify
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
-_LONGEST = 256  # Tokens of the compared document.
+_LONGEST = 256  # The compared document has at most this number of tokens.
 
 
 def document(model: Model) -> np.ndarray:
-    """Returns random tokens, int32 [T]: as many as transformers reads in the same way.
+    """Returns a document of random tokens, int32 [T], for which brt and transformers should compute
+    the same logits.
 
-    transformers knows no sinks and no cut windows, so T is at most the window of the layers that
-    have none of their own, unless all layers were trained with a window.
+    A model of brt may have a shorter window than the model of transformers, and sinks, which
+    transformers does not have. Both have no effect on a document that is not longer than the
+    window, so T is at most `model.window`.
     """
     blocks = max(1, min(_LONGEST, model.window) // model.block_length)
     size = min(model.window, blocks * model.block_length)
@@ -29,7 +31,13 @@ def document(model: Model) -> np.ndarray:
 
 
 def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> np.ndarray:
-    """Returns brt's float32 logits [T, V] for the tokens of a document."""
+    """Returns the float32 logits [T, V] that brt computes for a document.
+
+    Args:
+      params: parameters of the model.
+      model: settings of the model.
+      tokens: int32 [T], the tokens of the document.
+    """
     length = model.block_length
     padded = np.zeros((1, -(-len(tokens) // length) * length), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -38,6 +46,7 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
     @jax.jit
     def read(params: Mapping[str, Any]) -> jax.Array:
+        """Returns the logits [1, padded T, V] of the padded document."""
         output: Any = Decoder(model).apply(
             {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
         )

@@ -62,7 +62,9 @@ def _layer_names(model: Model) -> Mapping[str, str]:
 
 
 def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of brt's parameters by names such as "stack/window_0/tokens/keys"."""
+    """Returns the shapes of the parameters of a model with these settings, by brt's names such as
+    "stack/window_0/tokens/keys".
+    """
     return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(partial(_initial, model)))), sep="/")
 
 
@@ -74,7 +76,11 @@ def _initial(model: Model) -> Mapping[str, Any]:
 
 
 def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
-    """Returns brt's float32 parameters for the arrays of a checkpoint.
+    """Converts the arrays of a checkpoint to brt's float32 parameters.
+
+    Args:
+      arrays: arrays by Hugging Face's names.
+      model: brt's settings of the model.
 
     Raises:
       CheckpointError: an array is missing, has another shape, or has no place in the model.
@@ -86,7 +92,15 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     starts = _first_layers(model)
     missing: list[str] = []
 
-    def taken(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Removes an array from `left`, and returns it in brt's layout; notes in `missing` if there
+        is no such array.
+
+        Args:
+          theirs: Hugging Face's name of the array.
+          ours: the last part of brt's name of the parameter, such as "keys".
+          shape: brt's shape of the parameter of one layer.
+        """
         array = left.pop(theirs, None)
         if array is None:
             missing.append(theirs)
@@ -100,11 +114,11 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     for name, leaf in template(model).items():
         _, *inside = name.split("/")
         if not inside:
-            params[name] = taken(_TOP[name], name, leaf.shape)
+            params[name] = take(_TOP[name], name, leaf.shape)
             continue
         run, *_, ours = inside
         layers = range(starts[run], starts[run] + first[run].layers)
-        rows = [taken(f"model.layers.{i}.{names[ours]}", ours, leaf.shape[1:]) for i in layers]
+        rows = [take(f"model.layers.{i}.{names[ours]}", ours, leaf.shape[1:]) for i in layers]
         params[name] = np.stack(rows)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
@@ -117,7 +131,12 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 
 
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields Hugging Face's name and array for every parameter of brt."""
+    """Yields each array of a checkpoint: its name and the array in Hugging Face's layout.
+
+    Args:
+      params: brt's parameters.
+      model: settings of the model.
+    """
     names, starts = _layer_names(model), _first_layers(model)
     for name, array in flatten_dict(dict(params), sep="/").items():
         _, *inside = name.split("/")

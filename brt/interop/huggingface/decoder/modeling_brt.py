@@ -59,11 +59,13 @@ class Output(NamedTuple):
 
 
 def rms_norm(x, scale):
+    """Returns x normalised by its root mean square over the last axis, times `scale`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * scale.float()).to(x)
 
 
 def l2_normalize(x):
+    """Returns x normalised to length 1 over the last axis."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x)
 
@@ -80,7 +82,7 @@ def rotate(x, first):
 
 
 def attend(queries, keys, values, bias=None, seen=None):
-    """Returns attended values [B, Q, H, K] for keys [B, X, H, K]; zeros where no key is `seen`."""
+    """Returns the output [B, Q, H, K] for keys [B, X, H, K]; 0 if the mask `seen` hides all."""
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
     if bias is not None:
         logits = logits + bias.float()
@@ -99,7 +101,7 @@ def parameters(module, **shapes):
 
 
 class Gate(nn.Module):
-    """Computes new state vectors from old ones, an update, and features that control the gate."""
+    """A gate that combines old state vectors with their update. Some gates depend on features."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -111,7 +113,7 @@ class Gate(nn.Module):
             parameters(self, input_bias=(width,), input_kernel=(*features, width))
 
     def forward(self, vectors, update, features):
-        """Returns new state vectors [B, S, D]; `features` [B, S, ...] control the gate."""
+        """Returns new vectors [B, S, D]; a gate that is not constant reads features [B, S, ...]."""
 
         def _opened(kernel, bias, shift):
             logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
@@ -170,9 +172,8 @@ class StateCell(nn.Module):
             x * scale.float()[:, None]
             for x, scale in ((queries, self.scale), (cross_queries, self.cross_scale))
         )
-        to_states = attend(queries, state_keys, state_values)
         to_tokens = attend(cross_queries, keys.float(), values.float())
-        attended = torch.stack([to_states, to_tokens], dim=2)
+        attended = torch.stack([attend(queries, state_keys, state_values), to_tokens], dim=2)
         bound = torch.tanh if self.config.bounded_updates else lambda update: update
         features = attended
         if self.projects:
@@ -221,7 +222,7 @@ class Layer(nn.Module):
         return y if scale is None else y * scale[:, None]
 
     def forward(self, x, state, feedback):
-        """Returns outputs of x [B, T, D] and the LayerState; `feedback`: another layer's memory."""
+        """Returns outputs for x [B, T, D], and the LayerState; `feedback` is a Memory or None."""
         h = rms_norm(x, self.norm)
         queries = self._project(h, "queries", self.scale)
         keys = torch.cat([state.keys, self._project(h, "keys")], dim=1)
@@ -247,8 +248,7 @@ class Layer(nn.Module):
 
     def end_block(self, state):
         """Returns the LayerState after a full block, with updated state vectors if it has any."""
-        cached = self.config.window if self.config.cache else 0
-        first = state.keys.shape[1] - cached
+        first = state.keys.shape[1] - (self.config.window if self.config.cache else 0)
         after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
         if self.cell is None:
             return after
@@ -273,8 +273,7 @@ class Decoder(nn.Module):
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
-            layers = tuple(layer.new_state(input_ids.shape[0]) for layer in self.layers)
-            state = State(layers, 0)
+            state = State(tuple(layer.new_state(len(input_ids)) for layer in self.layers), 0)
         logits, window = [], self.config.window
         while input_ids.shape[1]:
             count = window - state.position
@@ -324,7 +323,7 @@ class Decoder(nn.Module):
 
 
 def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Returns logits, -inf except for the top_k tokens that share the probability top_p."""
+    """Returns logits / temperature, with -inf for tokens that top_k or top_p exclude."""
     logits = logits / temperature
     if top_k:
         best = logits.topk(min(top_k, logits.shape[-1])).values
