@@ -98,8 +98,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --workdir, and the flags that determine a config: --gin_file, --gin_bindings and
-    --print_config, which `resolve` reads, and --import (see `add_import_flag`).
+    """Adds to a parser --workdir, and the flags that determine a config: --gin_file, --gin_bindings
+    and --print_config, which `resolve` reads, and --import (see `add_import_flag`).
     """
     parser.add_argument("--workdir", metavar="DIR", help="directory of the run")
     parser.add_argument(
@@ -118,8 +118,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --import, which names the user's Python files. They are executed when the flags are
-    parsed.
+    """Adds to a parser --import, which names the user's Python files. They are executed when the
+    flags are parsed.
     """
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="FILE.py",
@@ -128,7 +128,7 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --json, which `print_figures` reads."""
+    """Adds --json to a parser; `print_figures` writes the file that this flag names."""
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
 
 

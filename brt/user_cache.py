@@ -106,6 +106,6 @@ def _temporary() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="brt-")
 
 
-@functools.cache  # Prints each message only once.
+@functools.cache  # The cache makes the function print each message only once.
 def _say(text: str) -> None:
     print(f"brt: {text}", file=sys.stderr, flush=True)

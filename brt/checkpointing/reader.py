@@ -271,7 +271,8 @@ def restore(
         sharding is restored to the default device. None restores all arrays, as a dictionary by
         name, to the default device.
       step: the requested step; None for the newest intact checkpoint.
-      checkpoint: the result of `find`, whose checksums are not verified again.
+      checkpoint: the result of `find`, whose checksums are not verified again; None finds the
+        checkpoint of `step`.
       partial: True reads only the arrays that `target` names.
       warn: a function that is called with a sentence about every damaged checkpoint that is passed
         over.

@@ -12,7 +12,8 @@ class Attention:
     """Settings of the attention of an encoder.
 
     Weights that were trained with one kind of attention can be evaluated with any other kind. The
-    kinds are
+    kinds `clustered` and `improved_clustered`, and the settings that mention a paper or its
+    authors, are from Fast Transformers with Clustered Attention (Vyas et al. 2020). The kinds are
 
         full                exact softmax attention
         shared_full         exact softmax attention whose keys are the queries
@@ -33,12 +34,13 @@ class Attention:
     iterations: int = free(5)  # K-means has this number of iterations. The authors' code has 10.
     # K-means learns its centroids from this number of random queries; 0 uses all queries.
     fit_queries: int = free(0)
-    # Number of keys with exact logits: per cluster for improved_clustered, per query for
-    # oracle_top_k.
+    # This number of keys has exact logits: for each cluster with improved_clustered, and for each
+    # query with oracle_top_k.
     top_k: int = free(32)
-    # Rule for the share of attention that improved_clustered gives to the keys with exact logits.
-    # 'paper' computes the share as in the paper. 'paper_constant' does so without a gradient, as in
-    # the authors' code. 'lse_jensen' corrects the share for the spread of the queries in a cluster.
+    # This rule determines the share of attention that improved_clustered gives to the keys with
+    # exact logits. 'paper' computes the share as in the paper. 'paper_constant' does so without a
+    # gradient, as in the authors' code. 'lse_jensen' corrects the share for the spread of the
+    # queries in a cluster.
     mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
     rounds: int = free(1)  # Number of hashing rounds of reformer; more are slower and more exact.
     buckets: int = free(64)  # A round of Reformer has this number of hash buckets.

@@ -31,10 +31,11 @@ class Data:
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
     # This directory, which brt.prepare wrote, replaces all sources and the tokenizer.
     store: str = free("", path="read")
-    # 'bytes', a sentencepiece .model file, a byte-level tokenizer.json, or 'train:VOCAB_SIZE' to
-    # train a tokenizer on the training documents.
+    # The tokenizer is 'bytes', a sentencepiece .model file or a byte-level tokenizer.json.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
-    # 'text=FIELD' names the field that holds the text in JSON, tables and TFDS; () takes 'text'.
+    # 'text=FIELD' names the field (JSON), column (tables) or feature (TFDS) that contains the text;
+    # () takes the name 'text'.
     columns: tuple[str, ...] = free((), cached=("text_field",))
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)

@@ -21,15 +21,16 @@ class Encoder:
     model_dim: int = inherited(512)  # The residual stream has this width.
     # A layer has this number of attention heads, which must divide model_dim.
     heads: int = inherited(8)
-    mlp_dim: int = inherited(2048)  # Hidden width of the MLPs.
-    # Width of the input vectors, taken from the data; 0 means that the inputs are tokens.
+    mlp_dim: int = inherited(2048)  # The hidden layer of the MLPs has this width.
+    # The input vectors have this width, which the data determine; 0 means that inputs are tokens.
     features: int = derived(0)
-    # Size of the vocabulary of the inputs or outputs; 0 takes it from the data.
+    # The vocabulary of the inputs or outputs has this size; 0 takes the size from the data.
     vocab_size: int = inherited(0)
-    # Number of token type embeddings, taken from converted weights. RoBERTa has 1; 0 means none.
+    # There are this many embeddings of token types, as in converted weights. RoBERTa has 1; 0 means
+    # none.
     token_types: int = derived(0)
-    classes: int = derived(2, inherited=False)  # Number of outputs of the classifier.
-    # The encoding of positions. 'convolution' mixes each token with its neighbours.
+    classes: int = derived(2, inherited=False)  # The classifier has this many outputs.
+    # Positions are encoded in this way. 'convolution' mixes each token with its neighbours.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     # The encoder has this number of learned positions, which limits the length of a sequence.
     max_positions: int = inherited(4096)

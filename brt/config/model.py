@@ -92,11 +92,12 @@ class Model:
     # Results that remat stores nevertheless: none, all matrix products, or only the products with
     # weights.
     remat_keep: RematPolicy = free("nothing")
-    # Layers of one kind that are neighbours, and the blocks of a recurrent layer, are computed in
-    # loops. This is the largest number of layers or blocks in one iteration; 1 compiles quickest.
-    # With 0, brt chooses both numbers. An iteration then has all layers on TPUs without remat, up
-    # to six layers on CPUs, and otherwise one layer. It has eight blocks on TPUs and, with large
-    # states, on CPUs, and otherwise one block.
+    # A loop over layers computes neighbouring layers of one kind, and a loop over blocks updates
+    # the states of a recurrent layer. This is the largest number of layers or blocks in one
+    # iteration; 1 compiles quickest. With 0, brt chooses a number for each of the two loops. An
+    # iteration over layers then has all layers on TPUs without remat, up to six on CPUs, and
+    # otherwise one. An iteration over blocks has eight blocks on TPUs, eight on CPUs if the states
+    # are large, and otherwise one.
     unroll: int = free(0)
     rotary: Rotary = nested(Rotary())
     norm: Norm = nested(Norm())
@@ -281,7 +282,9 @@ class Model:
         return dataclasses.replace(self, kinds=left)
 
     def parity(self) -> "Model":
-        """Returns the same model with the original code's arithmetic (google-research/meliad)."""
+        """Returns the same model with the arithmetic of the authors' code of Block-Recurrent
+        Transformers (google-research/meliad).
+        """
         return dataclasses.replace(
             self,
             attend_to_self=False,

@@ -14,7 +14,7 @@ class Rotary:
     A pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
     """
 
-    base: float = inherited(10_000.0)  # Base of the angles, which HuggingFace calls rope_theta.
+    base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
     # Base of the angles in layers that have a window of their own in Model.layer_windows. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = inherited(0.0)
@@ -31,8 +31,8 @@ class Rotary:
     # those in between are divided by a number between 1 and `factor`.
     low_frequency: float = inherited(1.0)
     high_frequency: float = inherited(4.0)
-    original_length: int = inherited(8192)  # Tokens of a context before it was made longer.
-    # Number of tokens of the longest context that a pretrained model was made for; 0: unknown.
+    original_length: int = inherited(8192)  # Tokens of the context before scaling.
+    # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
 
     def __post_init__(self) -> None:

@@ -29,13 +29,14 @@ class Sentences:
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test rows are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
-    # Columns of the sentence, of the sentence that it is paired with, of the label and of the id
-    # that names a row in predictions: 'first=COLUMN', 'second=COLUMN', 'label=COLUMN', 'id=COLUMN'.
-    # Without them the usual names are tried; 'first' without 'second' reads single sentences.
+    # These are the columns of the first sentence, of the second sentence of a pair, of the label,
+    # and of the id that names a row in predictions: 'first=COLUMN', 'second=COLUMN',
+    # 'label=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If only 'first'
+    # is named, a row has a single sentence.
     columns: tuple[str, ...] = free(
         (), cached=("first_field", "second_field", "label_field", "id_field")
     )
-    # Names of the columns, for .tsv files that have no header line.
+    # The columns have these names in .tsv files that have no header line.
     header: tuple[str, ...] = free((), cached=True)
     # These are all labels, in the order of the classifier's outputs; () sorts the labels of train.
     labels: tuple[str, ...] = fixed(())

@@ -35,21 +35,22 @@ class Seq2Seq:
     mlp_dim: int = inherited(2048)  # The hidden layer of the MLPs has this width.
     # The vocabulary has this size; 0 takes the size from the tokenizer.
     vocab_size: int = inherited(0)
-    # Activation of the MLPs. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
+    # The MLPs have this activation. 'gated_gelu' uses the tanh approximation, 'gelu' is exact.
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
-    # Matrix of the logits: the embedding ('tied') or a separate one ('own'). 'scaled' multiplies
-    # the decoder's output by model_dim ** -0.5 first. T5 v1.0 has 'tied_scaled', T5 v1.1 'own', and
-    # BART 'tied'.
+    # The matrix that computes the logits is the embedding ('tied') or a separate one ('own').
+    # 'scaled' multiplies the decoder's output by model_dim ** -0.5 first. T5 v1.0 has
+    # 'tied_scaled', T5 v1.1 'own', and BART 'tied'.
     logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
-    # Attention of the encoder. 'full' leaves the choice to Attention.kind; 'sliding' and 'local'
-    # see a window; 'transient_global' is the attention of LongT5 to a window and global tokens.
+    # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'sliding' and
+    # 'local', a token attends to its neighbours. 'transient_global' is the attention of LongT5 to
+    # neighbours and to global tokens, which are sums of blocks.
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
-    # Number of tokens to each side that a token sees, if encoder_attention is not 'full'.
+    # A token sees this number of tokens to each side, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
-    # Number of tokens that a global token of 'transient_global' summarises; converted weights may
+    # A global token of 'transient_global' summarises this number of tokens; converted weights may
     # bring another number.
     global_block: int = derived(16)
-    relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
+    relative_buckets: int = inherited(32)  # T5's relative position bias has this many buckets.
     # Keys at this distance in tokens, or farther away, share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
     # BART has this number of learned positions, which limits the length of texts.
@@ -106,14 +107,18 @@ class Seq2Seq:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention:
-    """Settings of the decoder's attention to the source (section 3 of the paper of SRformer)."""
+    """Settings of the decoder's attention to the source.
+
+    The settings that mention a paper or its authors refer to the Segmented Recurrent Transformer,
+    SRformer (Long et al. 2023). Its section 3 describes the kinds `segmented` and `srformer`.
+    """
 
     # The kind of cross-attention, which determines the source positions that a target position
     # attends to; docs/summarization.md compares the kinds.
     kind: Literal[
         "full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"
     ] = fixed("full")
-    # Length of a segment in source tokens. A target position attends to one segment.
+    # A segment has this number of source tokens. A target position attends to one segment.
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
@@ -122,20 +127,20 @@ class CrossAttention:
     # the authors' code does in training, and 'stride' moves on by one segment every `stride`
     # positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # Number of target tokens per segment if index_mode is 'stride'.
+    stride: int = fixed(8)  # With index_mode = 'stride', a segment serves this many tokens.
     # Padding counts as tokens, as in the authors' code, in the number of segments of a source
     # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
     count_padding_in: tuple[str, ...] = fixed(())
     # True accepts sources with more segments than the decoder reads.
     allow_skipped_segments: bool = fixed(False)
-    # Parts of srformer that are left out (ablations I to IV of the paper): attention to the segment
-    # ('segment'), the division by the norm of each key feature ('norm'), the recurrent
+    # These parts of srformer are left out (ablations I to IV of the paper): attention to the
+    # segment ('segment'), the division by the norm of each key feature ('norm'), the recurrent
     # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
-    # the position's own ('remaining').
+    # the segment of the position itself ('remaining').
     without: tuple[str, ...] = fixed(())
     norm_epsilon: float = fixed(1e-6)  # The square of this constant is added to the squared norm.
-    # Largest absolute value of the sums of the recurrence; 0 sets no limit, and the authors' BART
-    # has 2.
+    # The sums of the recurrence have at most this absolute value; 0 sets no limit, and the authors'
+    # BART has 2.
     clamp: float = fixed(0.0)
     # Attention to the segment and the recurrence are added directly ('sum'), with learned weights
     # ('sigma'), or with a gate on the recurrence that is closed initially ('gated').
@@ -144,8 +149,8 @@ class CrossAttention:
     threshold_init: float = fixed(0.1)  # A neuron has this initial threshold at which it fires.
     # 'bounded' keeps the leak in (0, 1) and the threshold above 0; 'raw' does not restrict them.
     raf_parameters: Literal["raw", "bounded"] = fixed("raw")
-    # Initial weights of the recurrence: uniform within +-head_dim ** -0.5, or normal with deviation
-    # 0.02 as in the authors' BART.
+    # The initial weights of the recurrence are uniform within +-head_dim ** -0.5, or normal with
+    # standard deviation 0.02 as in the authors' BART.
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
     raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
     # A decode step takes the recurrent states from a table with the states of all segments, or from
@@ -226,13 +231,14 @@ class Pairs:
     # 'corpus:summaries/validation', the argument of `held_out`, if `train` has its default, and
     # otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
-    # Sources of the test pairs, with the same rules as validation.
+    # The test pairs are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))
-    # Columns of the documents, the summaries and the ids: 'source=COLUMN', 'target=COLUMN',
-    # 'id=COLUMN'. Without them the usual names are tried; without ids the rows are numbered.
+    # These are the columns of the documents, the summaries and the ids: 'source=COLUMN',
+    # 'target=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If there are no
+    # ids, the rows are numbered.
     columns: tuple[str, ...] = free((), cached=("source_field", "target_field", "id_field"))
-    # A sentencepiece .model file, a tokenizer.json file, or 'train:VOCAB_SIZE' to train a tokenizer
-    # on the training pairs.
+    # The tokenizer is a sentencepiece .model file or a tokenizer.json file. 'train:VOCAB_SIZE'
+    # trains a tokenizer on the training pairs.
     tokenizer: str = free("train:4000", cached=True, path="read")
     # This text is put before every document. T5 has "summarize: ".
     prefix: str = fixed("", cached=True)

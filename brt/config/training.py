@@ -109,7 +109,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Settings of the optimizer (Adafactor as in the paper, AdamW or Muon)."""
+    """Settings of the optimizer: Adafactor as in Block-Recurrent Transformers, AdamW or Muon."""
 
     # Parameters are updated by this optimizer. Muon updates matrices and leaves all other
     # parameters to Adam.

@@ -167,7 +167,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
     """Returns the indices of the lanes that are on this process's devices, in ascending order.
 
-    `lanes` is the number of lanes of all processes.
+    `lanes` is the number of lanes of all processes, which are sharded over `mesh`.
     """
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))

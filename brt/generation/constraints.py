@@ -1,4 +1,8 @@
-"""Constraints on the next token, as in Hugging Face's `generate`: banned and forced tokens."""
+"""Constraints on the next token, as in Hugging Face's `generate`: banned and forced tokens.
+
+In shapes, B is the number of sources, N the number of hypotheses of a source, L the maximum number
+of tokens of a text, and V the number of tokens in the vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,8 @@
-"""Generates one text for each source, token by token, such as by greedy search."""
+"""Generates one text for each source, token by token, such as by greedy search.
+
+In shapes, B is the number of sources, L the maximum number of tokens of a text including the start
+token, and V the number of tokens in the vocabulary.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple

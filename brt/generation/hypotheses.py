@@ -1,4 +1,7 @@
-"""Results of a search, and the length penalty that makes texts of different lengths comparable."""
+"""Results of a search, and the length penalty that makes texts of different lengths comparable.
+
+In shapes, L is the maximum number of tokens of a text, including the start token.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""Sampling of tokens with temperature, top-k and top-p."""
+"""Sampling of tokens with temperature, top-k and top-p.
+
+In shapes, B is the number of texts and V the number of tokens in the vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -3,6 +3,10 @@
 A session reads text in segments and generates token by token. Its memory has a constant size and
 can be saved to a file. Caches and recurrent states advance at block boundaries as in training, so
 the logits are the same as if the text were read as one long segment.
+
+In shapes, B is the number of lanes (texts that are generated in parallel), T the number of tokens
+of a text or segment, C = `CHUNK`, N the number of beams, and V the number of tokens in the
+vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,12 +184,14 @@ def _search(
     """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
-        """Applies a function to all arrays that have an axis of lanes."""
+        """Returns `memory` with `function` applied to all arrays that have an axis of lanes."""
         arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads a token of every beam; returns the next tokens' logits and the beams."""
+        """Reads one token of each of N beams, except in the first step (see `_Beams.begun`);
+        returns the logits of the next tokens and the beams.
+        """
 
         def advance() -> Memory:
             """Returns the memory after reading the tokens."""

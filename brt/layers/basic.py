@@ -1,5 +1,8 @@
 """Functions that many layers use: creation of parameters whose axes have names, initialisers, the
 compute dtype, dropout, and the choices of unrolling and rematerialisation.
+
+In shapes, *B stands for any leading axes, D is the width of a vector, H the number of heads and K
+the size of a head.
 """
 
 from collections.abc import Callable
@@ -128,15 +131,16 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
 
 
 def zero_for_states(init: Initializer) -> Initializer:
-    """Returns an initialiser of the output kernel [2, H, K, D] whose half for attention to states
-    is zero.
+    """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions: the
+    first half, for attention to tokens, is initialised by `init`, and the second half, for
+    attention to states, is zero.
     """
     return lambda *arguments: init(*arguments).at[1].set(0)
 
 
 def gate_bias(mean: float) -> Initializer:
-    """Returns a normal initialiser with this mean and the original code's standard deviation,
-    0.1.
+    """Returns a normal initialiser with this mean and the standard deviation of the authors' code
+    of Block-Recurrent Transformers, 0.1.
     """
     normal = nn.initializers.normal(0.1)
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)

@@ -16,7 +16,8 @@ def window_flops(model: Model) -> int:
     """
     m, width = model, model.heads * model.head_dim
     projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
-    attention = 4 * width * (m.window + m.sinks)  # Products with keys and with values.
+    # The factor 4 counts two products, with keys and with values.
+    attention = 4 * width * (m.window + m.sinks)
     mlp = (6 if m.gated_mlp else 4) * m.model_dim * m.mlp_dim
     return projections + attention + mlp + (reading_flops(model) if m.feedback else 0)
 

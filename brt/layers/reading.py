@@ -85,8 +85,8 @@ def window_part(
             scale=scale,
         )  # fmt: skip
 
-    # As in the original code, all rows of the batch and all blocks share one dropout mask, so that
-    # only a mask of one window of queries and keys has to be drawn and read.
+    # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one mask,
+    # so that only a mask of one window of queries and keys has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,

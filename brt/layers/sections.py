@@ -41,8 +41,8 @@ class Recurrence(KindSection):
     # At the start of training, a channel keeps its state for a number of blocks that is drawn
     # between 1 and this number (chrono initialisation). 0 uses gate_bias for all channels instead.
     gate_horizon: float = adaptable(0.0)
-    # The gates of the single layout bound their update by tanh (original, as in the original code),
-    # or the gates of kind lstm do so (paper, as in the paper).
+    # The gates of the single layout bound their update by tanh (original, as in the authors' code
+    # of Block-Recurrent Transformers), or the gates of kind lstm do so (paper, as in their paper).
     gate_tanh: Literal["original", "paper"] = adaptable("original")
 
     def __post_init__(self) -> None:

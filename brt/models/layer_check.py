@@ -1,4 +1,8 @@
-"""A check for authors of kinds of layers: every way of reading a document gives the same result."""
+"""A check for authors of kinds of layers: every way of reading a document gives the same result.
+
+In shapes, B is the number of lanes (rows of the batch), N the number of blocks that are read, T the
+number of their tokens, and V the number of tokens in the vocabulary.
+"""
 
 import dataclasses
 from typing import NamedTuple, TypeAlias
@@ -83,7 +87,9 @@ class _Reader:
         return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
 
     def read_single_tokens(self, tokens: _Tokens) -> _Reading:
-        """Reads the same as `read`, one token at a time."""
+        """Reads the tokens of whole blocks one at a time, from a state that has read nothing; the
+        result has to equal the result of `read`.
+        """
         variables, found = {"params": self._params}, []
         state = new_state(self.model, _LANES)
         for place in range(tokens.shape[1]):

@@ -192,7 +192,14 @@ def init(network: Seq2Seq, key: Array) -> Params:
 def encode(
     network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
 ) -> Float[Array, "B S D"]:
-    """Applies `Seq2Seq.encode` without dropout."""
+    """Returns the encoder's outputs for sources, by `Seq2Seq.encode` without dropout.
+
+    Args:
+      network: the model.
+      params: the parameters of the model.
+      source: the token ids of the sources.
+      mask: True for tokens, False for padding, which is at the end of a row.
+    """
     found: Any = network.apply({"params": params}, source, mask, method="encode")
     return found
 
@@ -204,8 +211,16 @@ def decode(
     mask: Bool[Array, "B S"],
     targets_in: Int[Array, "B T"],
 ) -> Decoded:
-    """Applies `Seq2Seq.decode` without dropout; `logits` computes the logits of the next tokens
-    from the result.
+    """Returns the hidden vectors of whole targets, by `Seq2Seq.decode` without dropout; `logits`
+    computes the logits of the next tokens from the result.
+
+    Args:
+      network: the model.
+      params: the parameters of the model.
+      encoded: the encoder's outputs.
+      mask: True for source tokens, False for padding.
+      targets_in: the inputs of the decoder: the start token, then the target without its last
+        token.
     """
     found: Any = network.apply({"params": params}, encoded, mask, targets_in, method="decode")
     return found
@@ -219,7 +234,16 @@ def prefill(
     beams: int,
     max_length: int,
 ) -> DecodeState:
-    """Applies `Seq2Seq.prefill`."""
+    """Returns the decoding state before the first target token, by `Seq2Seq.prefill`.
+
+    Args:
+      network: the model.
+      params: the parameters of the model.
+      encoded: the encoder's outputs.
+      mask: True for source tokens, False for padding.
+      beams: the number of beams of each source.
+      max_length: the largest number of target tokens, including the start token.
+    """
     variables, given = {"params": params}, (encoded, mask, beams, max_length)
     found: Any = network.apply(variables, *given, method="prefill")
     return found
@@ -250,7 +274,7 @@ def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
     """
 
     def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
-        """Returns the keys or values of the selected beams."""
+        """Returns the array `cache` of keys or values with the entries of the selected beams."""
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 
     return state._replace(own=jax.tree.map(select_beams, state.own))

@@ -1,4 +1,7 @@
-"""Special tokens, and the decoder's input for given labels."""
+"""Special tokens, and the decoder's input for given labels.
+
+In shapes, B is the number of targets and T their padded number of tokens.
+"""
 
 from typing import NamedTuple
 

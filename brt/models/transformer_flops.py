@@ -32,7 +32,7 @@ def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
     if model.encoder_attention != "full":
         seen = min(source, 2 * model.encoder_radius + 1)
     encoder = source * model.encoder_layers * (projections + 4 * seen * width + mlp)
-    of_source = source * projections // 2  # Products for keys and values.
+    of_source = source * projections // 2  # These products compute keys and values.
     of_target = target * (projections + projections // 2 + 4 * (target + source) * width + mlp)
     logits = 2 * target * d * model.vocab_size
     return encoder + model.decoder_layers * (of_source + of_target) + logits

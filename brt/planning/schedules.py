@@ -14,7 +14,7 @@ from collections.abc import Mapping
 # 0.0.50.1, the schedules of some kernels are longer, those of clustered attention by 5 to 11 %.
 LIBTPU = "0.0.42.1"
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-# A v4 and a v5p have two cores. Each core runs half of the grid's steps.
+# A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. It is 0 if the
 # chip cannot or need not run the kernel. The sizes in a name are, depending on the kernel: queries,

@@ -137,15 +137,18 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
 def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
     """Returns the optimizer of a run: Adafactor, AdamW or Muon, with its learning-rate schedule.
 
-    Its `update` needs the parameters as third argument. Adafactor is used as in the original code
-    of the paper: second moments are factored. Updates are clipped to a root mean square of 1,
-    multiplied by the learning rate and the scale of the parameter, and smoothed by momentum.
+    The `update` of the optimizer needs the parameters as third argument. If Optimizer.clip_norm is
+    set, every optimizer first clips the norm of the gradients. Adafactor is used as in the code of
+    Block-Recurrent Transformers: the second moments of matrices are factored, and its updates are
+    clipped to a root mean square of 1, multiplied by the learning rate and the scale of the
+    parameter, and smoothed by momentum.
 
     Args:
       optimizer: settings.
       steps: Training.steps, the number of steps of the run.
-      axes: names of the parameters' axes, by path; see `state.parameter_axes`. Parameters without
-        names are not reshaped to matrices.
+      axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
+        They say which axes are heads. All three optimizers treat an attention kernel as a matrix
+        (see `brt.training.matrices`), which is possible only for parameters with names.
     """
     rate = learning_rate(optimizer, steps)
 

@@ -1,5 +1,7 @@
 """Settings that distinguish the layers of RoBERTa, T5 and BART, and a base class of layers with
 residual connections.
+
+In shapes, *B stands for any leading axes, and D is the width of the model.
 """
 
 from typing import Literal, NamedTuple

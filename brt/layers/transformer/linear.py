@@ -1,4 +1,7 @@
-"""Modules that own a matrix, an embedding or a norm."""
+"""Modules that own a matrix, an embedding or a norm.
+
+In shapes, *B stands for any leading axes, and D is the size of a vector.
+"""
 
 import math
 from typing import Literal

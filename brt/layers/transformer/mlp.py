@@ -1,4 +1,7 @@
-"""The MLP of encoder layers and decoder layers."""
+"""The MLP of encoder layers and decoder layers.
+
+In shapes, *B stands for any leading axes, and D is the width of the model.
+"""
 
 import flax.linen as nn
 import jax

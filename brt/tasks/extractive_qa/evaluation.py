@@ -1,4 +1,7 @@
-"""Evaluation of extractive question answering: exact match and F1 of predicted answers."""
+"""Evaluation of extractive question answering: exact match and F1 of predicted answers.
+
+In shapes, B is the number of windows in a batch and T their padded number of tokens.
+"""
 
 import math
 from collections.abc import Callable, Iterator

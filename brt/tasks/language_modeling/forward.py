@@ -1,4 +1,8 @@
-"""The forward pass of a language model on a segment, for training, evaluation and probes."""
+"""The forward pass of a language model on a segment, for training, evaluation and probes.
+
+In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
+the number of its blocks.
+"""
 
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 Every document of a split is read once, each segment independently. The choice of masked tokens
 and the random numbers of attention are the same in every evaluation.
+
+In shapes, B is the number of segments in a batch and R the number of masked tokens of a segment.
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""The forward pass of masked language models. Only masked tokens pass through the head."""
+"""The forward pass of masked language models. Only masked tokens pass through the head.
+
+In shapes, B is the number of segments in a batch, R the number of masked tokens of a segment, and D
+the width of the model.
+"""
 
 from typing import Any
 

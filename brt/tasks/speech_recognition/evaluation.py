@@ -1,4 +1,8 @@
-"""Evaluation of speech recognition: error rates and bits of transcripts."""
+"""Evaluation of speech recognition: error rates and bits of transcripts.
+
+In shapes, B is the number of utterances in a batch, X their padded number of frames, and C the
+number of tokens in the vocabulary, including the blank.
+"""
 
 import math
 from collections.abc import Callable, Iterator

@@ -172,7 +172,9 @@ class SpeechRecognition(EncoderTask):
 
 
 def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError if the frames of a split have another number of features than the model."""
+    """Raises DataError if the frames of a split of `dataset` have another number of features than
+    the model.
+    """
     width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(

@@ -1,4 +1,7 @@
-"""Bits of held-out summaries: each token is predicted from the true tokens before it."""
+"""Bits of held-out summaries: each token is predicted from the true tokens before it.
+
+In shapes, B is the number of summaries in a batch and T their padded number of tokens.
+"""
 
 import functools
 import math

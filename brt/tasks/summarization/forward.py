@@ -1,4 +1,8 @@
-"""The forward pass of summarization, for training and evaluation."""
+"""The forward pass of summarization, for training and evaluation.
+
+In shapes, B is the number of pairs in a batch, T the padded number of tokens of a summary, and D
+the width of the model.
+"""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,7 @@
-"""Generation of summaries for the documents of a store."""
+"""Generation of summaries for the documents of a store.
+
+In shapes, B is the number of documents in a batch and X their padded number of tokens.
+"""
 
 from collections.abc import Iterator
 from functools import partial

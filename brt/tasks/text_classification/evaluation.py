@@ -1,4 +1,8 @@
-"""Evaluation of text classification and regression."""
+"""Evaluation of text classification and regression.
+
+In shapes, B is the number of rows in a batch, N the number of rows of the split, and C the number
+of classes (1 for a number).
+"""
 
 import abc
 import math

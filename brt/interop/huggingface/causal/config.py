@@ -207,7 +207,11 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
 
 
 def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids that end a generated text, from config.json or generation_config.json.
+    """Returns the ids that end a generated text.
+
+    Args:
+      config: the content of config.json or generation_config.json.
+      vocab_size: the number of ids of the model.
 
     Raises:
       CheckpointError: an id is not in the vocabulary.

@@ -129,7 +129,7 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the float32 array of every exported parameter.
+    """Yields the name and the float32 array of every exported parameter of `trained`.
 
     The position biases of a layer are exported as one array, indexed by the distance of key and
     query.

@@ -302,7 +302,7 @@ class Decoder(nn.Module):
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
         """Yields new tokens [B] without end, each with the state before it, so that
         forward(token[:, None], state) continues the text. See `generate` for the options."""
-        for piece in input_ids.split(self.config.window, dim=1):  # Bounds the size of the logits.
+        for piece in input_ids.split(self.config.window, dim=1):  # This bounds the logits' size.
             logits, state = self(piece, state)
         while True:
             if do_sample:

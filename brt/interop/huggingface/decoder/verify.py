@@ -1,4 +1,8 @@
-"""Compares modeling_brt.py with brt: logits over several segments, and a generated text."""
+"""Compares modeling_brt.py with brt: logits over several segments, and a generated text.
+
+In shapes, B is the number of texts, T the number of tokens of a segment, and V the number of tokens
+in the vocabulary.
+"""
 
 import dataclasses
 import importlib
@@ -82,7 +86,12 @@ def segment_logits(
 
     @jax.jit
     def read(state: Any, tokens: Array) -> tuple[Array, Any]:
-        """Returns the logits of a segment and the state after the segment."""
+        """Returns the logits [B, T, V] of a segment, and the state after the segment.
+
+        Args:
+          state: caches and recurrent states before the segment.
+          tokens: ids of the segment [B, T].
+        """
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
         return logits(model, output_weights(model, params), out.hidden), out.state

@@ -1,5 +1,7 @@
 """Measures the gradients of a trained model: parameters without a gradient, and the distance over
 which gradients flow back through the recurrent states.
+
+In shapes, N is the number of blocks in the segment that is read.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Batch, Variables
 
-States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by layer index.
+States: TypeAlias = dict[int, list[Array]]  # It maps layer indices to recurrent states.
 
 
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Metrics of recurrent states and gates, computed from parameters and carried states alone."""
+"""Metrics of recurrent states and gates, computed from parameters and carried states alone.
+
+In shapes, B is the number of lanes (rows of the batch), S the number of state vectors, and D their
+width.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +34,8 @@ class StateMetrics(NamedTuple):
       rank: [B], participation ratio (sum of l)^2 / sum of l^2 of the eigenvalues l of the Gram
           matrix: 1 if all vectors are parallel, S if they are orthogonal and equally long.
       similarity: [B], mean cosine between two vectors; 1 means that the states have collapsed,
-          which the state ids prevent (Block-Recurrent Transformers, section 3.3).
+          which the state ids, learned vectors that are added to the states, prevent
+          (Block-Recurrent Transformers, section 3.3).
     """
 
     norm: Float[Array, " B"]

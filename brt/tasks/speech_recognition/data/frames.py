@@ -30,8 +30,8 @@ def moments(features: Features) -> Moments:
 
 
 def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
-    """Returns the mean and standard deviation of each feature over all frames of a speaker, by the
-    name of the speaker.
+    """Returns the mean and standard deviation of each feature over all frames of a speaker in
+    `utterances`, by the name of the speaker.
     """
     sums: dict[str, np.ndarray] = {}
     for utterance in utterances:

@@ -6,6 +6,8 @@ a spectrum of 20 bands, over three to nine frames, with a transition to the next
 is silent. Each speaker shifts all peaks up or down by more than the distance of neighbouring
 letters, so that a single frame does not determine its letter and the model needs the rest of the
 utterance. Speakers also differ in loudness, and noise is added.
+
+In shapes, X is the number of frames, and F = 20 the number of bands.
 """
 
 import hashlib
