@@ -1,4 +1,8 @@
-"""The loss of connectionist temporal classification (CTC; Graves et al., 2006)."""
+"""The loss of connectionist temporal classification (CTC; Graves et al., 2006).
+
+In shapes, B is the number of rows of the batch, X of frames of a row, C of classes, and T of
+targets of a row.
+"""
 
 import jax.numpy as jnp
 import optax

@@ -1,4 +1,8 @@
-"""Depthwise convolution over a sequence: each channel is convolved separately."""
+"""Depthwise convolution over a sequence: each channel is convolved separately.
+
+In shapes, B is the number of sequences, T of tokens of a sequence, D of channels, and W the width
+of the kernel in tokens.
+"""
 
 from functools import reduce
 

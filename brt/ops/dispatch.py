@@ -148,8 +148,8 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
 
 
 def input_residual(x: Array) -> Array:
-    """Returns a kernel's input, named so that a rematerialized layer can save the input for the
-    backward pass.
+    """Returns x, the input of a kernel, named so that a rematerialized layer can save the input for
+    the backward pass.
 
     The backward pass then need not repeat the operations that produced the input. Unlike
     `output_residual`, the function does not convert the array to integers: JAX inserts no
@@ -159,7 +159,7 @@ def input_residual(x: Array) -> Array:
 
 
 def to_bits(x: Array) -> Array:
-    """Returns the bits of an array as unsigned integers of the same width."""
+    """Returns the bits of the numbers in x as unsigned integers of the same width."""
     return jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 

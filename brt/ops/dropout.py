@@ -7,7 +7,7 @@ usual generator takes the TPU compiler longer than all other parts of a train st
 own generator draws the numbers of all devices on every device. On TPUs the mask is therefore a hash
 of the key and each entry's position.
 
-In shapes, B is the number of rows of the batch.
+In shapes, B is the number of rows of the batch, and *T stands for any other axes.
 """
 
 import dataclasses
@@ -111,7 +111,8 @@ class DropoutMask:
     def packed_words(self) -> UInt32[Array, "H G R"]:
         """Returns the mask packed to 32-bit words, for a kernel that reads transposed masks.
 
-        The mask [H, rows, columns] is packed as [H, columns, rows] by `dropout_bits.pack`.
+        The mask [H, R, C] of H heads is packed as [H, C, R] by `dropout_bits.pack`, which packs the
+        C entries of a row to G words.
         """
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
         return _draw_once(dropout_bits.pack(keep))

@@ -1,6 +1,7 @@
 """Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4).
 
-In shapes, B is the number of rows of the batch, S of states, and D of numbers of a state.
+In shapes, B is the number of rows of the batch, S of states, and D of numbers of a state; *M stands
+for the axes of the features from which a gate is computed.
 """
 
 from typing import NamedTuple

@@ -108,7 +108,7 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
     return attend_by_member
 
 
-def summed_over_groups(x: Float[Array, "B *S"], groups: int, axis: int) -> Float[Array, "B *Z"]:
+def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:
     """Returns the gradients of keys or values for each head of keys.
 
     The gradient of a head of keys is the sum of the gradients from the members of its group.

@@ -39,7 +39,9 @@ def swapaxes_copy(x: Float[Array, "..."], one: int, other: int) -> Float[Array, 
 
 
 def transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    """Returns the transpose of each matrix in x, stored in memory."""
+    """Returns the transpose of each matrix [M, N] in x, stored in memory; *B stands for any leading
+    axes.
+    """
     return swapaxes_copy(x, -1, -2)
 
 

@@ -1,4 +1,8 @@
-"""Embedding lookup, with little communication if the table is sharded over devices."""
+"""Embedding lookup, with little communication if the table is sharded over devices.
+
+In shapes, V is the number of rows of the table, D of numbers of a row, and *B stands for the axes
+of the ids.
+"""
 
 from functools import partial
 

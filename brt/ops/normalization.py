@@ -2,6 +2,8 @@
 
 RMS and L2 normalization have hand-written backward passes, which save the input and one number per
 vector.
+
+In shapes, D or K is the number of numbers of a vector, and *B stands for any leading axes.
 """
 
 from functools import partial

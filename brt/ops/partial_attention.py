@@ -1,6 +1,7 @@
 """Softmax attention to a subset of the keys, and the combination of several such subsets.
 
-In shapes, Q is the number of queries, S of keys of the subset, and K of numbers of a value.
+In shapes, Q is the number of queries, S of keys of the subset, and K of numbers of a value; *B
+stands for any leading axes, such as the rows of the batch and the heads.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings.
 
-In shapes, H is the number of heads, R of buckets or of pairs of channels, and W of keys that a
-token sees.
+In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of channels of a head, R
+of buckets or of pairs of channels, and W of keys that a token sees; *P stands for any axes.
 """
 
 import math
@@ -64,9 +64,15 @@ def alibi_bias(
 ) -> Float[Array, "H W"]:
     """Returns the bias of ALiBi (Press et al. 2022) for the `window` keys that a token sees.
 
-    The bias falls with the distance of the key; each head has its own slope. All slopes are
-    multiplied by |scale|, and no bias is below -|bound|; both are learned. Column j belongs to the
-    key at distance j, or j + 1 if a token does not see itself.
+    The bias falls with the distance of the key; each head has its own slope. Column j belongs to
+    the key at distance j, or j + 1 if a token does not see itself.
+
+    Args:
+      scale: a learned number; all slopes are multiplied by its absolute value.
+      bound: a learned number; no bias is below minus its absolute value.
+      heads: the number of heads.
+      window: the number of keys that a token sees.
+      attend_to_self: True if the nearest key is the token itself.
     """
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
     falling = -np.outer(slopes, _distances(window, attend_to_self)).astype(np.float32)
@@ -142,6 +148,10 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
     """Returns x with channels i and i + K / 2 rotated together by the angle of each position.
 
     Products of rotated queries and keys depend on their distance alone. The result has x's dtype.
+
+    Args:
+      x: queries or keys.
+      rotation: the angles of the positions of the T tokens.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = (jnp.expand_dims(jnp.asarray(part), -2) for part in rotation)

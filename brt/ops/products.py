@@ -2,6 +2,8 @@
 
 The suffix of a function's name has a letter for each factor, as in BLAS: N for a factor that is
 used as it is, T for a factor that is transposed.
+
+In shapes, M, N and K are the sizes of matrices, and *B stands for any leading axes.
 """
 
 import jax

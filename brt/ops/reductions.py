@@ -4,6 +4,8 @@ The gradient of every bias and scale is a sum over leading axes. XLA's CPU backe
 sum against the memory order, up to 25 times more slowly than a matrix product. These sums are
 therefore products with a vector of ones. The precision HIGHEST keeps them in float32 on hardware
 whose matrix units would round to bfloat16.
+
+In shapes, D is the size of the last axis, and *B stands for all other axes.
 """
 
 from functools import reduce

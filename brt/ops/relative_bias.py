@@ -18,12 +18,16 @@ from brt.ops.positions import t5_buckets
 def relative_buckets(
     offsets: np.ndarray, *, buckets: int, max_distance: int, both_ways: bool
 ) -> np.ndarray:
-    """Returns the bucket of each offset (key minus query), int32.
+    """Returns the bucket of each offset, int32.
 
-    There are `buckets` buckets, and all distances from `max_distance` on share the last bucket. If
-    `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
-    half is for keys after the query. Otherwise all keys after the query have the bucket of offset
-    0. The buckets have the same ranges of distances as in `positions.t5_buckets`.
+    The buckets have the same ranges of distances as in `positions.t5_buckets`.
+
+    Args:
+      offsets: positions of keys minus positions of queries, of any shape.
+      buckets: the number of buckets.
+      max_distance: the distance from which on all keys share a bucket.
+      both_ways: True reserves the upper half of the buckets for keys after the query. False gives
+        all keys after the query the bucket of offset 0.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -37,8 +41,9 @@ def offset_bias(
 ) -> Float[Array, "H O"]:
     """Returns the bias of each head for each of the O offsets (key minus query).
 
-    `table` has the bias of each of R buckets; the other arguments are the same as for
-    `relative_buckets`.
+    Args:
+      table: the bias of each bucket and head.
+      offsets, max_distance, both_ways: as for `relative_buckets`.
     """
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways

@@ -69,8 +69,8 @@ def sink_attention(
         """Returns results x, such as outputs, with the heads behind the tokens and the blocks
         joined.
 
-        The entry x[b, n, g, r * W + t] is the result of token n * W + t and head g * R + r, where W
-        is the number of tokens of a block.
+        The axis RT of x has R * W entries, where W is the number of tokens of a block. The entry
+        x[b, n, g, r * W + t] is the result of token n * W + t and head g * R + r.
         """
         x = x.reshape(*rows.shape[:5], *x.shape[4:])
         return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])

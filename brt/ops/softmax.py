@@ -1,4 +1,7 @@
-"""Softmax functions that return zeros instead of NaN where all logits are masked."""
+"""Softmax functions that return zeros instead of NaN where all logits are masked.
+
+In shapes, S is the number of logits of a row, and *B stands for any leading axes.
+"""
 
 import jax
 import jax.numpy as jnp

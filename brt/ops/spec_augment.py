@@ -1,4 +1,7 @@
-"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019)."""
+"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019).
+
+In shapes, B is the number of rows of the batch, X of frames of a row, and F of features of a frame.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +40,9 @@ def spec_augment(
     lengths = valid.sum(axis=1)
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
-        """Returns a mask that is True inside the random bands of a row with `length` frames."""
+        """Returns a mask that is True inside the random bands of a row with `length` frames; the
+        bands are drawn with the random key `key`.
+        """
         time_key, feature_key = jax.random.split(key)
         in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)

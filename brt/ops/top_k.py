@@ -44,10 +44,11 @@ _top_k.def_partition(
 
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
-    """Returns the `count` largest values of the last axis in descending order, and their indices
-    (int32).
+    """Returns the `count` largest of the M values of each row of x in descending order, and their
+    indices (int32).
 
-    The result is exact.
+    The rows are the last axis of x, and *B stands for any leading axes. The last axis of both
+    results has R = `count` entries. The result is exact.
     """
     # XLA does not partition a computation inside a replica, so top-k needs no custom partitioning.
     if rules.in_replica():

@@ -2,6 +2,9 @@
 
 The names of matrix products have a letter for each factor, as in BLAS: N for a factor that is used
 as it is, T for a factor that is transposed. NT is thus a b^T.
+
+In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of numbers of a head or
+of a row, and R of rows.
 """
 
 from collections.abc import Callable
@@ -98,8 +101,8 @@ def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns the product of two matrices in float32; float32 factors are multiplied at full
-    precision.
+    """Returns the product of the matrices a and b in float32; float32 factors are multiplied at
+    full precision.
 
     `axes` are the dimension numbers `NT`, `TN` or `NN`.
     """

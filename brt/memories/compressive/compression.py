@@ -79,8 +79,10 @@ def visible_slot_counts(
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """Returns N = `blocks` slices of x along axis 1 as an array [B, N, size, *D]; slice n starts at
-    position n * `step`.
+    """Returns N = `blocks` slices of x along axis 1 as an array [B, N, size, *D].
+
+    Slice n has the `size` entries from position n * `step` on. Axis 1 of x has Z = (N - 1) `step` +
+    `size` entries or more.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 

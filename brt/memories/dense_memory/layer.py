@@ -171,7 +171,8 @@ class DenseMemoryLayer(nn.Module):
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
         there = (columns >= section.size) | (columns >= section.size - length[:, None])
-        # Without `mask_empty_cache`, places of the memory without a token count as zero keys.
+        # If the setting `mask_empty_cache` is False, places of the memory that hold no token count
+        # as zero keys.
         if not m.mask_empty_cache:
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))

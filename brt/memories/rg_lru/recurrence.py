@@ -93,8 +93,9 @@ def steps(
     """
 
     def gate(kernel: Float[Array, "H R R"], bias: Float[Array, "H R"]) -> Float[Array, "B T H R"]:
-        """Returns a gate of every channel and token, between 0 and 1; `kernel` maps the convolved
-        inputs to the gates.
+        """Returns a gate of every channel and token, between 0 and 1.
+
+        `kernel` maps the convolved inputs to the gates' logits, to which `bias` is added.
         """
         logits = einsum_float32("bthr,hrs->bths", x, kernel.astype(x.dtype))
         return jax.nn.sigmoid(logits + bias[None, None])
@@ -130,8 +131,8 @@ def scan(
     """
 
     def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the step that equals two steps h -> a h + b, one after the other; a step is the
-        pair (a, b).
+        """Returns the step that equals the steps `first` and `second`, one after the other; a step
+        h -> a h + b is the pair (a, b).
         """
         return first[0] * second[0], second[0] * first[1] + second[1]
 

@@ -222,7 +222,8 @@ class RoutingLayer(nn.Module):
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         queries, routed = self._routed(x, statistics)
-        # The axis of tokens has no name here, so every device holds and sorts the whole segment.
+        # The axis of tokens has the name None, so it is not sharded: every device sorts the tokens
+        # of the complete segment.
         heads = ("lanes", None, "heads", None)
         queries = constrain(queries, *heads)
         routed = RoutedTokens(

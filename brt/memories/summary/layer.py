@@ -6,6 +6,9 @@ to the short-term memory: S vectors that the layer computed from the previous bl
 long-term memory also attends to M vectors that the layer computed from many blocks; new vectors
 replace the oldest vectors. All vectors of the memories are mixtures of the layer's outputs and
 never depend on later tokens.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
+numbers of a vector, H of heads, and K of numbers of a head.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -208,7 +211,7 @@ class SummaryLayer(nn.Module):
         """
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
-        # Without `mask_empty_cache`, missing keys of the memories count as zero keys.
+        # If `mask_empty_cache` is False, missing keys of the memories count as zero keys.
         nulls = not m.mask_empty_cache
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
@@ -366,9 +369,6 @@ class SummaryLayer(nn.Module):
           block: the open block, which has all tokens of the block.
           summaries: the summaries of the block by the layer below. They attend to the complete
             block, so they are processed here and not in `decode_step`.
-
-        Returns:
-          The new state and the summaries, as fields of the `LayerOutput`.
         """
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)

@@ -83,11 +83,16 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Returns random planes through the origin, as the float32 normal vectors of P = `buckets` / 2
-    planes for each round.
+    """Returns random planes through the origin, as the float32 normal vectors of P planes for each
+    round of hashing.
 
-    The planes are for vectors of `width` numbers, and all heads and examples share the planes. Pass
-    them to `bucket_ids` or `reformer`. `key` is the random key from which they are drawn.
+    All heads and examples share the planes, which are passed to `bucket_ids` or `reformer`.
+
+    Args:
+      key: the random key from which the planes are drawn.
+      rounds: R, the number of rounds.
+      buckets: the number of buckets of a round, which has P = `buckets` / 2 planes.
+      width: K, the size of the vectors to hash.
     """
     return jax.random.normal(key, (rounds, buckets // 2, width))
 
@@ -97,6 +102,10 @@ def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int
 
     The bucket is the index of the plane that the vector is farthest from, plus P if the vector lies
     on the negative side of this plane.
+
+    Args:
+      x: the vectors, one for each token and head.
+      planes: the normal vectors of the planes of each round, from `random_planes`.
     """
     projected = jnp.einsum(
         "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST

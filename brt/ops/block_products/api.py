@@ -1,4 +1,8 @@
-"""Selection of the implementation of block products: matrix products of the few rows of a block."""
+"""Selection of the implementation of block products: matrix products of the few rows of a block.
+
+In shapes, *R or *rows stands for the axes of the rows, and C is the size of the axis that all
+kernels share.
+"""
 
 from collections.abc import Sequence
 

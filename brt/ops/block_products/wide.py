@@ -137,7 +137,7 @@ class Weights(NamedTuple):
 
         def by_head(kernel: Array, wide: Wide) -> Array:
             """Returns P stacked kernels with the axes of groups and heads directly after the axis
-            P.
+            P; `wide` is the layout of their wide side.
 
             A kernel [C, *axes] becomes [A, H, C, K] if `narrow_first`; a kernel [*axes, C] becomes
             [A, H, K, C].
@@ -177,11 +177,14 @@ class Weights(NamedTuple):
     def narrow_tile_specs(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
         """Returns the block spec of each kernel for `summed_matmul`.
 
-        A step reads a tile of `columns` numbers of the narrow side and the complete wide side.
+        A step reads a tile of `columns` numbers of the narrow side and the complete wide side,
+        whose layout for each kernel is in `wides`.
         """
 
         def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
-            """Returns the block spec of a kernel, which has the index p on axis 0 of its array."""
+            """Returns the block spec of a kernel, which has the index p on axis 0 of its array and
+            the wide side `wide`.
+            """
 
             def kernel_index(i: Any, _: Any) -> tuple:
                 """Returns the index, along the axes of the array, of the kernel's block in the i-th

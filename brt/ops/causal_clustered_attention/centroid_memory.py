@@ -58,8 +58,9 @@ class CentroidMemory(NamedTuple):
 def nearest_centroids(
     queries: Float[Array, "B H Q K"], centroids: Centroids
 ) -> Int[Array, "B H Q"]:
-    """Returns the index of the centroid with the smallest distance to each query, int32; the index
-    has no gradient.
+    """Returns the index of the centroid with the smallest distance to each query, int32.
+
+    The index has no gradient. The queries include any scale, as the centroids' vectors do.
     """
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))

@@ -225,20 +225,20 @@ def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
     window = inputs.labels.shape[-1]
 
     def token_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects one block of tokens from an array [B, H, T, K] with a
+        """Returns a block spec that selects one block of tokens from an array x [B, H, T, K] with a
         vector for each token.
         """
         return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
 
     def memory_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects, from memories [N, B, H, ...], the memory that one
+        """Returns a block spec that selects, from memories x [N, B, H, ...], the memory that one
         block of tokens reads.
         """
         return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
 
     def number_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects one block of tokens from an array [B, H, N, 1, W] with
-        a number for each token.
+        """Returns a block spec that selects one block of tokens from an array x [B, H, N, 1, W]
+        with a number for each token.
         """
         return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
 

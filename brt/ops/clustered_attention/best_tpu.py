@@ -122,8 +122,9 @@ def best_threshold(
         """Returns the position limits after one step of a binary search, which decides one bit of
         each limit.
 
-        The steps go from the highest bit to the lowest. A bit is set if at most `top_k` keys are
-        best keys with the larger limit. The result is the largest limit with at most `top_k` best
+        The steps go from the highest bit to the lowest. `end` has the limits with the bits that
+        earlier steps have decided. A bit is set if at most `top_k` keys are best keys with the
+        larger limit. The result of the last step is the largest limit with at most `top_k` best
         keys.
         """
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)

@@ -127,8 +127,10 @@ def forward_kernel(
     read[...] = jnp.zeros_like(read)
 
     def sum_members(i: Any, count: Array) -> Array:
-        """Adds the queries of tile i to the sums in `centroids`, and returns the number of members
-        of each cluster so far, as 128 partial sums [C, 128].
+        """Adds the queries of tile i to the sums in `centroids`.
+
+        Returns `count` plus the number of these queries in each cluster, as 128 partial sums
+        [C, 128].
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
@@ -141,7 +143,7 @@ def forward_kernel(
     means = centroids[...]
 
     def update_maximum(i: Any, top: Array) -> Array:
-        """Returns the largest logit of each centroid up to and including the i-th tile of keys, as
+        """Returns the maximum of `top` and of each centroid's logits for the i-th tile of keys, as
         128 partial maxima [C, 128].
         """
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
@@ -150,8 +152,10 @@ def forward_kernel(
     top = jnp.max(unrolled_loop(key_steps, update_maximum, nothing + FLOOR), axis=1, keepdims=True)
 
     def add_values(i: Any, total: Array) -> Array:
-        """Adds the weighted values of the i-th tile of keys to `read`, and returns the sum of each
-        centroid's weights so far, as 128 partial sums [C, 128].
+        """Adds the weighted values of the i-th tile of keys to `read`.
+
+        Returns `total` plus the weights of each centroid for these keys, as 128 partial sums
+        [C, 128].
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)

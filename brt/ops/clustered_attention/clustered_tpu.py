@@ -58,7 +58,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are the same as for `clustered`; dropout and a bias are refused.
+    The arguments are the same as for `clustered` below; dropout and a bias are refused.
     """
     if reason := feature_refusal(dropout=dropout, bias=bias):
         return reason

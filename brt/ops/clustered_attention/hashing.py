@@ -40,8 +40,10 @@ def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Pl
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """Returns the hash codes of x, float32: +1 where the product of x and a plane's normal is
-    greater than the plane's offset, and -1 elsewhere.
+    """Returns the hash codes of the vectors x, float32, which have a bit for each of the planes.
+
+    The bit is +1 if the product of the vector and the plane's normal is greater than the plane's
+    offset, and -1 otherwise.
     """
     projected = jnp.einsum(
         "...k,pk->...p", x.astype(jnp.float32), planes.normals, precision=jax.lax.Precision.HIGHEST

@@ -99,8 +99,9 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
     means[...] = jnp.zeros_like(means)
 
     def sum_members(step: Any, counts: Array) -> Array:
-        """Adds the 256 queries of a step to the sums in `means`, and returns the number of members
-        of each cluster so far, in 16 equal rows [16, C].
+        """Adds the 256 queries of a step to the sums in `means`.
+
+        Returns `counts` plus the number of these queries in each cluster, in 16 equal rows [16, C].
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
@@ -155,7 +156,7 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     steps = logits.shape[0] // STEP_KEYS
 
     def update_maximum(step: Any, top: Array) -> Array:
-        """Returns the largest logit of each centroid up to and including the keys of this step, as
+        """Returns the maximum of `top` and of each centroid's logits for the keys of this step, as
         8 partial maxima [8, C].
         """
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
@@ -165,8 +166,8 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     rest[...] = jnp.zeros_like(rest)
 
     def add_values(step: Any, total: Array) -> Array:
-        """Adds the weighted values of this step's keys to `rest`, and returns the sum of each
-        centroid's weights so far.
+        """Adds the weighted values of this step's keys to `rest`, and returns `total` plus the
+        weights of each centroid for these keys, [1, C].
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         weights = jnp.exp(logits[place] - top)

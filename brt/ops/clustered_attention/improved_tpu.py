@@ -76,7 +76,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are the same as for `improved_clustered`; dropout and a bias are refused.
+    The arguments are the same as for `improved_clustered` below; dropout and a bias are refused.
     """
     if reason := feature_refusal(config, dropout=dropout, bias=bias) or head_refusal(
         queries, values

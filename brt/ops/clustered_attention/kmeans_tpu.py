@@ -48,7 +48,11 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernel does not support these inputs, or None if it does."""
+    """Returns the reason why the kernel does not support these inputs, or None if it does.
+
+    The arguments are the same as for `kmeans` below; only the shapes of the codes and of the
+    centroids matter.
+    """
     tokens, bits = codes.shape[2:]
     if centroids.shape[2] > _MAX_CLUSTERS:
         return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"

@@ -24,7 +24,7 @@ class QueryTiles(NamedTuple):
     """The positions of queries in tiles.
 
     Attributes:
-      queries: int32, the index of the query in each slot; T for an empty slot.
+      queries: int32, the index of the query in each of the NM = N * M slots; T for an empty slot.
       slots: int32, the slot of each query; N * M for padding.
       clusters: int32, the cluster of each tile; any cluster for an empty tile.
     """
@@ -39,7 +39,7 @@ def tile_size(tokens: int, clusters: int) -> int:
     number of queries of a cluster.
 
     With this size, at most half of all slots are empty. `tokens` is the number of queries of a
-    head.
+    head, and `clusters` the number of their clusters.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
@@ -88,7 +88,7 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     takes four times as long to sort pairs.
     """
     tokens = labels.shape[-1]
-    # Labels are at most T, so the largest number of label and position is T * T + T - 1.
+    # Labels are at most T, so the largest combined number of label and position is T * T + T - 1.
     if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:
         return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.uint32)[None, None]
@@ -107,21 +107,26 @@ def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
-    """Returns the vectors x of the queries, copied to the queries' slots; empty slots are zero."""
+    """Returns the vectors x of the queries, copied to the queries' slots in `tiles`; empty slots
+    are zero.
+    """
     return _permute_rows(x, tiles.queries, tiles.slots).reshape(
         *tiles.clusters.shape, -1, x.shape[-1]
     )
 
 
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
-    """Returns, for each query, the vector in the query's slot of x; padding gets zeros."""
+    """Returns, for each query, the vector of x in the query's slot; padding gets zeros.
+
+    `x` has a vector for each slot, and `tiles` has the slot of each query.
+    """
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
 
 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
-    """Returns, for each tile, the row of x that belongs to the tile's cluster; x has a row for each
-    cluster.
+    """Returns, for each of the tiles, the row of x that belongs to the tile's cluster; x has a row
+    for each cluster.
     """
 
     def gather_rows(x: Array, clusters: Array) -> Array:
@@ -188,8 +193,8 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     """
 
     def sum_rows(x: Array, indices: Array) -> Array:
-        """Returns, for one head, the sums of those rows of x that have the same index, [count,
-        ...].
+        """Returns, for one head, an array [count, ...] whose row i is the sum of those rows of x
+        whose entry of `indices` is i.
         """
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 

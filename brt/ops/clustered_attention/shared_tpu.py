@@ -31,8 +31,8 @@ def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
 
 
 def head_refusal(queries: Float[Array, "B H T K"], values: Float[Array, "B H X E"]) -> str | None:
-    """Returns the reason why the kernels do not support these head sizes or this dtype, or None if
-    they do.
+    """Returns the reason why the kernels do not support the head sizes of these queries and values
+    or the dtype of the queries, or None if they do.
     """
     if queries.shape[3] not in _WIDTHS or values.shape[3] not in _WIDTHS:
         return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"

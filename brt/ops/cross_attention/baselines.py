@@ -32,8 +32,9 @@ class RnnWeights(NamedTuple):
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
     """Returns the RNN's state at every position; the state before the first position is zero.
 
-    The RNN reads the vectors x of all heads of a position as one vector of A numbers. Its states
-    have the shape of x.
+    The RNN reads the vectors x of all heads of a position, which are keys or values of the source,
+    as one vector of A numbers. The result has the states in the shape of x. `weights` are the
+    weights of the recurrence.
     """
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
@@ -81,7 +82,7 @@ def with_previous(
 
 
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
-    """Returns the mask of the keys that `with_previous` returns.
+    """Returns the mask of the Y = 2S keys of each segment that `with_previous` returns.
 
     Args:
       mask: True for positions of each segment that are not padding.
@@ -96,10 +97,12 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the mean key and the mean value of every segment, over those positions where
-    `counted` is True.
+    """Returns the mean key and the mean value of every segment.
 
-    Segments without such positions are masked in the result.
+    Args:
+      keys, values: the keys and values of each segment.
+      counted: True for positions over which the means are taken. Segments without such positions
+        are masked in the result.
     """
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 

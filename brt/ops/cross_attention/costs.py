@@ -16,8 +16,9 @@ def paper_multiplications(
 ) -> int:
     """Returns the paper's count of multiplications for q = `targets` and k = `sources` positions.
 
-    With d = `head_dim` and segments of s = `segment_size` positions, the count is qkd for full
-    attention, qsd for segmented attention, and qsd + kd^2 for `srformer`.
+    `kind` is the kind of cross-attention. With d = `head_dim` and segments of s = `segment_size`
+    positions, the count is qkd for full attention, qsd for segmented attention, and qsd + kd^2 for
+    `srformer`.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
@@ -28,8 +29,9 @@ def paper_memory(
 ) -> int:
     """Returns the paper's count of stored numbers for q = `targets` and k = `sources` positions.
 
-    With d = `head_dim` and m segments of s = `segment_size` positions, the count is qk + kd for
-    full attention, qs + kd for segmented attention, and qs + kd + md^2 for `srformer`.
+    `kind` is the kind of cross-attention. With d = `head_dim` and m segments of s = `segment_size`
+    positions, the count is qk + kd for full attention, qs + kd for segmented attention, and qs + kd
+    + md^2 for `srformer`.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)

@@ -104,8 +104,8 @@ def initial_parameters(
 
 def _uniform(bound: float) -> Callable[..., Array]:
     def initialize(rng: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        """Returns an array of uniform random numbers from -`bound` to `bound`, drawn with the key
-        `rng`.
+        """Returns an array of this shape and dtype with uniform random numbers from -`bound` to
+        `bound`, drawn with the key `rng`.
         """
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 

@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float
 class TokenScores(NamedTuple):
     """Scores of the targets: their negative log probabilities, and a mask of correct predictions.
 
+    Both arrays have an entry for each of the T positions of each of the B rows of the batch.
+
     Attributes:
       nats: the negative log probability of the target, float32.
       right: True if no other token of the vocabulary is more probable than the target.

@@ -179,7 +179,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 def multiplies_separately(parts: int) -> bool:
-    """Returns True if `dot_of_parts` multiplies this many inputs separately instead of
+    """Returns True if `dot_of_parts` multiplies this many parts (inputs) separately instead of
     concatenating them.
     """
     return parts > 1 and dispatch.policy().multiplies_separately

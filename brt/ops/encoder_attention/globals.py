@@ -58,7 +58,12 @@ def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
 
 
 def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "B G D"]:
-    """Returns the sum (not the mean) of x over the tokens of each block, in x's dtype."""
+    """Returns the sum (not the mean) of x over the tokens of each block, in x's dtype.
+
+    Args:
+      x: a vector of D numbers for each token.
+      blocks: the block of each token, from `global_blocks`.
+    """
     members = blocks.ids[:, :, None] == jnp.arange(blocks.exist.shape[1])[None, None]
     sums = jnp.einsum(
         "btg,btd->bgd", members.astype(x.dtype), x, preferred_element_type=jnp.float32

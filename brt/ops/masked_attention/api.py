@@ -1,6 +1,7 @@
 """Softmax attention to the keys where a mask is True.
 
-In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
+In shapes, Q and T are numbers of queries, S and X of keys, H of heads and K of numbers of a head. B
+is the number of rows of the batch, and *B stands for any leading axes.
 """
 
 import numpy as np

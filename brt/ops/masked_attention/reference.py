@@ -1,6 +1,7 @@
 """Reference implementation of masked attention, with all logits at once.
 
-In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
+In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head; *B stands
+for any leading axes.
 """
 
 import jax.numpy as jnp

@@ -3,7 +3,8 @@
 The hand-written backward pass recomputes the weights, so that no array of Q x S is saved. If the
 logits of all queries would be large, tiles of queries are processed one after the other.
 
-In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head.
+In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head. *B stands
+for any leading axes, which are merged to one axis B.
 """
 
 from typing import NamedTuple

@@ -6,7 +6,8 @@ with a residual connection; dual also has an MLP with another residual connectio
 residual connection around both.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
-numbers, W of tokens of a block, and F of hidden units of the MLP; *B stands for any leading axes.
+numbers, W of tokens of a block, and F of hidden units of the MLP; *B stands for any leading axes,
+and *M for the axes of the MLP's inputs.
 """
 
 from typing import Any, NamedTuple

@@ -145,7 +145,7 @@ interpreted = functools.partial(
 class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
-    # The first axis of `projected` has keys, queries, cross queries and values.
+    # The first axis of `projected` has keys, queries to states, queries to tokens, and values.
     projected: Float[Array, "4 B H S K"]
     scales: Float[Array, "H 2"]
     before: TokenKV

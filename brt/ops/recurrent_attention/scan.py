@@ -5,7 +5,8 @@ collect the inputs and output gradients of a product from all steps (`brt.ops.de
 kernels of lstm and gru gates are an exception: their gradients are summed block by block.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
-numbers, T of tokens of a segment, and N of its blocks of W tokens.
+numbers, T of tokens of a segment, and N of its blocks of W tokens; *M stands for the axes of the
+MLP's inputs.
 """
 
 from collections.abc import Callable

@@ -74,8 +74,8 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
     def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the potential after the input x of a segment is added, twice: as the scan's carry
-        and as the segment's output.
+        """Returns the potential after the input x of a segment is added to `membrane`, twice: as
+        the scan's carry and as the segment's output.
         """
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane

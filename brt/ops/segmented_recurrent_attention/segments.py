@@ -103,8 +103,8 @@ def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B 
     """Returns a source divided into segments of `size` positions; the last segment is filled up
     with zeros.
 
-    `x` has a row for each source and a column for each of X positions. In the result, the segments
-    are on axis 0.
+    `x` has a row for each source and a column for each of X positions; *R stands for any further
+    axes, such as H and K. In the result, the segments are on axis 0.
     """
     batch, length, *rest = x.shape
     count = -(-length // size)

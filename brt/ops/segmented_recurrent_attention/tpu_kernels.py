@@ -223,7 +223,8 @@ def _segment_sums(
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Writes A_j of segment j to `own[j]`.
 
-        Returns the sum of all A_j and the sum of the squared keys, both up to segment j.
+        Returns `carry`, the sum of A_j and the sum of the squared keys over earlier segments, plus
+        those of segment j.
         """
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)

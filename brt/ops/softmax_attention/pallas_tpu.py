@@ -159,8 +159,8 @@ class _Arguments(NamedTuple):
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
-        """Returns the length to which each head's queries are normalized, repeated to a row of 128
-        numbers; None if queries are not normalized.
+        """Returns the length to which each head's queries are normalized, repeated to a row of L =
+        128 numbers; None if queries are not normalized.
         """
         if self.scale is None:
             return None

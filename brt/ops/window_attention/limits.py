@@ -21,7 +21,10 @@ class Limits(NamedTuple):
     def refusal(self, queries: Float[Array, "B T H K"], cached: tuple[Array, Array]) -> str | None:
         """Returns the reason why the kernel does not support these inputs, or None if it does.
 
-        The arguments are described in `api.window_part`.
+        Args:
+          queries: the queries of T tokens in B rows, for H heads of size K.
+          cached: keys and values [B, W, G, K] of the block before the segment, whose number of
+            tokens W is the size of the window.
         """
         window, width = cached[0].shape[1], queries.shape[-1]
         if window not in self.windows:

@@ -3,6 +3,14 @@ algorithm.
 
 A kernel is a function of its inputs in global memory (`mosaic_inputs.WindowMosaicInputs`), the
 references to its outputs, and its shared memory. One warpgroup runs the function for one tile.
+
+The functions named `copy_...` within a kernel start the copies for step n of a loop over tiles to
+the slot with the index `slot` of the shared memory; `barrier` is the slot's barrier, at which the
+copies arrive. The functions named `add_...` are the steps; their argument `slot` is the index of
+the slot that has the tiles of step n.
+
+In shapes, B is the number of lanes (rows of the batch), T of tokens of a segment, H of heads, and K
+of numbers of a head; Z counts the tokens of the block before the segment, too.
 """
 
 from typing import Any
@@ -79,8 +87,10 @@ def window_attention_forward(
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the weighted values of the n-th key tile to `read`. Returns the maximum logits
-            and the sums of weights after this tile.
+            """Adds the weighted values of the n-th key tile to `read`.
+
+            Returns the maximum logits and the sums of weights after this tile; `carry` has both as
+            they are before this tile.
             """
             top, total = carry
             may_read = begin + n >= first if null_keys else True
@@ -226,8 +236,8 @@ def window_attention_keys(
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
     def sum_gradients(keys_total: Any, values_total: Any) -> None:
-        """Adds the contributions of all query tiles to the accumulators of the gradients of keys
-        and of values.
+        """Adds the contributions of all query tiles to the accumulators `keys_total` and
+        `values_total`, the gradients of keys and of values.
         """
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
@@ -294,8 +304,8 @@ def window_attention_band(
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
     def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
-        """Returns the sum of the logits' gradients after the contribution of the n-th pair of tiles
-        is added.
+        """Returns `total`, a sum of gradients of logits [TILE, TILE], plus the contribution of the
+        n-th pair of tiles.
         """
         first, _ = inputs.window_of(lane, begin + n)
         may_read = begin + n + distance >= first

@@ -7,6 +7,9 @@ that starts a copy also waits for it, so no deadlock is possible.
 
 This module imports all names of Mosaic GPU. If a version of jax lacks one of them, the ImportError
 says that the kernels are not available; no other error does.
+
+In shapes, R and C are the numbers of rows and columns of a tile, usually 64, and P is the number of
+columns of a part of a tile of vectors.
 """
 
 from collections.abc import Callable

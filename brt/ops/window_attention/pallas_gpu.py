@@ -60,7 +60,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.window_part`.
+    The arguments are the same as for `hopper_refusal`; other arguments are ignored.
     """
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
@@ -74,7 +74,9 @@ def hopper_refusal(
     """Returns the reason why kernels for Hopper GPUs do not support these inputs, or None if they
     do.
 
-    The arguments are described in `api.window_part`.
+    Args:
+      queries: the queries of the segment.
+      cached: keys and values of the block before the segment.
     """
     if reason := _LIMITS.refusal(queries, cached):
         return reason

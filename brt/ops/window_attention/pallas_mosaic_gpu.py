@@ -59,7 +59,9 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.window_part`.
+    Args:
+      queries: the queries of the segment.
+      cached: keys and values of the block before the segment.
     """
     try:
         _modules()

@@ -67,7 +67,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are described in `api.window_part`.
+    The arguments are the same as for `window_attention` below.
     """
     if reason := _LIMITS.refusal(queries, cached):
         return reason
@@ -110,11 +110,14 @@ def window_attention(
     The output is in the dtype of `values`, the log-sum-exp in float32.
 
     Args:
-      queries, cached, keys, values, cache_mask, dropout, null_keys, scale: as for
-        `api.window_part`; `cached` are the keys and values of the block before the segment, and
-        `cache_mask` is True where block n may read the block before it.
-      bias: by head and distance, as for `api.window_part`; column 0 is the nearest key.
+      queries, keys, values: those of the segment; queries are multiplied by any scale.
+      cached: keys and values of the block before the segment.
+      bias: by head and distance; column 0 is the nearest key.
+      cache_mask: True where block n may read the block before it.
+      dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      scale: the length to which queries are normalized, with keys of length 1; or None.
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     window = cached[0].shape[1]

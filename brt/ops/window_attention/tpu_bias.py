@@ -5,7 +5,7 @@ is key c of the row's own block, or key c of the block before if the row does no
 The tile has the bias of W slots for R rows. Column r of the tile is the bias vector shifted by r
 slots. XLA would build such a tile by padding and slicing a repeated vector. The kernel instead
 rolls every column by the powers of two in its index; shifts by eight or more move whole vector
-registers. The grid is the heads.
+registers. The grid is the H heads.
 """
 
 import functools

@@ -76,8 +76,8 @@ def window_attention(
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        """Returns queries, keys or values split into blocks of W tokens, with heads before the
-        tokens of a block.
+        """Returns the queries, keys or values x split into blocks of W tokens, with heads before
+        the tokens of a block.
         """
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
