@@ -86,7 +86,7 @@ def test_a_run_is_made_evaluated_and_given_back(
 def test_training_goes_on_from_the_directory(directory: Path, book: Path, tmp_path: Path) -> None:
     settings = {
         "Training.init_from": str(directory), "Data.train": str(book), "Data.validation": (),
-        "Data.test": (), "Model.window": 16, "Training.segment_length": 32,
+        "Data.test": (), "Model.window": 16, "Model.block": 16, "Training.segment_length": 32,
         "Training.batch_size": 2, "Training.steps": 2, "Training.sample_every": 0,
         "Optimizer.learning_rate": 1e-9, "Optimizer.warmup_steps": 0,
     }  # fmt: skip
