@@ -231,7 +231,7 @@ FED_BACK = {
 def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
     name: str, random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = dataclasses.replace(MODEL, feedback=True, **FED_BACK[name])
+    model = with_settings(MODEL, {"feedback": True, **FED_BACK[name]})
     params = random_params(model)["stack"]
     expected = results(model, params)
     monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
@@ -254,7 +254,7 @@ def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
 def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = dataclasses.replace(MODEL, feedback=True, **FED_BACK["skip"])
+    model = with_settings(MODEL, {"feedback": True, **FED_BACK["skip"]})
     params = random_params(model)["stack"]
     window, recurrent = params["window_0"]["tokens"], params["recurrent_2"]
     kernels = {window[name].shape for name in ("queries", "output", "mlp_in", "mlp_out")}

@@ -212,7 +212,11 @@ def test_a_target_that_holds_something_is_left_alone(source: Path) -> None:
             2,
             "is not a directory; name the directory",
         ),
-        (["--from=hf", "{t5}", "--to=brt", "{out}", "--dtype=bfloat16"], 2, "--dtype is for --to=hf"),
+        (
+            ["--from=hf", "{t5}", "--to=brt", "{out}", "--dtype=bfloat16"],
+            2,
+            "--dtype is for --to=hf",
+        ),
         (["--from=brt", "{t5}", "--to=hf", "{out}"], 4, "has no model.json"),
     ],
 )
