@@ -2,6 +2,9 @@
 
 The float32 logits [B, T, V] of a long segment would be the largest arrays of a train step. The
 backward pass therefore computes the logits of each chunk again.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
+numbers of a token's vector, and V of tokens of the vocabulary.
 """
 
 import jax
@@ -20,7 +23,7 @@ def divergence(student: Logits, teacher: Logits, temperature: float) -> Float[Ar
 
     Args:
       student, teacher: the float32 logits of both models; the divergence is zero if they are equal.
-      temperature: both logits are divided by it.
+      temperature: the number by which the logits of both models are divided.
     """
     ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
     return temperature**2 * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
@@ -44,13 +47,14 @@ def summed_divergence(
       mask: False for tokens that do not count.
       student_weights, teacher_weights: the weights of each model's logits.
       scale: factor of the logits.
-      temperature: see `divergence`.
+      temperature: the number by which the logits of both models are divided.
       chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once.
     """
     teacher, teacher_weights = jax.lax.stop_gradient((teacher, teacher_weights))
     chunk = chunk_length(student.shape[1], chunk)
 
     def logits(vectors: Float[Array, "B C D"], weights: Float[Array, "V D"]) -> Logits:
+        """Returns the float32 logits of the tokens of a chunk from their vectors."""
         weights = weights.astype(vectors.dtype)
         products = jnp.einsum("bcd,vd->bcv", vectors, weights, preferred_element_type=jnp.float32)
         return constrain(scale * products, "lanes", "tokens", "vocab")
@@ -59,11 +63,20 @@ def summed_divergence(
     def chunk_divergence(
         piece: tuple[Array, Array, Array], weights: Float[Array, "V D"]
     ) -> Float[Array, ""]:
+        """Returns the divergence, summed over the tokens of a chunk.
+
+        Args:
+          piece: the student's vectors, the teacher's vectors and the mask of the chunk.
+          weights: the weights of the student's logits.
+        """
         ours, theirs, counts = piece
         nats = divergence(logits(ours, weights), logits(theirs, teacher_weights), temperature)
         return jnp.sum(jnp.where(counts, nats, 0.0))
 
     def add_chunk(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        """Returns `total` plus the divergence of a chunk; and None, because `lax.scan` also expects
+        an output of each step.
+        """
         return total + chunk_divergence(piece, student_weights), None
 
     pieces = tuple(split_chunks(x, chunk) for x in (student, teacher, mask))

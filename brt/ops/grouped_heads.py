@@ -73,7 +73,8 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] of all heads of queries.
 
-        The arguments are the same as for `attend`, with H heads of queries and G heads of keys.
+        The arguments are the same as for `attend`, with H heads of queries, biases, dropout masks
+        and scales, and with G heads of keys and values.
         """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]

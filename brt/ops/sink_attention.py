@@ -66,8 +66,8 @@ def sink_attention(
     part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
 
     def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
-        """Returns results x, such as outputs, with the heads behind the tokens and the blocks
-        joined.
+        """Returns x, outputs or log-sum-exps, with the axis of heads after the axis of tokens, and
+        with all blocks on one axis of tokens.
 
         The axis RT of x has R * W entries, where W is the number of tokens of a block. The entry
         x[b, n, g, r * W + t] is the result of token n * W + t and head g * R + r.

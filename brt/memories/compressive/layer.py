@@ -123,6 +123,11 @@ class CompressiveLayer(nn.Module):
     No gradient passes from attention to the slots. A learned compressor is trained by an auxiliary
     loss: attention to the slots of a block should equal attention to the block, or a transposed
     convolution should reconstruct the block from the slots.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: the settings that select the implementations of ops.
     """
 
     model: Model

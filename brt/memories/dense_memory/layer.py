@@ -77,6 +77,11 @@ def dense_memory_flops(model: Model) -> int:
 class DenseMemoryLayer(nn.Module):
     """A layer whose tokens attend to their own block and to a memory of the last M tokens before
     the block. The layer has no position biases.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: the settings that select the implementations of ops.
     """
 
     model: Model

@@ -127,7 +127,12 @@ class MemorizingLayer(nn.Module):
 
     A token attends to its window, and to the results of a search in the memory of the tokens before
     its block (Memorizing Transformers, section 3). A learned gate per head mixes the two. As in the
-    original's recipe, the layer has no positions.
+    original's recipe, the layer has no position biases.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: the settings that select the implementations of ops.
     """
 
     model: Model
@@ -135,7 +140,9 @@ class MemorizingLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, without positions, and the gate of each head."""
+        """Creates the block of attention and MLP, without position biases, and the gate of each
+        head.
+        """
         m = self.model
         self.tokens = TransformerBlock(
             dataclasses.replace(m, positions="none"), cross_attends=m.feedback,

@@ -108,6 +108,11 @@ class RGLRULayer(nn.Module):
     The normalized inputs pass through two branches: a gate, and a convolution followed by the
     recurrence. The product of both branches is projected to the width of the model and added to the
     inputs, and the MLP follows.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: unused, because the layer has a single implementation.
     """
 
     model: Model

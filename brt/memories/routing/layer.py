@@ -142,12 +142,17 @@ def routing_flops(model: Model) -> int:
 
 
 class RoutingLayer(nn.Module):
-    """A layer with routed heads. Its model state are the statistics of the clusters.
+    """A layer with routed heads. The model state of the layer is the statistics of the clusters.
 
     In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
     token's query. The token attends to the last tokens of this cluster including itself
     (`brt.memories.routing.routed_attention`). The distance for T5's position bias is the number of
     tokens of the cluster between a key and the query.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: the settings that select the implementations of ops.
     """
 
     model: Model

@@ -110,6 +110,9 @@ class TokenMix(nn.Module):
 class SummaryLayer(nn.Module):
     """A layer in which every block passes vectors, the short-term memory, to the next block
     (MELODI, arXiv 2410.03156).
+
+    The layer has the settings `model`, applies dropout if `training` is True, and computes
+    attention with the implementations that `kernels` selects.
     """
 
     model: Model
@@ -297,9 +300,6 @@ class SummaryLayer(nn.Module):
         Args:
           x: None, which is returned as the output; a block begins without a token.
           state: the state after the previous block.
-
-        Returns:
-          The open block, as the state of the `LayerOutput`.
         """
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)

@@ -200,8 +200,9 @@ def summed_matmul(
         )
 
     def by_head(x: Array, wide: Wide) -> Array:
-        """Returns an input [B, R, *inputs] as an array [A, B, H, R, K], as the layout `wide` says;
-        converts the input to integers with the same bits if `as_bits` is True.
+        """Returns an input x [B, R, *inputs] as an array [A, B, H, R, K], whose layout is `wide`.
+
+        If `as_bits` is True, the result has integers with the same bits as the numbers of x.
         """
         return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 

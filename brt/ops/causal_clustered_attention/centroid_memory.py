@@ -86,8 +86,8 @@ def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemo
 
 
 def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
-    """Returns a mask of the memory's R slots: True for slots that hold a key, False for empty
-    slots.
+    """Returns a mask of the R slots of the memory `past`: True for slots that hold a key, False for
+    empty slots.
     """
     return jnp.arange(past.keys.shape[3])[None] < past.filled[:, None]
 

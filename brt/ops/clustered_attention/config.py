@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusteredConfig:
-    """Settings of clustered attention: how queries are clustered, and what the members attend to.
+    """Settings of clustered attention, for the clustering of queries and the attention of the
+    members of a cluster.
 
     Attributes:
       kind: "clustered" gives all members of a cluster the attention output of their centroid. With

@@ -25,15 +25,20 @@ from brt.ops.reductions import sum_leading
 
 
 def chunk_length(tokens: int, limit: int) -> int:
-    """Returns the largest divisor, up to `limit`, of a device's share of the tokens."""
+    """Returns the number of tokens that a device adds to a chunk.
+
+    The number is the largest one, up to `limit`, that divides the number of tokens of a row that
+    are on one device; `tokens` is the number of tokens of a row on all devices.
+    """
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
 
 
 def split_chunks(x: Array, chunk: int) -> Array:
-    """Splits [B, T, ...] into [count, B, C, ...]; a chunk has tokens of each device.
+    """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    Rows of the batch and tokens stay on their device.
+    A chunk has `chunk` tokens of each device that has tokens of a row. Rows of the batch and tokens
+    stay on their device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -42,7 +47,10 @@ def split_chunks(x: Array, chunk: int) -> Array:
 
 
 def join_chunks(x: Array, chunk: int) -> Array:
-    """Inverts `split_chunks`."""
+    """Joins chunks x [number of chunks, B, C, ...] to an array [B, T, ...].
+
+    This is the inverse of `split_chunks` with the same `chunk`.
+    """
     cut = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 

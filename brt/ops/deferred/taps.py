@@ -1,4 +1,4 @@
-"""Taps, which collect what a scan's weight gradients are computed from.
+"""Taps, which collect the arrays from which a scan's weight gradients are computed.
 
 The weight gradient of a product y = x W in a scan is the sum of x_t^T dy_t over all steps t. A tap
 has an array for all x_t and an array for all dy_t. The forward pass fills both with zeros, which

@@ -1,7 +1,11 @@
 """Bodies of the TPU kernels of the complete recurrent cell, for one head of a block of a lane.
 
-The module `tpu_cell` describes the algorithm. A lane is a row of the batch. In shapes, S is the
-number of states, D the width of a state, and K the size of a head.
+The module `tpu_cell` describes the algorithm. A lane is a row of the batch. The grid is (lane,
+block, head). The states of a block are normalized, attend with each head to the states and to the
+tokens of two blocks, and are updated by a gate after the last head.
+
+In shapes, B is the number of lanes, N of blocks, S of states, D of numbers of a state, and K of
+numbers of a head.
 """
 
 import math
@@ -68,8 +72,9 @@ def forward_kernel(
     """Computes one step of the forward pass, which is one head of a block, and writes its outputs.
 
     Args:
-      flags: flags of lanes and blocks.
-      tokens: keys and values of the tokens.
+      flags: two arrays [B, N], which say where a block may read the previous block, and where a
+        document starts.
+      tokens: the keys, then the values, of the tokens of the previous block and of this block.
       vectors: [S, D], float32, the states before the segment.
       weights: the cell's weights.
       residuals: outputs, the arrays that the backward pass needs.
@@ -148,8 +153,9 @@ def backward_kernel(
     The steps process the blocks in reverse order.
 
     Args:
-      flags: flags of lanes and blocks.
-      tokens: keys and values of the tokens.
+      flags: two arrays [B, N], which say where a block may read the previous block, and where a
+        document starts.
+      tokens: the keys, then the values, of the tokens of the previous block and of this block.
       gradient: [S, D], the gradient of the states after the segment.
       final: [S, D], the states after the segment.
       weights: the cell's weights.

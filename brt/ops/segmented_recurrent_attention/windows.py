@@ -71,7 +71,8 @@ def with_shared(
         return keys, values, mask
 
     def append_shared(window_part: Array, shared_part: Array, keys_axis: int) -> Array:
-        """Appends shared keys, shared values or their mask to those of every window.
+        """Returns the keys, the values or the mask of all windows, with the shared keys, values or
+        mask appended to each window.
 
         Args:
           window_part: the keys, the values or the mask of the windows.

@@ -7,10 +7,10 @@ class LaunchShape(NamedTuple):
     """Launch parameters of a kernel.
 
     Attributes:
-      rows: queries of a tile.
-      columns: keys of a tile.
-      warps: warps of a program.
-      stages: pipeline stages of a program's loop.
+      rows: the number of queries of a tile.
+      columns: the number of keys of a tile.
+      warps: the number of warps of a program.
+      stages: the number of pipeline stages of a program's loop.
     """
 
     rows: int

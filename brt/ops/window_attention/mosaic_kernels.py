@@ -4,6 +4,10 @@ algorithm.
 A kernel is a function of its inputs in global memory (`mosaic_inputs.WindowMosaicInputs`), the
 references to its outputs, and its shared memory. One warpgroup runs the function for one tile.
 
+The biases and the mask for all distances between a query tile and a key tile lie side by side in a
+strip. The window of a query tile begins at the key tile with the same index, so a tile of the strip
+belongs to one place in the window.
+
 The functions named `copy_...` within a kernel start the copies for step n of a loop over tiles to
 the slot with the index `slot` of the shared memory; `barrier` is the slot's barrier, at which the
 copies arrive. The functions named `add_...` are the steps; their argument `slot` is the index of

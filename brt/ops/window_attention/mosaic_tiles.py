@@ -233,7 +233,13 @@ class CopyRing(NamedTuple):
     def run_steps(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
         """Returns the final carry of `carry = step(n, slot, carry)` for n = 0 ... count - 1.
 
-        A step begins after its copies have arrived, while the copies of later steps are under way.
+        A step begins after its copies have arrived in the slot, while the copies of later steps are
+        under way.
+
+        Args:
+          count: the number of steps.
+          step: the function that computes step n; `slot` is the index of the step's slot.
+          carry: the initial carry.
         """
         slots = self.arrived.shape[0]
 

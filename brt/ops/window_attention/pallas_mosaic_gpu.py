@@ -134,8 +134,8 @@ class _Arguments(NamedTuple):
 
         The result is a function and not the strips, because the backward pass also differentiates
         it. The strip has the biases and the mask of a tile of queries and all keys in their
-        windows, [H, TILE, W + TILE]. The transposed strip has those of a tile of keys and all
-        queries that see them.
+        windows, [H, TILE, W + TILE]. The transposed strip has the biases and the mask of a tile of
+        keys and all queries that see these keys.
         """
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 

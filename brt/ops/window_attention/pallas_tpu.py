@@ -110,7 +110,7 @@ def window_attention(
     The output is in the dtype of `values`, the log-sum-exp in float32.
 
     Args:
-      queries, keys, values: those of the segment; queries are multiplied by any scale.
+      queries, keys, values: for the tokens of the segment; queries include any scale of the logits.
       cached: keys and values of the block before the segment.
       bias: by head and distance; column 0 is the nearest key.
       cache_mask: True where block n may read the block before it.

@@ -35,8 +35,9 @@ def memory_attention(
         token first.
       counts: for each block, the number of last tokens before the block that may be neighbours.
       size: the number of tokens of the memory.
-      neighbors: the number of neighbours of a query: the keys with the largest products.
-      search: "exact" or "bucketed"; `retrieval` describes both.
+      neighbors: the number of neighbours of a query, which are the keys that a search selects.
+      search: "exact" finds the keys with the largest products; "bucketed" finds the best key of
+        each of as many buckets of tokens as a query has neighbours.
       null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     blocks = counts.shape[1]

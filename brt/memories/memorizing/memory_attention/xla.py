@@ -48,8 +48,9 @@ def memory_attention(
         token first.
       counts: for each block, the number of last tokens before the block that may be neighbours.
       size: the number of tokens of the memory.
-      neighbors: R, the number of neighbours of a query: the keys with the largest products.
-      search: "exact" or "bucketed"; `retrieval` describes both.
+      neighbors: R, the number of neighbours of a query, which are the keys that a search selects.
+      search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
+        R buckets and finds the best key of each bucket.
       null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     by_head = queries.swapaxes(1, 2)
