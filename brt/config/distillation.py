@@ -10,16 +10,17 @@ from brt.config.fields import fixed, free
 class Distillation:
     """Distillation of a decoder with a small window from the same decoder with a larger window.
 
-    The teacher has the weights of Training.init_from, which never change, and no memory beside its
-    window. The loss of a token is the sum of its cross-entropy and of the KL divergence from the
-    teacher's to the trained model's distribution (Hinton et al. 2015).
+    The model with the larger window is the teacher. It has the weights of Training.init_from, which
+    never change, and it has no memory other than its window. The loss of a token is the sum of its
+    cross-entropy and of the KL divergence from the teacher's distribution to the distribution of
+    the trained model (Hinton et al. 2015).
     """
 
-    # Window of the teacher in tokens, at least Model.window. 0 turns distillation off.
+    # The teacher has this window in tokens, at least Model.window. 0 turns distillation off.
     window: int = fixed(0)
-    weight: float = free(1.0)  # Factor of the KL divergence in the loss.
-    # Logits of both models are divided by this number before the KL divergence is computed, and the
-    # divergence is multiplied by its square.
+    weight: float = free(1.0)  # The KL divergence is multiplied by this weight.
+    # The logits of both models are divided by this temperature before the KL divergence is
+    # computed, and the divergence is multiplied by the square of the temperature.
     temperature: float = free(1.0)
 
     def __post_init__(self) -> None:

@@ -29,11 +29,11 @@ TEACHER = "teacher"  # The entry of the model state with the teacher's parameter
 
 
 class DistillationCarry(NamedTuple):
-    """The carry of a run that distills.
+    """The carry (caches and states that one step hands to the next) of a run that distills.
 
     Attributes:
       student: caches and recurrent states of the trained model.
-      teacher: the teacher's caches, which reach further back.
+      teacher: the teacher's caches, which contain more tokens because its window is larger.
     """
 
     student: StackState
@@ -95,14 +95,18 @@ def with_teacher_state(
 
 
 def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
-    """Adds the names of the axes of the teacher's caches to those of the trained model."""
+    """Adds the names of the axes of the teacher's caches to `axes`, the names of the axes of the
+    trained model's carry, if the run distills.
+    """
     if not distills(config):
         return axes
     return DistillationCarry(axes, state_axes(teacher_config(config).model))
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Separates the model state of the trained model from the entry of the teacher."""
+    """Returns two parts of the model state: the arrays that layers of the trained model learn
+    without gradients, and the entry with the teacher's parameters.
+    """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
 
@@ -113,7 +117,7 @@ def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> P
     Args:
       config: config of the run.
       weights: the weights of Training.init_from.
-      initial: arrays of the teacher's shapes.
+      initial: arrays with the names and shapes of the teacher's parameters.
 
     Raises:
       CheckpointError: the weights are not those of a decoder with windows alone.
@@ -132,7 +136,7 @@ def divergence(
     config: Config, params: PyTree[Array], student: DecoderOutput, batch: Batch,
     teacher: ModelState, carry: StackState,
 ) -> tuple[Float[Array, ""], StackState]:  # fmt: skip
-    """Reads a segment with the teacher.
+    """Reads a segment with the teacher, and returns the divergence of the trained model from it.
 
     Args:
       config: config of the run.
@@ -161,8 +165,9 @@ def divergence(
 def extra_flops_per_token(config: Config) -> int:
     """Returns the FLOPs per token that distillation adds to a train step.
 
-    They are the teacher's forward pass, and the logits of the trained model, which the KL
-    divergence computes for itself: forward, again in the backward pass, and two gradients.
+    They are the FLOPs of the teacher's forward pass, and those of the trained model's logits, which
+    the KL divergence computes separately: once in the forward pass and again in the backward pass,
+    in addition to two products for gradients.
     """
     if not distills(config):
         return 0
