@@ -32,8 +32,8 @@ from brt.config.training import (
 
 __all__ = [
     "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Distillation", "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer", "Pairs",
-    "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
+    "Distillation", "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer",
+    "Pairs", "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
 

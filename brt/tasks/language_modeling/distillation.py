@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from brt.config import Config, Model
+from brt.config import Config
 from brt.config.checks import check
 from brt.errors import CheckpointError
 from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
