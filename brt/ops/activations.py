@@ -19,7 +19,7 @@ def relu(x: Float[Array, "..."], keeps: bool = False) -> Float[Array, "..."]:
     """Returns max(x, 0) in the shape and dtype of x; the backward pass reads only the result.
 
     Args:
-      x: any shape.
+      x: an array of any shape.
       keeps: True if a rematerialized layer saves the result, so that the backward pass need not
         compute x and the result again. Callers pass True if the next matrix product needs the
         result for its own gradient anyway.
@@ -45,9 +45,10 @@ def activation(x: Float[Array, "..."], name: str, *, keeps: bool = False) -> Flo
     """Returns the activation of every number of x, in x's dtype.
 
     Args:
-      x: any shape.
+      x: an array of any shape.
       name: "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu".
-      keeps: see `relu`; the other activations ignore it.
+      keeps: for "relu", True if a rematerialized layer saves the result (see `relu`); the other
+        activations ignore this argument.
     """
     if name == "relu":
         return relu(x, keeps)

@@ -117,7 +117,7 @@ def causal_clustered_attention(
       keys, values, cache_mask: as for `memory_scan`.
       pasts: the memories of all blocks, from `memory_scan`.
       centroids: the centroids of the layer.
-      bias: float32, added to the logits of all keys outside the window.
+      bias: float32, a number for each head, added to the logits of all keys outside the window.
       attend_to_self: True if the nearest key of a window is the token itself.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.

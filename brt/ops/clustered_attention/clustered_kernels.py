@@ -170,7 +170,9 @@ def forward_kernel(
     numbers[:, 1:] = inverse
 
     def copy_to_queries(i: Any, _: None) -> None:
-        """Writes the output of the i-th tile of queries, copied from the queries' centroids."""
+        """Writes the output of the i-th tile of queries: for each query, the attention output of
+        its cluster's centroid.
+        """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
@@ -228,7 +230,9 @@ def backward_kernel(
     d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
 
     def copy_to_queries(i: Any, _: None) -> None:
-        """Writes the gradients of the i-th tile of queries, copied from the queries' centroids."""
+        """Writes the gradients of the i-th tile of queries: for each query, the gradient of its
+        cluster's centroid divided by the number of the cluster's members.
+        """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)

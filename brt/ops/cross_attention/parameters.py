@@ -1,4 +1,9 @@
-"""Learned parameters of cross-attention apart from its projections: shapes and initial values."""
+"""Learned parameters of cross-attention apart from its projections: shapes and initial values.
+
+The kind `srformer` of cross-attention has a recurrence over the segments of the source with
+recurrent accumulate-and-fire neurons (RAF), and the kind `xl_memory` has two RNNs. The other kinds
+have no such parameters.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

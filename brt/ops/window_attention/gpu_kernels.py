@@ -58,7 +58,7 @@ class WindowTiles(NamedTuple):
       inputs: the arrays of one head and lane.
       rows: R, the number of queries of a tile.
       columns: C, the number of keys of a tile.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
       transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
         computes the gradients of a tile of keys.
     """
@@ -188,7 +188,7 @@ def window_attention_forward(
       rows: R, the number of queries of a tile.
       columns: C, the number of keys of a tile.
       null_keys: True if unreadable keys count as zero keys.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
     """
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.window_of(i)
@@ -252,7 +252,7 @@ def window_attention_queries(
       rows: the number of queries of a tile.
       columns: the number of keys of a tile.
       null_keys: True if unreadable keys count as zero keys.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
     """
     del null_keys
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
@@ -283,7 +283,7 @@ def window_attention_keys(
       rows: the number of queries of a tile.
       columns: the number of keys of a tile.
       null_keys: True if unreadable keys count as zero keys.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
     """
     del null_keys
     tiles, j = WindowTiles(inputs, rows, columns, scale, transposed=True), pl.program_id(0)
@@ -320,7 +320,7 @@ def window_attention_band(
       rows: R, the number of queries of a tile.
       columns: C, the number of keys of a tile.
       null_keys: True if unreadable keys count as zero keys.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
       walk: the number of pairs.
     """
     tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)

@@ -202,7 +202,8 @@ def write_vectors(
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a square tile to an array [G, H, TILE, X] in global memory.
+    """Writes a square tile to an array [G, H, TILE, X] in global memory, which has a strip of X
+    columns for each of G groups of query tiles and H heads.
 
     Args:
       square: the numbers of the tile.

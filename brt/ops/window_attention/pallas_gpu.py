@@ -94,7 +94,7 @@ class WindowGpuSettings(NamedTuple):
       null_keys: True if unreadable keys count as zero keys with zero values.
       interpret: the value for the `interpret` argument of the backend's call; True runs on any
         device, slowly.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
     """
 
     attend_to_self: bool

@@ -43,7 +43,7 @@ class WindowKernelSettings(NamedTuple):
       forward_rows, backward_rows: the number of rows of a tile, in the forward and the backward
         kernel.
       interpret: True runs the kernels on any device, slowly.
-      scale: the factor of weights that dropout keeps.
+      scale: the number by which dropout multiplies the weights that it keeps.
     """
 
     attend_to_self: bool

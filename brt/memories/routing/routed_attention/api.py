@@ -50,9 +50,9 @@ def routed_attention(
     Args:
       queries: already multiplied by any scale.
       tokens: the keys, values and clusters of the segment's tokens.
-      rings: the last tokens of every cluster before the segment, which tokens after the start of a
-        document do not read.
-      document_start: True where a document starts.
+      rings: the last R tokens of every cluster before the segment. Tokens after the start of a
+        document in the segment do not read them.
+      document_start: True where a document starts with block n.
       bias: float32, added to the logits of the cluster's last R tokens, the nearest first.
       attend_to_self: True if the nearest token is the token itself.
       implementation: the name of an implementation; None selects the best one that supports the
