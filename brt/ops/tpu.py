@@ -167,7 +167,7 @@ def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
 
     def straight_code(i: Any, carry: Any) -> Any:
-        """Computes the unrolled iterations of the i-th group, and returns the carry after them."""
+        """Returns the carry after the i-th group of iterations, which are unrolled."""
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry

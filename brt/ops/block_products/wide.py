@@ -163,8 +163,8 @@ class Weights(NamedTuple):
             """Returns the block spec of a kernel, which has the index p on axis 0 of its array."""
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the index, along the axes of the array, of the kernel's block in the i-th
-                step.
+                """Returns the position, along the axes of the array, of the block of the kernel
+                that the step with tile i of the wide side reads.
                 """
                 a, h, k = wide.place(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
@@ -187,8 +187,8 @@ class Weights(NamedTuple):
             """
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the index, along the axes of the array, of the kernel's block in the i-th
-                step.
+                """Returns the position, along the axes of the array, of the block of the kernel
+                that the step with tile i of the narrow side reads.
                 """
                 return (p, 0, 0, i, 0) if self.narrow_first else (p, 0, 0, 0, i)
 

@@ -156,8 +156,8 @@ def _attend(
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 
     def take_centroid(x: Array) -> Array:
-        """Returns the row of x [B, H, C, ...] that belongs to each query's centroid, [B, H, W,
-        ...].
+        """Returns an array [B, H, W, ...] that has, for each query, the entry of the query's
+        centroid in x [B, H, C, ...].
         """
         return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
 

@@ -70,7 +70,9 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def process_step(step: Any, _: None) -> None:
-        """Merges the values of one step into `lists`, the sorted lists of the largest values."""
+        """Merges the values of the keys of a step into `lists`, the sorted lists of the largest
+        values of all steps so far; `step` is the index of the step.
+        """
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, process_step, None)
@@ -107,7 +109,9 @@ def best_threshold(
         """
 
         def add_step(step: Any, count: Array) -> Array:
-            """Returns `count` plus the number of best keys among the keys of a step."""
+            """Returns `count` [8, C], the number of best keys of each cluster and sublane so far,
+            plus the number of best keys among the keys of a step.
+            """
             best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 

@@ -191,8 +191,8 @@ def _kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def assign_tile(i: Any, _: None) -> None:
-        """Writes the labels of the i-th tile of codes, and adds the tile's codes to the sums of
-        their clusters.
+        """Writes the labels of the i-th tile of codes, which are the indices of their nearest
+        centroids, and adds the codes to the sums of their clusters.
         """
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]

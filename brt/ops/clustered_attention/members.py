@@ -130,7 +130,7 @@ def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Ar
     """
 
     def gather_rows(x: Array, clusters: Array) -> Array:
-        """Returns the rows of one head's x at `clusters`."""
+        """Returns the rows of one head's x at the indices `clusters` of the tiles' clusters."""
         return x.at[clusters].get(mode="promise_in_bounds", indices_are_sorted=True)
 
     return jax.vmap(jax.vmap(gather_rows))(x, tiles.clusters)
@@ -205,7 +205,7 @@ def _gather_rows(x: Array, indices: Array) -> Array:
     """Returns the rows of x of each head; indices beyond the end give zeros."""
 
     def gather_rows(x: Array, indices: Array) -> Array:
-        """Returns the rows of one head's x at `indices`."""
+        """Returns the rows of one head's x at `indices`; indices beyond the end give zeros."""
         return x.at[indices].get(mode="fill", fill_value=0)
 
     return jax.vmap(jax.vmap(gather_rows))(x, indices)

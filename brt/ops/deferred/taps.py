@@ -146,7 +146,7 @@ def _tap(kernels: Kernels, spec: _TapSpec) -> Tap:
     inputs = spec.kernels[0].shape[: spec.inputs]
 
     def zeros(*shape: int) -> Array:
-        """Returns an array of zeros of the tap, whose axes are `rows` and `shape`."""
+        """Returns an array of zeros for the tap; its axes are the tap's `rows`, then `shape`."""
         return jnp.zeros((*spec.rows, *shape), spec.dtype)
 
     return Tap(
@@ -161,8 +161,8 @@ def _tap_forward(kernels: Kernels, spec: _TapSpec) -> tuple[Tap, None]:
 
 def _tap_backward(spec: _TapSpec, _: None, pairs: Tap) -> tuple[Kernels]:
     def kernel_gradient(kernel: jax.ShapeDtypeStruct, dy: Array) -> Array:
-        """Returns the gradient of a kernel; `dy` has the gradients of the kernel's outputs in all
-        steps.
+        """Returns the gradient of a kernel of this shape and dtype; `dy` [N, *rows, *outputs] has
+        the gradients of the kernel's outputs in all steps.
         """
         outputs = len(kernel.shape) - spec.inputs
         product = partial(weight_gradient, dy=dy, outputs=outputs, as_bits=spec.as_bits)

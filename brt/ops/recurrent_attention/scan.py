@@ -251,7 +251,7 @@ def state_scan(
         return carry[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *state_kvs)
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
-        """Returns x with the N blocks of the segment as its first axis."""
+        """Returns the keys or values x, divided into N blocks on a new first axis."""
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
 
     xs = tokens_by_head(split_blocks(keys), split_blocks(values)), *flags, taps

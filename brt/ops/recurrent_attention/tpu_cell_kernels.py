@@ -40,7 +40,7 @@ def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     rows = math.gcd(_ROWS, x.shape[0])
 
     def call_body(i: Array, _: None) -> None:
-        """Calls `body` with the slice of the indices of the i-th group of rows."""
+        """Calls `body` with the slice of the rows of x that are in the i-th group."""
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
     jax.lax.fori_loop(0, x.shape[0] // rows, call_body, None)

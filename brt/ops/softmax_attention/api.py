@@ -130,7 +130,9 @@ def _attend(
     """Dispatches attention to keys and values by head, on each device for its own part."""
 
     def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
-        """Returns the attention output for one device's parts of the arguments of `_attend`."""
+        """Returns the attention output for one device's parts of the arguments of `_attend`, the
+        function around this one.
+        """
         return dispatch.run(
             OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
         )
