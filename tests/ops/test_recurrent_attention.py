@@ -103,6 +103,8 @@ class Oracle:
                     keys[:WINDOW] = values[:WINDOW] = 0
                     if not self.null_keys:
                         keys, values = keys[WINDOW:], values[WINDOW:]
+                if self.normalize_qk:  # The operation gets the keys of tokens as they are.
+                    keys = self._unit(keys)
                 both = self._attend(q, k, v), self._attend(q_cross, keys, values)
                 attended = np.stack(both, axis=1)  # [S, 2, H, K]
                 s = self._next(a["weights"], s, attended)
@@ -114,10 +116,12 @@ class Oracle:
         kernels = (w.keys, w.values, w.queries, w.cross_queries)
         k, v, q, q_cross = (np.tensordot(h, kernel, axes=1) for kernel in kernels)
         if self.normalize_qk:
-            k, q, q_cross = (
-                z / np.sqrt((z**2).sum(-1, keepdims=True) + 1e-6) for z in (k, q, q_cross)
-            )
+            k, q, q_cross = (self._unit(z) for z in (k, q, q_cross))
         return [k, v, q * w.scale[:, None], q_cross * w.cross_scale[:, None]]
+
+    @staticmethod
+    def _unit(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
 
     @staticmethod
     def _rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -50,11 +50,7 @@ def model_of(golden: Golden) -> Model:
     cfg = golden.meta["cfg"]
     long = tuple(cfg.get("long_layers", [0] if cfg.get("kind") == "long" else []))
     layers = cfg["layers"] if "long_layers" in cfg else 1
-    own = (
-        {}
-        if not long
-        else {"Summaries.long_memory": cfg["long"], "Summaries.long_increment": cfg["increment"]}
-    )
+    own = {"long_memory": cfg["long"], "long_increment": cfg["increment"]} if long else {}
     return Model(
         layers=layers,
         model_dim=cfg["d"],
@@ -65,13 +61,13 @@ def model_of(golden: Golden) -> Model:
         mlp_bias=True,
         vocab_size=cfg["vocab"],
         dtype="float32",
-        **own,
         kinds=(
             Summaries(
                 long_layers=long,
                 layers=tuple(i for i in range(layers) if i not in long),
                 summaries=cfg["summary"],
                 short_memory=cfg["short"],
+                **own,
             ),
         ),
     ).parity()
