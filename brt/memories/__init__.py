@@ -7,6 +7,7 @@ package registers all these kinds.
 
 from brt.memories.compressive import Compressive as Compressive
 from brt.memories.dense_memory import DenseMemory as DenseMemory
+from brt.memories.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from brt.memories.memorizing import Memorizing as Memorizing
 from brt.memories.rg_lru import RGLRU as RGLRU
 from brt.memories.routing import Routing as Routing

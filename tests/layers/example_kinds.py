@@ -211,7 +211,24 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "Routing.keep": 5,
     },
     "gated linear recurrence": {"RGLRU.layers": (0, 2), "layers": 3, "RGLRU.width": 24},
+    "gated linear recurrence, blocks of a token": {"RGLRU.layers": (1,), "window": 7, "block": 1},
     "gated linear recurrence, grouped queries": {**_GROUPED, "RGLRU.layers": (1,), "sinks": 2},
+    "gated delta rule": {
+        "GatedDeltaNet.layers": (0, 2), "layers": 3, "GatedDeltaNet.heads": 3,
+        "GatedDeltaNet.key_dim": 4, "GatedDeltaNet.value_dim": 6,
+    },
+    "gated delta rule, blocks of a token": {
+        "GatedDeltaNet.layers": (1,), "window": 7, "block": 1,
+    },
+    "gated delta rule beside a window": {"GatedDeltaNet.window_layers": (1,)},
+    "gated delta rule beside grouped queries, sinks": {
+        **_GROUPED, "GatedDeltaNet.window_layers": (0,), "sinks": 3, "window": 6, "block": 4,
+        "normalize_qk": False, "attention_bias": "all", "Norm.outputs": True, "Norm.offset": True,
+    },
+    "gated delta rule, feedback": {
+        **_RECURRENT, "Recurrence.layers": (1,), "feedback": True,
+        "GatedDeltaNet.window_layers": (0,),
+    },
     "toy": {"Toy.layers": (0, 1), "layers": 3},
     "a user's state of blocks": {"Echo.layers": (0,)},
     "a recurrence over tokens": {"Decay.layers": (0, 2), "layers": 3, "window": 8},

@@ -28,7 +28,8 @@ LANES, TOKENS, MIDDLE = 2, 48, 24
 # has a recurrent layer.
 QUICK = (
     "window", "a window without the token", "windows by layer", "dense memory", "summary", "toy",
-    "grouped queries, sinks", "gated linear recurrence",
+    "grouped queries, sinks", "gated linear recurrence", "gated delta rule",
+    "gated delta rule beside a window",
     "a recurrence over tokens, blocks of a token",
 )  # fmt: skip
 
@@ -164,7 +165,8 @@ def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
         return near | (block[:, None] > block[None, :]), past
     if "summary" in types or "long_summary" in types:
         return near & False, past  # Tests of memories say which blocks a token reads.
-    if types & {"decay", "rg_lru"}:  # The share of a token halves with every later one.
+    # The share of a token halves with every later one, or is zero.
+    if types & {"decay", "rg_lru", "gated_delta_net", "window_gated_delta_net"}:
         return near, past
     return (past, past) if "recurrent" in types else (near, near)
 

@@ -10,7 +10,7 @@ from model_settings import with_settings
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.memories import RGLRU
+from brt.memories import RGLRU, convolution
 from brt.memories.rg_lru import layer, recurrence
 
 MODEL = Model(
@@ -63,9 +63,9 @@ def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
 
 def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
     """Returns the hidden states as the layer computes them."""
-    since = recurrence.tokens_since_start(starts, x.shape[1])
+    since = convolution.tokens_since_start(starts, x.shape[1])
     empty = jnp.zeros((LANES, 3, HEADS, SIZE))
-    convolved = recurrence.convolution(x, empty, learned["convolution"], since)
+    convolved, _ = convolution.convolution(x, empty, learned["convolution"], since)
     gates = recurrence.GateParameters(
         *(learned[name] for name in ("input_gate", "input_gate_bias", "recurrence_gate")),
         learned["recurrence_gate_bias"], learned["rate"],
@@ -85,7 +85,7 @@ def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
 
 def test_tokens_know_how_long_ago_their_document_started() -> None:
     starts = jnp.asarray([[True, False, True], [False, True, False]])
-    found = recurrence.tokens_since_start(starts, 6)
+    found = convolution.tokens_since_start(starts, 6)
     assert found[0].tolist() == [0, 1, 2, 3, 0, 1]
     assert (found[1, :2] >= 6).all() and found[1, 2:].tolist() == [0, 1, 2, 3]
 

@@ -194,6 +194,9 @@ CASES: dict[str, Callable[[Path], Config]] = {
         place, {"Routing.layers": (0,), "Routing.clusters": 4, "Routing.keep": 8}
     ),
     "rg_lru": lambda place: documents(place, {"RGLRU.layers": (0,)}),
+    "gated_delta_net": lambda place: documents(
+        place, {"GatedDeltaNet.layers": (0,), "GatedDeltaNet.window_layers": (1,)}
+    ),
     "summary": lambda place: documents(
         place, {"Summaries.layers": (0,), "Summaries.long_layers": (1,)}
     ),

@@ -24,20 +24,19 @@ from brt.layers.basic import (
     normed,
     parameter,
 )
+from brt.layers.flops import mlp_flops
 from brt.layers.mlp import MLP
 from brt.layers.state import LayerOutput
-from brt.memories.rg_lru.recurrence import (
-    SHARPNESS,
-    GateParameters,
+from brt.memories.convolution import (
+    CONVOLVED,
     convolution,
-    scan,
-    steps,
+    convolution_step,
     tokens_since_start,
 )
+from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, scan, steps
 from brt.memories.rg_lru.section import RGLRU
 from brt.ops.dense import dense
 
-CONVOLVED = 4  # The convolution reads this many tokens, including the token itself.
 # A step multiplies the state of a channel by a factor. The rates of new layers are drawn so that
 # this factor is between these two numbers if the gate of the channel is open.
 _SLOWEST, _FASTEST = 0.999, 0.9
@@ -85,8 +84,8 @@ def rg_lru_flops(model: Model) -> int:
     """
     heads, size = _channels(model)
     width = heads * size
-    mlp = (6 if model.gated_mlp else 4) * model.model_dim * model.mlp_dim
-    return 6 * model.model_dim * width + 4 * width * size + 2 * CONVOLVED * width + mlp
+    block = 6 * model.model_dim * width + 4 * width * size + 2 * CONVOLVED * width
+    return block + mlp_flops(model)
 
 
 def _channels(model: Model) -> tuple[int, int]:
@@ -156,16 +155,11 @@ class RGLRULayer(nn.Module):
         """
         since_start = tokens_since_start(document_start, x.shape[1])
         branch, inputs = self._project(x)
-        convolved = convolution(inputs, state.inputs, self.convolution, since_start)
+        convolved, last = convolution(inputs, state.inputs, self.convolution, since_start)
         a, b = self._steps(convolved)
         a = jnp.where((since_start == 0)[:, :, None, None], 0, a)
         hidden = scan(a, b, state.hidden)
-        tail = jnp.concatenate([state.inputs.astype(x.dtype), inputs], axis=1)[:, 1 - CONVOLVED :]
-        # The next segment continues the last document of this one, so the inputs of earlier
-        # documents are replaced by zeros.
-        kept = since_start[:, -1:] + 1 - jnp.arange(CONVOLVED - 1, 0, -1)[None] >= 0
-        tail = jnp.where(kept[:, :, None, None], tail, 0)
-        return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], tail))
+        return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
     def begin_block(self, x: None, *, state: RGLRUState, **_: Any) -> LayerOutput:
         """Returns an open block, which is the state after the tokens that have been read so far.
@@ -184,12 +178,11 @@ class RGLRULayer(nn.Module):
           block: the open block, which is the state before the token.
         """
         branch, inputs = self._project(x)
-        joined = jnp.concatenate([block.inputs.astype(x.dtype), inputs], axis=1)
-        convolved = jnp.sum(joined * self.convolution.astype(x.dtype)[None], axis=1, keepdims=True)
+        convolved, last = convolution_step(inputs, block.inputs, self.convolution)
         a, b = self._steps(convolved)
         hidden = a[:, 0] * block.hidden + b[:, 0]
         y = self._finish(x, branch, hidden[:, None])
-        return LayerOutput(y, RGLRUState(hidden, joined[:, 1:]))
+        return LayerOutput(y, RGLRUState(hidden, last))
 
     def end_block(self, x: None, *, block: RGLRUState, **_: Any) -> LayerOutput:
         """Returns the state after a full block, which is the open block.

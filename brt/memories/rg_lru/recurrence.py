@@ -1,66 +1,20 @@
-"""The arithmetic of RG-LRU: a causal convolution, and a gated linear recurrence over tokens.
+"""The arithmetic of RG-LRU: a gated linear recurrence over tokens.
 
 The equations are those of Griffin (De et al. 2024, arXiv 2402.19427), section 2.4.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, R of channels of a head, C of tokens that the convolution reads, and L = C - 1; *B stands for
-any leading axes.
+In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads, and R of
+channels of a head; *B stands for any leading axes.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from brt.ops.products import einsum_float32
 
 SHARPNESS = 8.0  # This is the constant c of equation 3.
-
-
-def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[Array, "B T"]:
-    """Returns, for each token of a segment, the number of earlier tokens of the token's document.
-
-    The number is 0 for the first token of a document. If the document started before the segment,
-    the number is not exact, but at least T.
-
-    Args:
-      document_start: True where a block is the first of a document.
-      tokens: T, the number of tokens of the segment.
-    """
-    lanes, blocks = document_start.shape
-    length = tokens // blocks
-    is_start = jnp.zeros((lanes, blocks, length), bool).at[:, :, 0].set(document_start)
-    places = jnp.arange(tokens)
-    starts = jnp.where(is_start.reshape(lanes, tokens), places[None], -tokens)
-    return places[None] - jax.lax.cummax(starts, axis=1)
-
-
-def convolution(
-    x: Float[Array, "B T H R"],
-    earlier: Float[Array, "B L H R"],
-    kernel: Float[Array, "C H R"],
-    since_start: Int[Array, "B T"],
-) -> Float[Array, "B T H R"]:
-    """Returns the causal convolution of every channel over the last C tokens of its document.
-
-    Args:
-      x: the inputs of the segment.
-      earlier: the L = C - 1 inputs before the segment.
-      kernel: the factors of a channel; the last one belongs to the token itself.
-      since_start: the result of `tokens_since_start`.
-    """
-    width, tokens = len(kernel), x.shape[1]
-    joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
-    total = jnp.zeros_like(x)
-    for back in range(width):
-        shifted = jax.lax.slice_in_dim(joined, width - 1 - back, width - 1 - back + tokens, axis=1)
-        same_document = (since_start >= back)[:, :, None, None]
-        total += (
-            jnp.where(same_document, shifted, 0)
-            * kernel[width - 1 - back].astype(x.dtype)[None, None]
-        )
-    return total
 
 
 class GateParameters(NamedTuple):

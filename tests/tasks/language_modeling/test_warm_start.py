@@ -195,9 +195,23 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("feedback", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_model_begins_as_the_model_without_recurrence(feedback: bool, tmp_path: Path) -> None:
-    """The pretrained model has grouped queries. What is read of the states then learns."""
+_ZERO = {"Recurrence.layers": (-1,), "Recurrence.output_init": "zero"}
+_STATES = ("tokens/output for attention to states", "recurrent_1/tokens/output")
+_MATRICES = ("memory/output", "window_gated_delta_net_1/memory/output")
+
+
+@pytest.mark.parametrize(
+    ("settings", "new", "path"),
+    [
+        (_ZERO, *_STATES),
+        pytest.param({**_ZERO, "feedback": True}, *_STATES, marks=pytest.mark.slow),
+        ({"GatedDeltaNet.window_layers": (-1,)}, *_MATRICES),
+    ],
+)
+def test_a_model_begins_as_the_model_without_recurrence(
+    settings: dict[str, Any], new: str, path: str, tmp_path: Path
+) -> None:
+    """The pretrained model has grouped queries. What is read of the memory then learns."""
     plain = with_settings(
         MODEL,
         {
@@ -206,15 +220,12 @@ def test_a_model_begins_as_the_model_without_recurrence(feedback: bool, tmp_path
         },
     )  # fmt: skip
     weights = write(tmp_path / "plain", plain)
-    settings = {
-        "Recurrence.layers": (-1,), "Recurrence.output_init": "zero", "feedback": feedback,
-    }  # fmt: skip
     model = with_settings(plain, settings)
     initial = jax.jit(lambda key: nn.meta.unbox(initial_params(Config(model=model), key)))(
         jax.random.key(0)
     )
     started = start(weights, model, initial)
-    assert "layer 1: tokens/output for attention to states" in started.missing
+    assert f"layer 1: {new}" in started.missing and not started.unused
     tokens = np.random.default_rng(0).integers(256, size=(2, 16))
     tokens = jnp.asarray(tokens, jnp.int32)
     block_starts = jnp.zeros((2, 4), bool)
@@ -228,5 +239,6 @@ def test_a_model_begins_as_the_model_without_recurrence(feedback: bool, tmp_path
     np.testing.assert_allclose(hidden(model, started.params), expected, atol=1e-5)
     total = jax.jit(lambda params: jnp.sum(hidden(model, params)[:, :, 0]))
     gradients = jax.jit(jax.grad(total))(started.params)
-    of_output = flatten_dict(gradients, sep="/")["stack/recurrent_1/tokens/output"]
-    assert np.abs(of_output[:, 1]).max() > 1e-4
+    of_output = flatten_dict(gradients, sep="/")[f"stack/{path}"]
+    read = of_output[:, 1] if "recurrent" in path else of_output
+    assert np.abs(read).max() > 1e-4

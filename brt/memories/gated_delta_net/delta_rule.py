@@ -1,0 +1,172 @@
+"""The gated delta rule: a matrix for each head that every token decays and corrects.
+
+The equations are those of Yang, Kautz and Hatamizadeh (2024, arXiv 2412.06464), section 3.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads, K of channels
+of a key, V of channels of a value, N of chunks, and C of tokens of a chunk; *B stands for any
+leading axes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.memories.gated_delta_net.triangular import unit_lower_inverse
+from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
+
+
+class Writes(NamedTuple):
+    """The inputs of the rule: what each token writes to the state, and how it reads it.
+
+    Token t changes the state S [K, V] of a head to
+
+        S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T
+
+    and then reads S_t^T q_t. This is S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T, the
+    transpose of the paper's equation 10.
+
+    Attributes:
+      queries: [B, T, H, K], the queries q.
+      keys: [B, T, H, K], the keys k, of length 1.
+      values: [B, T, H, V], the values v.
+      log_decay: float32 [B, T, H], the logarithm of the factor a, at most 0.
+      strength: float32 [B, T, H], the factor b, between 0 and 1.
+    """
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B T H K"]
+    values: Float[Array, "B T H V"]
+    log_decay: Float[Array, "B T H"]
+    strength: Float[Array, "B T H"]
+
+
+def delta_step(
+    token: Writes, state: Float[Array, "B H K V"]
+) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
+    """Returns what one token reads, and the state after the token, both float32.
+
+    Args:
+      token: the inputs of the token.
+      state: float32, the state before the token.
+    """
+    query, key, value = (x[:, 0].astype(jnp.float32) for x in token[:3])
+    state = jnp.exp(token.log_decay[:, 0])[..., None, None] * state
+    wrong = value - jnp.sum(key[..., None] * state, axis=-2)
+    written = token.strength[:, 0][..., None] * wrong
+    state = state + key[..., None] * written[..., None, :]
+    return jnp.sum(query[..., None] * state, axis=-2)[:, None], state
+
+
+def delta_rule(
+    tokens: Writes,
+    state: Float[Array, "B H K V"],
+    since_start: Int[Array, "B T"],
+    *,
+    chunk: int,
+    unroll: int = 1,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Returns what every token of a segment reads, and the state after the segment, both float32.
+
+    The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T
+    to the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of
+    the chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
+    since the beginning of the chunk, and X the inverse of a unit lower triangular matrix that has
+    the products of keys. All chunks are prepared at once, and a scan over the chunks computes the
+    states. A decay is a factor between two tokens of a chunk, and never above 1, so that nothing
+    overflows.
+
+    Args:
+      tokens: the inputs of the tokens of the segment.
+      state: float32, the state before the segment.
+      since_start: the result of `brt.memories.convolution.tokens_since_start`. A document reads
+        nothing from before its start.
+      chunk: the largest number of tokens of a chunk, a power of two.
+      unroll: the number of chunks in one iteration of the scan.
+    """
+    length = tokens.queries.shape[1]
+    chunk = min(chunk, 1 << (length - 1).bit_length())
+    chunks = -(-length // chunk)
+    padding = chunks * chunk - length
+    queries, keys, values, log_decay, strength = (
+        _by_chunk(x, chunk, padding) for x in tokens
+    )  # Padding has the decay 1 and writes nothing.
+    places = since_start[:, -1:] + 1 + jnp.arange(padding)[None]
+    since = _by_chunk(jnp.concatenate([since_start, places], axis=1)[..., None], chunk, 0)
+    decay, since_chunk = _decays(log_decay, since)
+
+    dtype = queries.dtype
+    scores = matmul_nt(keys, keys)
+    below = jnp.tril(decay * scores * strength[..., None], -1)
+    inverse = unit_lower_inverse(below).astype(dtype)
+    written = matmul_nn(inverse, values * strength[..., None].astype(dtype))
+    scale = (strength * since_chunk)[..., None].astype(dtype)
+    erased = matmul_nn(inverse, keys * scale).astype(dtype)
+    attention = (decay * matmul_nt(queries, keys)).astype(dtype)
+    queries = queries * since_chunk[..., None].astype(dtype)
+    keys = keys * decay[..., -1, :, None].astype(dtype)
+
+    def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Returns the state after a chunk, and what the tokens of the chunk read, [B, H, C, V].
+
+        `chunk` has the arrays of the chunk, in the order of `each`.
+        """
+        queries, keys, attention, written, erased, kept = chunk
+        before = state.astype(dtype)
+        written = written - matmul_nn(erased, before)
+        own = written.astype(dtype)
+        read = matmul_nn(queries, before) + matmul_nn(attention, own)
+        return kept[..., None, None] * state + matmul_tn(keys, own), read
+
+    each = queries, keys, attention, written, erased, since_chunk[..., -1]
+    state, read = jax.lax.scan(body, state, each, unroll=unroll)
+    return _by_token(read, length), state
+
+
+def _decays(
+    log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
+) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
+    """Returns the factors by which decays multiply what tokens read.
+
+    Args:
+      log_decay: the logarithm of the decay of each token.
+      since_start: the number of earlier tokens of the token's document.
+
+    Returns:
+      The factors of what tokens of a chunk (axis -2) read of tokens of the chunk (axis -1), which
+      are 0 for later tokens and for tokens of another document; and the factors of what tokens read
+      of the state before the chunk, which are 0 if the document started within the chunk.
+    """
+    place = jnp.arange(log_decay.shape[-1])[None, None, None]
+    distance = place[..., :, None] - place[..., None, :]
+    reads = (distance >= 0) & (distance <= since_start[..., None])
+    # A sum begins with its document, so that rounding does not depend on the document before.
+    total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
+    within = _exp(total[..., :, None] - total[..., None, :], reads)
+    return within, _exp(total, since_start > place)
+
+
+def _exp(logs: Float[Array, "*B"], where: Bool[Array, "..."]) -> Float[Array, "*B"]:
+    """Returns exp(logs), and 0 where `where` is False."""
+    return jnp.exp(jnp.where(where, logs, -jnp.inf))
+
+
+def _by_chunk(x: Array, chunk: int, padding: int) -> Array:
+    """Returns an array by chunk: [B, T, H] becomes [N, B, H, C], and [B, T, H, K] becomes
+    [N, B, H, C, K].
+
+    Args:
+      x: the array.
+      chunk: C, the number of tokens of a chunk.
+      padding: the number of zeros that fill the last chunk.
+    """
+    x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+
+
+def _by_token(x: Float[Array, "N B H C V"], length: int) -> Float[Array, "B T H V"]:
+    """Returns the first `length` tokens of an array by chunk, as an array by token."""
+    chunks, lanes, heads, chunk, size = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(lanes, chunks * chunk, heads, size)[:, :length]

@@ -1,0 +1,267 @@
+"""Layers with the memory of Gated DeltaNet, in place of attention or beside it.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
+numbers of a token's vector, H of heads of the memory, K of channels of a key, V of channels of a
+value, and R = 2 K + V; L is the number of earlier tokens that the convolution reads.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.layers.attention import TransformerBlock
+from brt.layers.basic import dropout, norm_parameter, normed
+from brt.layers.cache import closed_window, with_cache
+from brt.layers.flops import mlp_flops, window_flops
+from brt.layers.mlp import MLP
+from brt.layers.state import (
+    LayerOutput,
+    LocalState,
+    OpenBlock,
+    WindowState,
+    new_window_state,
+    open_block,
+    window_axes,
+)
+from brt.memories.convolution import tokens_since_start
+from brt.memories.gated_delta_net.memory import (
+    DeltaMemory,
+    DeltaState,
+    delta_axes,
+    delta_flops,
+    new_delta_state,
+)
+from brt.ops.recurrent_attention import StateKV
+
+
+def gated_delta_net_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer with a memory in place of attention."""
+    return delta_flops(model) + mlp_flops(model)
+
+
+class GatedDeltaNetLayer(nn.Module):
+    """A layer with a norm, a memory in place of attention, and an MLP.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: unused, because the layer has a single implementation.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        """Creates the norm, the memory and the MLP."""
+        self.norm = norm_parameter(self, self.model, "norm")
+        self.memory = DeltaMemory(self.model)
+        self.mlp = MLP(self.model, self.training)
+        nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
+
+    def __call__(
+        self, x: Float[Array, "B T D"], *, state: DeltaState, document_start: Bool[Array, "B N"],
+        **_: Any,
+    ) -> LayerOutput:  # fmt: skip
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+        """
+        since_start = tokens_since_start(document_start, x.shape[1])
+        read, state = self.memory(self._normed(x), state, since_start)
+        return LayerOutput(self._finish(x, read), state)
+
+    def begin_block(self, x: None, *, state: DeltaState, **_: Any) -> LayerOutput:
+        """Returns an open block, which is the state after the tokens that have been read so far.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+        """
+        return LayerOutput(x, state)
+
+    def decode_step(self, x: Float[Array, "B 1 D"], *, block: DeltaState, **_: Any) -> LayerOutput:
+        """Reads one token, and returns its output and the state after the token.
+
+        Args:
+          x: the input vector of the token.
+          block: the open block, which is the state before the token.
+        """
+        read, block = self.memory.read_token(self._normed(x), block)
+        return LayerOutput(self._finish(x, read), block)
+
+    def end_block(self, x: None, *, block: DeltaState, **_: Any) -> LayerOutput:
+        """Returns the state after a full block, which is the open block.
+
+        Args:
+          x: None, which is returned as the output.
+          block: the open block.
+        """
+        return LayerOutput(x, block)
+
+    def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns x after norm and dropout, the input of the memory."""
+        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+
+    def _finish(self, x: Float[Array, "B T D"], read: Float[Array, "B T D"]) -> Array:
+        """Returns the output of the layer, from its input and the output of the memory."""
+        return self.mlp(x + dropout(self, read, self.model.dropout), None)
+
+
+class WindowDeltaState(NamedTuple):
+    """The cache and the memory of a layer that has both.
+
+    Attributes:
+      window: the keys and values of the last tokens, as in a sliding-window layer.
+      matrices, inputs: the state of the memory, as in `DeltaState`.
+    """
+
+    window: WindowState | LocalState
+    matrices: Float[Array, "B H K V"]
+    inputs: Float[Array, "B L H R"]
+
+
+class WindowDeltaBlock(NamedTuple):
+    """The open block of a layer with a cache and a memory.
+
+    Attributes:
+      window: the open block of a sliding-window layer.
+      memory: the state of the memory after the tokens that have been read so far.
+    """
+
+    window: OpenBlock
+    memory: DeltaState
+
+
+def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowDeltaState:
+    """Returns the state of a layer with a cache and a memory before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      batch: the number of rows of the batch.
+      dtype: the dtype of keys, values and inputs of the convolution.
+    """
+    window = new_window_state(model, batch, dtype)
+    return WindowDeltaState(window, *new_delta_state(model, batch, dtype))
+
+
+def window_delta_axes(model: Model) -> WindowDeltaState:
+    """Returns a state whose fields are the names of the axes of the state's arrays."""
+    return WindowDeltaState(window_axes(model), *delta_axes(model))
+
+
+def window_delta_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer with a memory beside its window."""
+    return window_flops(model) + delta_flops(model)
+
+
+class WindowGatedDeltaNetLayer(nn.Module):
+    """A sliding-window layer whose tokens also read a memory. What they read is added to the output
+    of attention.
+
+    The layer has all parameters of a sliding-window layer, under the same names. A new memory
+    outputs zeros, so a layer that starts from the weights of a sliding-window layer computes the
+    same as that layer until training changes it.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them.
+      training: True applies dropout.
+      kernels: the implementations of the operations of attention.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        """Creates the block of attention and MLP, and the memory."""
+        self.tokens = TransformerBlock(
+            self.model, cross_attends=self.model.feedback, training=self.training,
+            kernels=self.kernels,
+        )  # fmt: skip
+        self.memory = DeltaMemory(self.model, zero_output=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: WindowDeltaState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+          feedback: the keys and values of recurrent states that tokens also attend to, or None.
+        """
+        since_start = tokens_since_start(document_start, x.shape[1])
+        memory = DeltaState(state.matrices, state.inputs)
+        read, memory = self.memory(self.tokens.normed(x), memory, since_start)
+        projections = self.tokens.project(x)
+        past, window = with_cache(self.model, state.window, projections, document_start)
+        y = self.tokens.attend(x + self._dropped(read), projections, past, feedback)
+        return LayerOutput(y, WindowDeltaState(window, *memory))
+
+    def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
+        """Returns an open block without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+        """
+        memory = DeltaState(state.matrices, state.inputs)
+        return LayerOutput(x, WindowDeltaBlock(open_block(state.window), memory))
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        *,
+        state: WindowDeltaState,
+        block: WindowDeltaBlock,
+        position: Int[Array, ""],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        """Reads one token, and returns its output and the open block with the token.
+
+        Args:
+          x: the input vector of the token.
+          state: the state after the previous block.
+          block: the open block with the earlier tokens of the block.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+        """
+        read, memory = self.memory.read_token(self.tokens.normed(x), block.memory)
+        projections = self.tokens.project(x)
+        y, window = self.tokens.attend_step(
+            x + self._dropped(read), state.window, block.window, position, feedback,
+            projections=projections,
+        )  # fmt: skip
+        return LayerOutput(y, WindowDeltaBlock(window, memory))
+
+    def end_block(
+        self, x: None, *, state: WindowDeltaState, block: WindowDeltaBlock, **_: Any
+    ) -> LayerOutput:
+        """Returns the state after a full block, which becomes the cache.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the state after the previous block.
+          block: the open block with all tokens of the block.
+        """
+        window = closed_window(self.model, state.window, block.window)
+        return LayerOutput(x, WindowDeltaState(window, *block.memory))
+
+    def _dropped(self, read: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the output of the memory after dropout."""
+        return dropout(self, read, self.model.dropout)
