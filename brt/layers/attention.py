@@ -273,7 +273,7 @@ class TransformerBlock(nn.Module):
             m, own, past, self.bias(),
             scale=self.query_scale() if m.normalize_qk else None,
             dropout=Dropout(self.make_rng(SHARED), m.dropout) if drops else None,
-            implementation=self.kernels.window_attention,
+            kernels=self.kernels,
         )  # fmt: skip
         if past.sinks is not None:
             places = document_places(past, x.shape[1])

@@ -14,7 +14,7 @@ their own window (`Model.for_layer`).
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.state import Sinks, has_null_keys
 from brt.ops.dropout import Dropout
@@ -52,7 +52,7 @@ def window_part(
     *,
     scale: Float[Array, " H"] | None,
     dropout: Dropout | None,
-    implementation: str | None,
+    kernels: Kernels,
 ) -> AttentionPart:
     """Returns the attention of the tokens of a segment to their window.
 
@@ -64,7 +64,7 @@ def window_part(
       scale: the length to which the queries of each head are normalised; keys are then normalised
         to length 1. None uses queries and keys unchanged.
       dropout: dropout of the attention weights, or None.
-      implementation: the implementation of `brt.ops.window_attention`, or None for the best one.
+      kernels: the implementations of `brt.ops.window_attention` and `brt.ops.local_attention`.
 
     Returns:
       The output [B, T, H, K] and the log-sum-exp [B, T, H].
@@ -82,7 +82,7 @@ def window_part(
         assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.attend_to_self,
-            scale=scale,
+            scale=scale, implementation=kernels.local_attention,
         )  # fmt: skip
 
     # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one mask,
@@ -90,7 +90,7 @@ def window_part(
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
-        null_keys=has_null_keys(m), scale=scale, implementation=implementation,
+        null_keys=has_null_keys(m), scale=scale, implementation=kernels.window_attention,
     )  # fmt: skip
 
 

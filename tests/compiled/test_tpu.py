@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
 CASES = {
     "window": 9,
+    "local": 2,
     "recurrent": 2,
     "cell": 2,
     "loss": 2,

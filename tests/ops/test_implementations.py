@@ -37,6 +37,7 @@ from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.encoder_attention import SideKeys
 from brt.ops.gates import GateWeights
+from brt.ops.local_attention import local_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
@@ -80,6 +81,18 @@ def window(**options: Any) -> tuple[Run, list]:
         return window_part(
             q, tuple(cached), *own, bias, cache_mask, drop, **options, implementation=name
         )
+
+    return run, [q, k, v, bias]
+
+
+def local_window() -> tuple[Run, list]:
+    """Two blocks for each window; a document starts inside of a block of a kernel."""
+    q, k, v, bias = normal(0, (1, 512, 2, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (2, 256))
+
+    def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
+        cached, own = ([x[:, part] for x in (k, v)] for part in np.s_[:256, 256:])
+        first = jnp.asarray([[-128, 128, 128, 128]])
+        return local_attention(q, tuple(cached), *own, bias, first, implementation=name)
 
     return run, [q, k, v, bias]
 
@@ -364,6 +377,7 @@ def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
+    ("local_attention", ""): local_window,
     ("recurrent_attention", "dual"): lambda: recurrent("lstm", "dual", False),
     ("recurrent_attention", "single"): lambda: recurrent("gru", "single", True),
     ("recurrent_attention", "skip"): lambda: recurrent("fixed", "skip", False),

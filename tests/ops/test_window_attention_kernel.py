@@ -18,6 +18,7 @@ from brt.layers.basic import remat_policy
 from brt.ops import dispatch, window_attention
 from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
+    documents,
     pallas_gpu,
     pallas_mosaic_gpu,
     pallas_tpu,
@@ -214,7 +215,8 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
     def kernel(**arguments: Any) -> tuple[jax.Array, jax.Array]:
-        return pallas_tpu.window_attention(**arguments, interpret=watched)
+        attend = functools.partial(pallas_tpu.window_attention, interpret=watched)
+        return documents.with_cache_mask(attend)(**arguments)
 
     assert_close(run(kernel, given, **options), run(window_part, given, **options))
     assert "RACE" not in capfd.readouterr().out

@@ -24,6 +24,7 @@ from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import DropoutMask
 from brt.ops.gates import GateWeights
+from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend
@@ -69,6 +70,29 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
         kept,
         by_token,
     ]
+
+
+def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """A segment whose documents may start at each block of half a window, at most 256 tokens. Heads
+    are those of SmolLM2-135M or, if they have 256 numbers, of Gemma 3 270M.
+    """
+    heads, groups = (4, 1) if args.head_dim == 256 else (9, 3)
+    block = min(args.window // 2, 256)
+    q, k, cached = (
+        array(args.lanes, tokens, n, args.head_dim)
+        for tokens, n in ((TOKENS, heads), (TOKENS, groups), (args.window, groups))
+    )
+
+    def gradients(q, cached, k, v, first, weights, lse_weights):
+        def loss(q, cached, k, v):
+            part = local_attention(q, cached, k, v, None, first, implementation=args.implementation)
+            return _inner(part.output, weights) + _inner(part.lse, lse_weights)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, cached, k, v)
+
+    first = array(args.lanes, TOKENS // block, dtype="int32")
+    lse_weights = array(args.lanes, TOKENS, heads, dtype="float32")
+    return gradients, [q, (cached, cached), k, k, first, q, lse_weights]
 
 
 def recurrent(
@@ -243,7 +267,8 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 CASES = {
-    "window": window, "recurrent": recurrent, "cell": cell, "loss": loss, "segmented": segmented,
-    "clustered": clustered, "improved": partial(clustered, kind="improved_clustered"),
+    "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
+    "segmented": segmented, "clustered": clustered,
+    "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights, "products": products,
 }  # fmt: skip

@@ -122,8 +122,8 @@ def parser() -> argparse.ArgumentParser:
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
-        "window", "recurrent", "cell", "loss", "segmented", "clustered", "improved", "causal",
-        "weights", "products",
+        "window", "local", "recurrent", "cell", "loss", "segmented", "clustered", "improved",
+        "causal", "weights", "products",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")

@@ -11,12 +11,27 @@ consecutive heads of queries.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brt.distributed import rules
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import step_logits, weighted_values
-from brt.ops.local_attention import xla
-from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.local_attention import reference, xla
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
+from brt.ops.window_attention import DOCUMENT_KERNELS, on_each_device, with_joined_keys
+
+OP = Op(
+    "local_attention",
+    (
+        *DOCUMENT_KERNELS,
+        Implementation("xla", with_joined_keys(xla.local_attention)),
+        Implementation(
+            "reference", with_joined_keys(reference.local_attention), auto=(),
+            refusal=dispatch.dropout_refusal,
+        ),
+    ),
+)  # fmt: skip
 
 
 def local_attention(
@@ -30,6 +45,7 @@ def local_attention(
     *,
     attend_to_self: bool = True,
     scale: Float[Array, " H"] | None = None,
+    implementation: str | None = None,
 ) -> AttentionPart:
     """Returns the attention output of every token over its window, and the log-sum-exp of its
     logits.
@@ -43,25 +59,37 @@ def local_attention(
       keys, values: keys and values of the segment.
       bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no
         bias.
-      first: for each of N blocks, the place of the first token of its document; the segment begins
-        at place 0, and cached tokens have negative places.
+      first: for each of N blocks, the place of the first token of its document, a multiple of the
+        number of tokens of a block; the segment begins at place 0, and cached tokens have negative
+        places.
       dropout: dropout of the attention weights.
       attend_to_self: True if the nearest key is the token itself.
       scale: if not None, keys are normalized first, and queries are normalized to this length.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
       The attention output [B, T, H, K] in the dtype of `values`, with zeros where a token sees no
-        key, and the float32 log-sum-exp [B, T, H] of the logits.
+      key, and the float32 log-sum-exp [B, T, H] of the logits.
+
+    Raises:
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
-    keys, values = (
-        jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
-    )
-    if scale is not None:
-        queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-    by_token = jnp.repeat(first, queries.shape[1] // first.shape[1], axis=1)
-    return xla.local_attention(
-        queries, keys, values, bias, by_token, dropout, attend_to_self=attend_to_self
-    )
+
+    def attend(q, cached, k, v, bias, first, dropout, scale) -> AttentionPart:
+        """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        part = dispatch.run(
+            OP, implementation, q, cached, k, v, bias, first, dropout=dropout,
+            attend_to_self=attend_to_self, scale=scale,
+        )  # fmt: skip
+        return AttentionPart(*part)
+
+    inputs = queries, cached, keys, values, bias, first, dropout, scale
+    # XLA partitions its own programs, but no kernels. No kernel has dropout or reads a segment that
+    # is sharded.
+    if dropout is not None or rules.is_sharded("blocks"):
+        return attend(*inputs)
+    return on_each_device(attend, *inputs, sharded=False)
 
 
 def local_attention_step(

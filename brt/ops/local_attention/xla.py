@@ -25,9 +25,9 @@ def local_attention(
     keys: Float[Array, "B Z G K"],
     values: Float[Array, "B Z G K"],
     bias: Float[Array, "H W"] | None,
-    first: Int[Array, "B T"],
-    dropout: Dropout | None,
+    first: Int[Array, "B N"],
     *,
+    dropout: Dropout | None,
     attend_to_self: bool,
 ) -> AttentionPart:
     """Returns the attention output of every token over its window, and the log-sum-exp of its
@@ -40,7 +40,7 @@ def local_attention(
       keys, values: keys and values of the W tokens before the segment, oldest first, followed by
         those of the segment.
       bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
-      first: for each token, the place of the first token of its document; the segment begins at
+      first: for each block, the place of the first token of its document; the segment begins at
         place 0, and cached tokens have negative places.
       dropout: dropout of the attention weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
@@ -50,7 +50,8 @@ def local_attention(
     count = -(-length // chunk)
     padding = ((0, 0), (0, count * chunk - length), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (queries, keys, values))
-    starts = jnp.pad(first, padding[:2])
+    by_token = jnp.repeat(first, length // first.shape[1], axis=1)
+    starts = jnp.pad(by_token, padding[:2])
     nearest = 0 if attend_to_self else 1
     # `steps` is the number of tokens from each key of a chunk to the nearest visible key of each
     # query.

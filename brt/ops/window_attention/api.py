@@ -19,7 +19,6 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import by_member, step_logits, weighted_values
-from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import (
@@ -30,38 +29,14 @@ from brt.ops.window_attention import (
     xla,
     xla_cpu,
 )
-
-
-def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that reads cached and new keys as one array.
-
-    The wrapper also normalizes queries and keys if a scale is passed.
-    """
-
-    def attend_to_joined_keys(
-        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
-        *others: Any, scale: Array | None, **options: bool,
-    ) -> Any:  # fmt: skip
-        """Returns the result of `function`, which takes one array of keys and one array of values.
-
-        The cached keys and the keys of the segment are concatenated, and so are the values. With a
-        scale, queries and keys are normalized first. The named arguments are the same as for
-        `window_part`; `others` are the bias, the mask of the cache and the dropout.
-        """
-        keys, values = (
-            jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
-        )
-        if scale is not None:
-            queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-        return function(queries, keys, values, *others, **options)
-
-    return attend_to_joined_keys
+from brt.ops.window_attention.documents import with_cache_mask
+from brt.ops.window_attention.joined_keys import with_joined_keys
 
 
 def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an implementation that needs as many heads of keys as of queries.
 
-    The wrapper does the same as `_with_joined_keys`; dropout masks become factors.
+    The wrapper does the same as `with_joined_keys`; dropout masks become factors.
     """
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
@@ -76,7 +51,7 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
 
-    return by_member(_with_joined_keys(attend_with_factors))
+    return by_member(with_joined_keys(attend_with_factors))
 
 
 OP = Op(
@@ -84,11 +59,15 @@ OP = Op(
     (
         Implementation("xla_cpu", _with_dropout_factors(xla_cpu.window_attention), auto=("cpu",)),
         Implementation(
-            "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refusal
+            "pallas_tpu",
+            with_cache_mask(pallas_tpu.window_attention),
+            ("tpu",),
+            ("tpu",),
+            pallas_tpu.refusal,
         ),
         Implementation(
             "pallas_gpu",
-            _with_joined_keys(pallas_gpu.window_attention),
+            with_cache_mask(with_joined_keys(pallas_gpu.window_attention)),
             ("gpu",),
             ("gpu",),
             pallas_gpu.refusal,
@@ -101,8 +80,12 @@ OP = Op(
             pallas_mosaic_gpu.refusal,
         ),
         Implementation("xla", _with_dropout_factors(xla.window_attention)),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", _with_joined_keys(pallas_gpu.interpreted), auto=()),
+        Implementation("pallas_interpret", with_cache_mask(pallas_tpu.interpreted), auto=()),
+        Implementation(
+            "pallas_gpu_interpret",
+            with_cache_mask(with_joined_keys(pallas_gpu.interpreted)),
+            auto=(),
+        ),
         Implementation("reference", _with_dropout_factors(reference.window_attention), auto=()),
     ),
 )

@@ -1,8 +1,9 @@
 """Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
 
 A program sees the arrays of one head and lane (row of the batch) and processes one tile. In shapes,
-T is the number of tokens of a segment, W of tokens of a window and of a block, N of blocks of a
-segment, and K of numbers of a head; Z = W + T counts the block before the segment, too.
+T is the number of tokens of a segment, W of tokens of a window, and K of numbers of a head. The sum
+Z = W + T counts the W tokens before the segment, too. A segment has D parts, at whose starts
+documents may start. E is the number of groups of keys for which the end of the document is known.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ class WindowTileInputs(NamedTuple):
       band: float32, the bias times log2(e) by distance; the first entry is the bias of the farthest
         key. On both sides, the band is padded with MASKED, by the number of rows or columns of a
         tile.
-      cache_mask: int32 [N], not zero where a block may read the block before it.
+      first: int32 [D], the place in the segment of the first token of the document of each part.
+      ends: int32 [E], the place in the segment of the end of the document of each group of keys.
       dropout: int8 [W, W], not zero for weights that are kept.
       gradient: [T, K], gradient of the output.
       lse: [T], the log-sum-exp of each query's logits.
@@ -42,7 +44,8 @@ class WindowTileInputs(NamedTuple):
     keys: Any
     values: Any
     band: Any
-    cache_mask: Any
+    first: Any
+    ends: Any
     dropout: Any = None
     gradient: Any = None
     lse: Any = None
@@ -89,23 +92,18 @@ class WindowTiles(NamedTuple):
         the index of the first key tile that the queries may read. The last one is greater than the
         first one if a document starts within the window.
         """
-        begin = i * self.rows
-        block = jax.lax.div(begin, self.window)
-        cache_mask = self.inputs.cache_mask[block] > 0
-        first = jnp.where(cache_mask, begin, (block + 1) * self.window)
-        end = begin + self.window + self.rows
+        begin, part = i * self.rows, self.inputs.q.shape[0] // self.inputs.first.shape[0]
+        first = self.window + self.inputs.first[jax.lax.div(begin, part)]
+        first, end = jnp.maximum(begin, first), begin + self.window + self.rows
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
     def readers(self, j: Array) -> tuple[Array, ...]:
         """Returns the range of query tiles that may read key tile j: the first index and the end
         (exclusive).
         """
-        begin = j * self.columns
-        block = jax.lax.div(begin, self.window)
-        following = jnp.minimum(block, self.inputs.cache_mask.shape[0] - 1)
-        cache_mask = self.inputs.cache_mask[following] > 0
-        end = jnp.where(cache_mask, begin + self.columns, block * self.window)
-        places = jnp.maximum(begin - self.window, 0), jnp.minimum(end, self.inputs.q.shape[0])
+        begin, group = j * self.columns, self.inputs.keys.shape[0] // self.inputs.ends.shape[0]
+        end = self.inputs.ends[jax.lax.div(begin, group)]
+        places = jnp.maximum(begin - self.window, 0), jnp.minimum(end, begin + self.columns)
         return tuple(jax.lax.div(place, self.rows) for place in places)
 
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosa
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
 values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens; Z = W + T
-counts the cached block, too.
+counts the cached block, too. A segment has D parts, at whose starts documents may start.
 """
 
 import functools
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from brt.ops import dispatch
 from brt.ops.dispatch import output_residual
@@ -34,6 +34,7 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
+from brt.ops.window_attention.documents import reader_ends
 from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
 from brt.ops.window_attention.gpu_launches import LAUNCHES, LaunchShape
 from brt.ops.window_attention.limits import Limits
@@ -54,7 +55,7 @@ MAX_WALK = 32
 
 def refusal(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
     *_: Any,
     **__: Any,
 ) -> str | None:
@@ -69,7 +70,7 @@ def refusal(
 
 def hopper_refusal(
     queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
 ) -> str | None:
     """Returns the reason why kernels for Hopper GPUs do not support these inputs, or None if they
     do.
@@ -108,11 +109,11 @@ def window_attention(
     keys: Float[Array, "B Z G K"],
     values: Float[Array, "B Z G K"],
     bias: Float[Array, "H W"] | None,
-    cache_mask: Bool[Array, "B N"],
-    dropout: DropoutMask | None,
+    first: Int[Array, "B D"],
+    dropout: DropoutMask | None = None,
     *,
     attend_to_self: bool,
-    null_keys: bool,
+    null_keys: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
@@ -122,20 +123,23 @@ def window_attention(
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: the keys and values of the cached block, followed by those of the segment.
+      keys, values: the keys and values of the W tokens before the segment, followed by those of the
+        segment.
       bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
-      cache_mask: True where block n may read the block before it.
+      first: for each of D parts of the segment, the place of the first token of its document, a
+        multiple of T / D. The segment begins at place 0, and cached tokens have negative places. A
+        part has a whole number of tiles of queries and of keys.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if unreadable keys count as zero keys with zero values.
-      interpret: True runs the kernels on any device, slowly, and with windows of any size.
+      interpret: True runs the kernels on any device, slowly.
     """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
     keep_mask = None
     if dropout is not None:
         settings = settings._replace(scale=dropout.scale)
         keep_mask = dropout.keep_mask().astype(jnp.int8)
-    arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), keep_mask)
+    arguments = _Arguments(queries, keys, values, bias, first, keep_mask)
     y, lse = _attend(arguments, settings)
     return y, lse.swapaxes(1, 2)
 
@@ -150,7 +154,7 @@ class _Arguments(NamedTuple):
     k: Float[Array, "B Z G K"]
     v: Float[Array, "B Z G K"]
     bias: Float[Array, "H W"] | None
-    cache_mask: Int[Array, "B N"]
+    first: Int[Array, "B D"]
     dropout: Int8[Array, "H W W"] | None
 
     @property
@@ -184,8 +188,11 @@ class _Arguments(NamedTuple):
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
         band = LOG2E * jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
+        tokens = self.q.shape[1]
+        group = math.gcd(self.window, tokens // self.first.shape[1])
+        ends = reader_ends(self.first, tokens, self.window, group)
         return WindowTileInputs(
-            self.q, self.k, self.v, band, self.cache_mask, self.dropout, **others
+            self.q, self.k, self.v, band, self.first, ends, self.dropout, **others
         )
 
 
@@ -332,14 +339,18 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
         """
         return None if x is None else place(x, *options)
 
-    lane_block = (None, inputs.cache_mask.shape[1])
+    def lane_spec(x: Any) -> pl.BlockSpec:
+        """Returns the block of one lane of an array [B, D]."""
+        return pl.BlockSpec((None, x.shape[1]), lambda _, h, g: (jax.lax.div(g, parts), 0))
+
     members = inputs.q.shape[2] // inputs.keys.shape[2]
     return WindowTileInputs(
         _token_spec(inputs.q, parts),
         _token_spec(inputs.keys, parts, members),
         _token_spec(inputs.values, parts, members),
         _head_spec(inputs.band),
-        pl.BlockSpec(lane_block, lambda _, h, g: (jax.lax.div(g, parts), 0)),
+        lane_spec(inputs.first),
+        lane_spec(inputs.ends),
         optional_spec(_head_spec, inputs.dropout),
         optional_spec(_token_spec, inputs.gradient, parts),
         optional_spec(_row_spec, inputs.lse, parts),

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from brt.ops.dispatch import bits_dtype, from_bits, input_residual, output_residual
 from brt.ops.dropout import DropoutMask
@@ -50,8 +50,8 @@ from brt.ops.window_attention.tpu_kernels import (
 )
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
-# A tile has this many rows in the forward kernel and in the backward kernel. With these numbers,
-# the compiler's schedules are shortest.
+# A tile has at most this many rows in the forward kernel and in the backward kernel. With these
+# numbers, the compiler's schedules are shortest.
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128
 
 
@@ -96,11 +96,11 @@ def window_attention(
     keys: Float[Array, "B T G K"],
     values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
-    cache_mask: Bool[Array, "B N"],
-    dropout: DropoutMask | None,
+    first: Int[Array, "B D"],
+    dropout: DropoutMask | None = None,
     *,
     attend_to_self: bool,
-    null_keys: bool,
+    null_keys: bool = False,
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
@@ -111,29 +111,30 @@ def window_attention(
 
     Args:
       queries, keys, values: for the tokens of the segment; queries include any scale of the logits.
-      cached: keys and values of the block before the segment.
+      cached: keys and values of the W tokens before the segment. T is a multiple of W.
       bias: by head and distance; column 0 is the nearest key.
-      cache_mask: True where block n may read the block before it.
+      first: for each of D parts of the segment, the place of the first token of its document, a
+        multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if unreadable keys count as zero keys with zero values; False if documents may
+        start inside of a block.
       scale: the length to which queries are normalized, with keys of length 1; or None.
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
-    window = cached[0].shape[1]
+    window, part = cached[0].shape[1], queries.shape[1] // first.shape[1]
     forward, backward = (
         rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
     )
-    settings, words = (
-        WindowKernelSettings(attend_to_self, null_keys, forward, backward, interpret),
-        None,
-    )
+    if part % window:
+        forward, backward = math.gcd(forward, part), math.gcd(backward, part)
+    settings = WindowKernelSettings(attend_to_self, null_keys, forward, backward, interpret, part)
+    words = None
     if dropout is not None:
         settings, words = settings._replace(scale=dropout.scale), dropout.packed_words()
     arrays = queries, keys, values, *cached
     q, k, v, cached_k, cached_v = (x.swapaxes(1, 2) for x in arrays)
-    flags = cache_mask.astype(jnp.int32)
-    arguments = _Arguments(q, k, v, cached_k, cached_v, scale, bias, flags, words)
+    arguments = _Arguments(q, k, v, cached_k, cached_v, scale, bias, first, words)
     y, lse = _attend(arguments, settings)
     return y, lse.swapaxes(1, 2)
 
@@ -151,7 +152,7 @@ class _Arguments(NamedTuple):
     cached_v: Float[Array, "B G W K"]
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
-    cache_mask: Int[Array, "B N"]
+    first: Int[Array, "B D"]
     dropout: UInt32[Array, "H G W"] | None
 
     @property
@@ -166,7 +167,7 @@ class _Arguments(NamedTuple):
         The cores of a chip divide the first axis of the grid among themselves. Heads are the first
         axis, so that each core sums the bias's gradient of its own heads.
         """
-        return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
+        return self.q.shape[1], self.q.shape[0], self.q.shape[2] // self.window
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
         """Returns x, which has a number for each token, as one row vector for each block."""
@@ -290,7 +291,7 @@ def _forward(
         out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_dtype(arguments.v.dtype)), each)],
         cost_estimate=_cost(arguments, products=2),
         **_options(arguments, settings, "window_attention"),
-    )(arguments.cache_mask, inputs)  # fmt: skip
+    )(arguments.first, inputs)  # fmt: skip
     y, lse = output_residual(y, arguments.v.dtype), output_residual(lse, lse.dtype)
     sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
     # If the kernel normalizes queries and keys, the backward pass needs the arrays as they were
@@ -302,12 +303,8 @@ def _forward(
     # segments, the backward pass computes the tile again, which costs little per block and saves
     # memory.
     tile = arguments.bias_tile(settings.backward_rows, settings) if blocks == 1 else None
-    return (tokens_first(y), sums), (
-        arguments,
-        y,
-        lse,
-        None if tile is None else input_residual(tile),
-    )
+    tile = None if tile is None else input_residual(tile)
+    return (tokens_first(y), sums), (arguments, y, lse, tile)
 
 
 def _backward(
@@ -356,7 +353,7 @@ def _backward(
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)],
         cost_estimate=_cost(arguments, products=5),
         **_options(arguments, settings, "window_attention_backward"),
-    )(arguments.cache_mask, inputs)  # fmt: skip
+    )(arguments.first, inputs)  # fmt: skip
     d_scale = None if arguments.scale is None else results.scale[:, 0, 0]
     d_bias = None
     if arguments.bias is not None:
@@ -366,7 +363,7 @@ def _backward(
     )
     return (arguments._replace(
         q=results.q, k=k, v=v, cached_k=cached_k, cached_v=cached_v, scale=d_scale, bias=d_bias,
-        cache_mask=None, dropout=None,
+        first=None, dropout=None,
     ),)  # fmt: skip
 
 
@@ -379,6 +376,8 @@ def _options(arguments: _Arguments, settings: WindowKernelSettings, name: str) -
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     """
     q = arguments.q
+    if settings.part % arguments.window:
+        name = name.replace("window", "document")
     size = f"{arguments.window}x{arguments.window}x{q.shape[-1]}_{q.dtype}"
     drops = "" if arguments.dropout is None else "_dropout"
     return {

@@ -10,6 +10,8 @@ values, K of numbers of a head, T of tokens of a segment, and N of its blocks of
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,30 +62,71 @@ def segment_part(
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
     """
-    by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
+
+    def attend(*inputs: Any) -> AttentionPart:
+        """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        *others, scale = inputs
+        return window_part(
+            *others, attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
+            implementation=implementation,
+        )  # fmt: skip
+
+    inputs = queries, cached, keys, values, bias, cache_mask, dropout, scale
+    return on_each_device(
+        attend, *inputs, sharded=rules.shard_count("blocks", cache_mask.shape[1]) > 1
+    )
+
+
+def on_each_device(
+    attend: Callable[..., AttentionPart],
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
+    bias: Float[Array, "H W"] | None,
+    per_block: Array,
+    dropout: DropoutMask | None,
+    scale: Float[Array, " H"] | None,
+    *,
+    sharded: bool,
+) -> AttentionPart:
+    """Returns the result of `attend`, which each device computes for its own rows of the batch,
+    heads and blocks.
+
+    Args:
+      attend: a function of the following arguments up to `scale`, which computes the attention
+        output and the log-sum-exp of one device.
+      queries: queries of the segment, already multiplied by any scale.
+      cached: keys and values of the W tokens before the segment.
+      keys, values: keys and values of the segment.
+      bias: float32, the bias of each head and distance; column 0 is the nearest key that a token
+        sees.
+      per_block: [B, N], a value of each block of the segment.
+      dropout: dropout of the attention weights; None for no dropout.
+      scale: the length of each head's queries after queries and keys are normalized; None for no
+        normalization.
+      sharded: True if the blocks of the segment are sharded over devices.
+    """
     members = queries.shape[2] // keys.shape[2]
 
-    def attend_on_device(q, cached, k, v, bias, cache_mask, dropout, scale):
+    def attend_on_device(q, cached, k, v, *others):
         """Returns the attention output and the log-sum-exp for the tokens of one device.
 
-        The arguments are those parts of the arguments of `segment_part` that the device has.
+        The arguments are those parts of the arguments of `on_each_device` that the device has.
         """
         if k.shape[2] * members > q.shape[2]:
             own = functools.partial(
                 local_groups, heads=q.shape[2], members=members, axis=_HEADS_AXIS
             )
             cached, k, v = (own(cached[0]), own(cached[1])), own(k), own(v)
-        if by_block:
+        if sharded:
             cached = _window_from_left(cached[0], k), _window_from_left(cached[1], v)
-        return window_part(
-            q, cached, k, v, bias, cache_mask, dropout, attend_to_self=attend_to_self,
-            null_keys=null_keys, scale=scale, implementation=implementation,
-        )  # fmt: skip
+        return attend(q, cached, k, v, *others)
 
-    inputs = queries, cached, keys, values, bias, cache_mask, dropout, scale
+    inputs = queries, cached, keys, values, bias, per_block, dropout, scale
     if not rules.partitioned():
         return attend_on_device(*inputs)
-    tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
+    tokens, blocks = ("tokens", "blocks") if sharded else (None, None)
     token_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
     key_partition = rules.partition_spec("lanes", tokens, "kv_heads", None, shape=keys.shape)
     before = rules.partition_spec("lanes", None, "kv_heads", None, shape=cached[0].shape)
@@ -96,7 +139,7 @@ def segment_part(
             key_partition,
             key_partition,
             head_partition,
-            rules.partition_spec("lanes", blocks, shape=cache_mask.shape),
+            rules.partition_spec("lanes", blocks, shape=per_block.shape),
             head_partition,
             head_partition,
         ),

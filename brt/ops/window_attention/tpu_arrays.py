@@ -12,6 +12,7 @@ number of rows of a tile.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 
@@ -85,3 +86,32 @@ class WindowKernelGradients(NamedTuple):
     cached_values: Any
     scale: Any
     tile: Any
+
+
+class BlockDocuments(NamedTuple):
+    """The starts of the documents of the block that a step of the grid reads.
+
+    Attributes:
+      first: [B, D], the place of the first token of the document of each part of the segment.
+      lane, n: the lane and the block of the step.
+      window: W.
+      part: the number of tokens of a part.
+    """
+
+    first: Any
+    lane: Array
+    n: Array
+    window: int
+    part: int
+
+    @property
+    def start_inside(self) -> bool:
+        """True if documents may start inside of a block."""
+        return self.part % self.window != 0
+
+    def first_of(self, row: int) -> Array:
+        """Returns the place of the first token of the document of a row of the block. Place 0 is
+        the first token of the block, so the previous block has negative places.
+        """
+        begin = self.n * self.window
+        return self.first[self.lane, jax.lax.div(begin + row, jnp.int32(self.part))] - begin

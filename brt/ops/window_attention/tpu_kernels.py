@@ -29,6 +29,7 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 from brt.ops.window_attention.tpu_arrays import (
+    BlockDocuments,
     WindowKernelGradients,
     WindowKernelInputs,
 )
@@ -43,6 +44,9 @@ class WindowKernelSettings(NamedTuple):
       forward_rows, backward_rows: the number of rows of a tile, in the forward and the backward
         kernel.
       interpret: True runs the kernels on any device, slowly.
+      part: the number of tokens of a part of the segment. A document starts at the start of a part.
+        If a part has whole blocks, the keys of a block are all visible or all hidden; otherwise the
+        kernels mask the keys before the document of each tile.
       scale: the number by which dropout multiplies the weights that it keeps.
     """
 
@@ -51,6 +55,7 @@ class WindowKernelSettings(NamedTuple):
     forward_rows: int
     backward_rows: int
     interpret: bool | pltpu.InterpretParams
+    part: int
     scale: float = 1.0
 
 
@@ -60,17 +65,19 @@ class _LoadedBlocks(NamedTuple):
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
     # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
-    # block is unreadable, and 0 otherwise.
+    # block is unreadable, and 0 otherwise. If documents start inside of blocks, it is 0, and each
+    # tile has a mask of its own.
     unseen: Array
 
 
 def _load_blocks(
-    n: Array, seen: Array, inputs: WindowKernelInputs, settings: WindowKernelSettings
+    documents: BlockDocuments, inputs: WindowKernelInputs, settings: WindowKernelSettings
 ) -> _LoadedBlocks:
-    keys, values = (list(pair.previous_and_own(n == 0)) for pair in (inputs.keys, inputs.values))
+    start, seen = documents.n == 0, documents.first_of(0) < 0
+    keys, values = (list(pair.previous_and_own(start)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
         keys = [l2_normalize_rows(x)[0].astype(x.dtype) for x in keys]
-    unseen = jnp.where(seen, 0.0, MASKED)
+    unseen = jnp.zeros(()) if documents.start_inside else jnp.where(seen, 0.0, MASKED)
     if settings.null_keys:
         for pair in (keys, values):
             pair[0] = jax.lax.select(seen, pair[0], jnp.zeros_like(pair[0]))
@@ -177,7 +184,7 @@ class _RowTile(NamedTuple):
             tile[cut:] += x[:begin]
 
     def logits(
-        self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any
+        self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any, documents: BlockDocuments
     ) -> Float[Array, "W R"]:
         """Returns the logits of the tile's slots and rows, with bias and mask.
 
@@ -185,13 +192,16 @@ class _RowTile(NamedTuple):
           block: the keys of the previous block and of the current block, as they have been loaded.
           own: the queries of the tile's rows.
           tile: the bias of the block's first tile, or None without a bias.
+          documents: the starts of documents.
         """
-        results = self.folded_products(block.keys, own, block.unseen)
+        first = documents.first_of(self.all.start) if documents.start_inside else None
+        results = self.folded_products(block.keys, own, block.unseen, first)
         return results if tile is None else results + self.rolled_bias(tile)
 
     def folded_products(
-        self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0
-    ) -> Float[Array, "W R"]:
+        self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0,
+        first: Array | None = None,
+    ) -> Float[Array, "W R"]:  # fmt: skip
         """Returns the dot product of each row of x and the vector of each slot.
 
         Args:
@@ -199,12 +209,15 @@ class _RowTile(NamedTuple):
           x: a vector for each row of the tile.
           unseen: a number that is added to the products with the previous block, to mask an
             unreadable block.
+          first: the place in the block of the first vector that the rows see; the products with the
+            vectors before it become MASKED. None masks none of them.
         """
         before, current = pair
-        return self.fold(
-            dot_float32(current[self.current], x, NT),
-            dot_float32(before[self.before], x, NT) + unseen,
-        )
+        both = dot_float32(current[self.current], x, NT), dot_float32(before[self.before], x, NT)
+        if first is None:
+            return self.fold(both[0], both[1] + unseen)
+        begin = self.before.start - len(before)  # The place of the first vector of self.before.
+        return self.fold(_hide_before(first, both[0]), _hide_before(first - begin, both[1]))
 
     def weighted_sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
@@ -221,12 +234,18 @@ class _RowTile(NamedTuple):
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
 
 
+def _hide_before(first: Array, products: Float[Array, "S R"]) -> Float[Array, "S R"]:
+    """Returns the products, with MASKED in the rows before row `first`."""
+    place = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0)
+    return jnp.where(place >= first, products, MASKED)
+
+
 def _row_tiles(window: int, rows: int, settings: WindowKernelSettings) -> list[_RowTile]:
     return [_RowTile(i, rows, settings.attend_to_self) for i in range(window // rows)]
 
 
 def forward_kernel(
-    cache_mask: Any,
+    first: Any,
     inputs: WindowKernelInputs,
     outputs: tuple[Any, Any],
     *,
@@ -237,19 +256,18 @@ def forward_kernel(
     Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
-      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
-        block.
+      first: [B, D], the place of the first token of the document of each part of the segment.
       inputs: references to the other inputs of the block.
       outputs: references to the two outputs.
       settings: static settings of the kernel.
     """
     y, lse = outputs
     dtype = inputs.values.own.dtype
-    lane, n = pl.program_id(1), pl.program_id(2)
-    block = _load_blocks(n, cache_mask[lane, n] > 0, inputs, settings)
+    documents = BlockDocuments(first, pl.program_id(1), pl.program_id(2), y.shape[0], settings.part)
+    block = _load_blocks(documents, inputs, settings)
     transposed = block.values[0].T, block.values[1].T
     for rows in _row_tiles(y.shape[0], settings.forward_rows, settings):
-        logits = rows.logits(block, _load_queries(inputs, rows), inputs.tile)
+        logits = rows.logits(block, _load_queries(inputs, rows), inputs.tile, documents)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
@@ -262,7 +280,7 @@ def forward_kernel(
 
 
 def backward_kernel(
-    cache_mask: Any, inputs: WindowKernelInputs, results: WindowKernelGradients,
+    first: Any, inputs: WindowKernelInputs, results: WindowKernelGradients,
     keys_sum: Any, values_sum: Any, *,
     settings: WindowKernelSettings,
 ) -> None:  # fmt: skip
@@ -272,8 +290,7 @@ def backward_kernel(
     the last block's keys and values.
 
     Args:
-      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
-        block.
+      first: [B, D], the place of the first token of the document of each part of the segment.
       inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: [2, W, K], float32 scratch memory for the gradients of keys and values
@@ -300,9 +317,10 @@ def backward_kernel(
     def _add_block() -> None:
         for total in (keys_sum, values_sum):
             total[current] = jnp.zeros_like(total[0])
-        seen = cache_mask[lane, n] > 0
-        block = _load_blocks(n, seen, inputs, settings)
-        for rows in _row_tiles(results.q.shape[0], settings.backward_rows, settings):
+        window = results.q.shape[0]
+        documents = BlockDocuments(first, lane, n, window, settings.part)
+        block = _load_blocks(documents, inputs, settings)
+        for rows in _row_tiles(window, settings.backward_rows, settings):
             _add_gradients(
                 rows,
                 block,
@@ -310,7 +328,7 @@ def backward_kernel(
                 results,
                 (keys_sum, values_sum),
                 (before, current),
-                seen,
+                documents,
                 settings,
             )
 
@@ -334,7 +352,7 @@ def _add_gradients(
     results: WindowKernelGradients,
     sums: tuple[Any, Any],
     places: tuple[Array, Array],
-    seen: Array,
+    documents: BlockDocuments,
     settings: WindowKernelSettings,
 ) -> None:
     """Adds the gradients of one tile of rows."""
@@ -342,7 +360,7 @@ def _add_gradients(
     before, current = places
     own, theirs = _load_queries(inputs, rows), inputs.gradient[rows.all]
     lse = from_bits(inputs.lse[:, rows.all], jnp.float32)
-    weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - lse)
+    weights = kept = jnp.exp(rows.logits(block, own, inputs.tile, documents) - lse)
     d_weights = rows.folded_products(block.values, theirs)
     if inputs.dropout is not None:
         mask = rows.dropout_mask(inputs.dropout)
@@ -354,7 +372,7 @@ def _add_gradients(
     keys_sum[current, rows.current] += dot_float32(d_logit_parts[0], own, NN)
     values_sum[current, rows.current] += dot_float32(weight_parts[0], theirs, NN)
 
-    @pl.when(seen)
+    @pl.when(documents.first_of(rows.all.start if documents.start_inside else 0) < 0)
     def _add_to_previous() -> None:
         keys_sum[before, rows.before] += dot_float32(d_logit_parts[1], own, NN)
         values_sum[before, rows.before] += dot_float32(weight_parts[1], theirs, NN)

@@ -1,0 +1,46 @@
+"""Reference implementation of local attention: all tokens mask the logits of all keys.
+
+In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys, K of
+numbers of a head, T of tokens of a segment, and N of its blocks; Z = W + T counts the W cached
+tokens, too.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import MASKED, softmax_and_lse
+
+
+def local_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z G K"],
+    values: Float[Array, "B Z G K"],
+    bias: Float[Array, "H W"] | None,
+    first: Int[Array, "B N"],
+    *,
+    dropout: None = None,
+    attend_to_self: bool,
+) -> AttentionPart:
+    """Returns the attention output of every token over its window, and the log-sum-exp of its
+    logits.
+
+    The arguments are the same as for `api.local_attention`, except that `keys` and `values` begin
+    with the W cached keys and values.
+    """
+    del dropout  # The implementation refuses dropout.
+    length, members = queries.shape[1], queries.shape[2] // keys.shape[2]
+    window = keys.shape[1] - length
+    keys, values = (jnp.repeat(x, members, axis=2) for x in (keys, values))
+    place = jnp.arange(-window, length)
+    steps = jnp.arange(length)[:, None] - place[None] - (0 if attend_to_self else 1)
+    start = jnp.repeat(first, length // first.shape[1], axis=1)
+    seen = ((steps >= 0) & (steps < window))[None] & (
+        place[None, None] >= start[..., None]
+    )  # [B, T, Z]
+    logits = jnp.einsum("bqhk,bzhk->bhqz", queries, keys, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += jnp.take(bias, jnp.clip(steps, 0, window - 1), axis=1)[None]
+    weights, lse = softmax_and_lse(jnp.where(seen[:, None], logits, MASKED))
+    output = jnp.einsum("bhqz,bzhk->bqhk", weights.astype(values.dtype), values)
+    return AttentionPart(output, lse.swapaxes(1, 2))

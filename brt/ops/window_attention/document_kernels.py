@@ -1,0 +1,82 @@
+"""The kernels of window attention for documents that may start inside of a block.
+
+They are implementations of `brt.ops.local_attention`. A block of the kernels has as many tokens as
+the window, whatever the length of the blocks that the layer reads.
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Int
+
+from brt.distributed import rules
+from brt.ops.dispatch import Implementation, dropout_refusal
+from brt.ops.window_attention import pallas_gpu, pallas_tpu
+from brt.ops.window_attention.joined_keys import with_joined_keys
+
+_TILE = 128  # No tile of a kernel has more keys.
+
+
+def _segment_refusal(*_: Any, dropout: Any, **__: Any) -> str | None:
+    """Returns the reason why no kernel supports these inputs, or None if a kernel may.
+
+    The arguments of this function, and of the other refusals, are those of
+    `local_attention.local_attention`.
+    """
+    if rules.is_sharded("blocks"):
+        return "reads segments that each device has as a whole; set Mesh.sequence to 1"
+    return dropout_refusal(dropout=dropout)
+
+
+def _tpu_interpreter_refusal(
+    queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any
+) -> str | None:
+    tokens, window = queries.shape[1], cached[0].shape[1]
+    if tokens % window:
+        return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
+    return _segment_refusal(**options)
+
+
+def _gpu_interpreter_refusal(
+    queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any
+) -> str | None:
+    window = cached[0].shape[1]
+    if window % _TILE:
+        return f"has windows of a multiple of {_TILE} tokens, not of {window}"
+    return _block_refusal(queries, others[3]) or _segment_refusal(**options)
+
+
+def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
+    return (
+        pallas_tpu.refusal(queries, cached, *others)
+        or _block_refusal(queries, others[3])
+        or _tpu_interpreter_refusal(queries, cached, *others, **options)
+    )
+
+
+def _gpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
+    return pallas_gpu.refusal(queries, cached) or _gpu_interpreter_refusal(
+        queries, cached, *others, **options
+    )
+
+
+def _block_refusal(queries: Array, first: Int[Array, "B D"]) -> str | None:
+    block = queries.shape[1] // first.shape[1]
+    return None if block % _TILE == 0 else f"reads blocks of a multiple of {_TILE}, not of {block}"
+
+
+# The arguments of these implementations are those of `local_attention.local_attention`.
+DOCUMENT_KERNELS = (
+    Implementation("pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), _tpu_refusal),
+    Implementation(
+        "pallas_gpu", with_joined_keys(pallas_gpu.window_attention), ("gpu",), ("gpu",),
+        _gpu_refusal,
+    ),
+    Implementation(
+        "pallas_interpret", pallas_tpu.interpreted, auto=(),
+        refusal=_tpu_interpreter_refusal,
+    ),
+    Implementation(
+        "pallas_gpu_interpret", with_joined_keys(pallas_gpu.interpreted), auto=(),
+        refusal=_gpu_interpreter_refusal,
+    ),
+)  # fmt: skip
