@@ -1,7 +1,8 @@
 """Attention of every token to the last W tokens of its document, itself included.
 
 `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
-the window and the length of a block are independent.
+the window and the length of a block are independent. The kernels are those of window attention,
+which process W tokens at a time, too, and mask the keys of other documents.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
 heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves H / G
