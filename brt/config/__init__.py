@@ -9,6 +9,7 @@ task checks the settings that it reads.
 
 import dataclasses
 
+from brt.config.adapter import Adapter
 from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
@@ -31,8 +32,9 @@ from brt.config.training import (
 )
 
 __all__ = [
-    "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Distillation", "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer",
+    "SECTIONS", "Adapter", "Attention", "Checkpoint", "Config", "CrossAttention", "Data",
+    "Decoding", "Distillation", "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model",
+    "Optimizer",
     "Pairs", "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
@@ -45,6 +47,7 @@ class Config:
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
+    adapter: Adapter = Adapter()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     evaluation: Evaluation = Evaluation()

@@ -41,8 +41,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "matrices": ("fsdp", "tensor"),
 } | dict.fromkeys(
     (
-        "layers", "stack", "whole_heads", "head_dim", "states", "buckets", "positions", "types",
-        "clusters",
+        "layers", "rank", "stack", "whole_heads", "head_dim", "states", "buckets", "positions",
+        "types", "clusters",
     ),
     (),
 )  # fmt: skip

@@ -86,7 +86,7 @@ def probe(session: Session) -> None:
         return
     session.accumulator.flush()
     with session.throughput.pause():
-        if metrics := session.probe(session.state.params, session.state.carry):
+        if metrics := session.probe(session.variables.params, session.state.carry):
             session.metrics.write(session.completed, metrics)
 
 
@@ -110,7 +110,7 @@ def evaluate(session: Session) -> None:
     with session.pause("evaluating"):
         for whole in (False, True) if last and evaluator.partial else (last,):
             control = Control(session.requests.stop)
-            result = evaluator(session.state.variables, control, whole=whole)
+            result = evaluator(session.variables, control, whole=whole)
             if result is None:
                 session.cut_short = True
                 return
@@ -136,7 +136,7 @@ def sample(session: Session) -> None:
     session.accumulator.flush()
     with session.pause("sampling"):
         control = Control(session.requests.stop)
-        text = session.evaluator.sample(session.state.variables, session.completed, control)
+        text = session.evaluator.sample(session.variables, session.completed, control)
     if text is None:
         session.cut_short = True
     else:

@@ -19,6 +19,18 @@ Axes = Mapping[str, Names]
 _HEADS = ("heads", "kv_heads")
 _MERGED = (*_HEADS, "whole_heads", "stack", "head_dim")
 
+# A parameter that has an axis with one of these names is a table, whose rows are looked up and not
+# multiplied.
+TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
+
+
+def is_kernel(axes: Names) -> bool:
+    """Returns True if a parameter whose axes have these names is the matrix of a linear map, or a
+    stack of such matrices by layer; False if it is a vector or a table.
+    """
+    names = matrix_names(axes)
+    return len(names[names[:1] == ("layers",) :]) == 2 and not TABLES & set(names)
+
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape that a kernel has after it was reshaped to a matrix.

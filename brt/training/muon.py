@@ -11,11 +11,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from brt.config import Optimizer
 from brt.distributed.rules import constrain
-from brt.training.matrices import Axes, as_matrix, from_matrix, matrix_shape
+from brt.training.matrices import TABLES, Axes, as_matrix, from_matrix, matrix_shape
 
-# A parameter that has an axis with one of these names is a table. Its rows are looked up and not
-# multiplied, so Nadam instead of Muon updates the table.
-_TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 # Updates are scaled to this root mean square, so that learning rates of AdamW can be used (Liu et
 # al., 2025, section 2.2).
 _RMS = 0.2
@@ -86,7 +83,7 @@ def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, in
         stacked = names[:1] == ("layers",)
         layer_names, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
         shape = matrix_shape(layer_names, shape)
-        if len(shape) == 2 and not _TABLES & set(layer_names):
+        if len(shape) == 2 and not TABLES & set(layer_names):
             shapes[name] = (len(leaf) if stacked else 1, *shape)
     return shapes
 

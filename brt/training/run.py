@@ -22,7 +22,7 @@ from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
-from brt.training import compilation, rates, replicas, trainable
+from brt.training import adapters, compilation, rates, replicas, trainable
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
@@ -116,9 +116,8 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     axes = parameter_axes(config)
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    patterns = config.training.trainable
-    trainable.check(shapes.params, patterns)
-    rates.check(trainable.split(shapes.params, patterns)[0], config.optimizer)
+    trainable.check(shapes.params, config.training.trainable)
+    rates.check(trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -188,7 +187,10 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     if not run.weights:
         return state
     where = run.weights.where
-    params, new, unread = run.task.start(run.config, run.weights, state.params)
+    model_params, factors = adapters.split(state.params)
+    params, new, unread = run.task.start(run.config, run.weights, model_params)
+    if factors:
+        params = {**params, adapters.ROOT: factors}
     if new:
         say(f"initialized, because {where} lacks them: {', '.join(new)}")
     if unread:

@@ -27,7 +27,9 @@ from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.run import CompiledStep
 from brt.training.start import checkpoints, config_changes
+from brt.training.state import merged_params
 from brt.training.watchdog import monitored
+from brt.types import Variables
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -89,6 +91,12 @@ class Session(OpenRun):
             del parts  # The reference would keep the memory of the first train state in use.
             stack.callback(phases.enter, "ending")
             yield session
+
+    @property
+    def variables(self) -> Variables:
+        """The learned arrays that the model computes with."""
+        params = merged_params(self.run.config, self.state.params)
+        return Variables(params, self.state.model_state)
 
     def compile(self) -> None:
         """Compiles the train step, and enters the phase "stepping"."""

@@ -17,7 +17,7 @@ def describe(run: Run, workdir: Workdir) -> str:
     """
     total, non_embedding = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())
-    patterns = run.config.training.trainable
+    patterns = trainable.patterns(run.config)
     count_trained, _ = parameter_counts(trainable.split(run.abstract.params, patterns)[0])
     trained = f", {short(count_trained)} of all are trained" if patterns else ""
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
@@ -61,7 +61,7 @@ def replicated_keys(run: Run) -> str:
 
 def own_rates(run: Run) -> str:
     """Returns a message that lists the factors of Optimizer.rates; "" if there are none."""
-    trained, _ = trainable.split(run.abstract.params, run.config.training.trainable)
+    trained, _ = trainable.split(run.abstract.params, trainable.patterns(run.config))
     return rates.describe(trained, run.config.optimizer)
 
 

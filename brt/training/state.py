@@ -1,6 +1,7 @@
 """The train state: everything that a training step changes."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -12,8 +13,7 @@ from jaxtyping import Array, Int, PyTree
 
 from brt import tasks
 from brt.config import Config
-from brt.training import trainable
-from brt.types import Variables
+from brt.training import adapters, trainable
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (
@@ -39,11 +39,6 @@ class TrainState(NamedTuple):
     carry: PyTree[Array]
     model_state: PyTree[Array]
 
-    @property
-    def variables(self) -> Variables:
-        """The learned arrays of the model: parameters and model state."""
-        return Variables(self.params, self.model_state)
-
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """Returns new parameters, each in a Flax box with the names of its axes.
@@ -53,7 +48,24 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
       key: random key; None for the key of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
-    return tasks.from_config(config).initial_params(config, key)
+    params = tasks.from_config(config).initial_params(config, key)
+    return adapters.added(params, config, key)
+
+
+def merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
+    """Returns the parameters that the model computes with, in which the products of adapters are
+    added to their kernels.
+
+    Args:
+      config: config of the run.
+      params: the parameters of a train state.
+    """
+    return _merged_params(config, params) if config.adapter.rank else params
+
+
+@partial(jax.jit, static_argnums=0)
+def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
+    return adapters.merged(params, config.adapter, parameter_axes(config))
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
@@ -79,7 +91,7 @@ def initial_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        optimizer=optimizer.init(trainable.split(params, config.training.trainable)[0]),
+        optimizer=optimizer.init(trainable.split(params, trainable.patterns(config))[0]),
         carry=task.initial_carry(config, config.training.batch_size),
         model_state=task.initial_model_state(config),
     )

@@ -12,7 +12,7 @@ from brt import tasks
 from brt.config import Config
 from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas, trainable
-from brt.training.state import TrainState, parameter_axes
+from brt.training.state import TrainState, merged_params, parameter_axes
 
 # The random key of dropout is the run's key with this number folded in. Another number would change
 # the results of every run.
@@ -44,7 +44,7 @@ def _loss_and_gradients(
     of the lanes.
     """
     loss = tasks.from_config(config).loss
-    trained, frozen = trainable.split(state.params, config.training.trainable)
+    trained, frozen = trainable.split(state.params, trainable.patterns(config))
 
     def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
@@ -62,7 +62,7 @@ def _loss_and_gradients(
             """Returns the summed loss as a function of the trained parameters alone, and the
             `Aux`.
             """
-            params = trainable.merge(trained, frozen)
+            params = merged_params(config, trainable.merge(trained, frozen))
             return loss(config, params, LossInputs(batch, key, carry, model_state))
 
         (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(trained)
@@ -187,7 +187,7 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None
-    params, frozen = trainable.split(state.params, config.training.trainable)
+    params, frozen = trainable.split(state.params, trainable.patterns(config))
     if replicas.shards_optimizer(config.optimizer):
         optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
     aux, gradients = _over_replicas(state, carry, batch, key, config, optimizer_shards)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from brt.training import parameter_paths
+from brt.config import Config
+from brt.training import adapters, parameter_paths
+
+
+def patterns(config: Config) -> tuple[str, ...]:
+    """Returns patterns of the paths of trained parameters; () if all parameters are trained.
+
+    If the model has adapters, their factors are trained, and what Training.trainable names.
+    """
+    own = config.training.trainable
+    return (*own, f"{adapters.ROOT}/*") if config.adapter.rank else own
 
 
 def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
@@ -16,7 +26,7 @@ def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
 
     Args:
       params: the tree of all parameters.
-      patterns: Training.trainable; without patterns, all parameters are trained.
+      patterns: the result of `patterns`; without patterns, all parameters are trained.
 
     Returns:
       Two trees that have the paths of `params`: the trained parameters and the frozen ones.

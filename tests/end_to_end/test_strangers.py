@@ -180,7 +180,8 @@ def foreign(plain: Path, trap: Path, tmp_path: Path) -> Path:
 def test_every_setting_of_a_path_says_so() -> None:
     """A new setting of text is a path, or is written down here as what it is."""
     no_paths = """
-        Training.task Training.trainable Logging.wandb_project Logging.mlflow_experiment
+        Training.task Training.trainable Adapter.kernels
+        Logging.wandb_project Logging.mlflow_experiment
         Data.columns Pairs.columns Pairs.prefix Sentences.columns
         Sentences.header Sentences.labels Kernels.use
         CrossAttention.without CrossAttention.count_padding_in

@@ -23,7 +23,7 @@ from brt.training.sharding import parameter_shardings
 from brt.training.start import checkpoints, data_manifest
 from brt.training.start.config_changes import check_resumable
 from brt.training.start.data_manifest import DataManifest
-from brt.training.state import initial_params, parameter_axes
+from brt.training.state import initial_params, merged_params, parameter_axes
 from brt.training.workdir import Workdir
 from brt.types import Variables
 
@@ -36,7 +36,7 @@ class SavedModel(NamedTuple):
       step: number of completed training steps.
       config: config of the checkpoint, with the changes that the user of the model requested.
       meta: metadata of the checkpoint.
-      params: the parameters, on the devices of `mesh`.
+      params: the parameters of the model, on the devices of `mesh`; products of adapters are added.
       model_state: arrays that the model learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
       own_tokenizer: the tokenizer of a model that no run has; None for the tokenizer that the run
@@ -126,7 +126,9 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
         workdir.checkpoints, target, checkpoint.requested, checkpoint=checkpoint, partial=True
     )
     step, state, meta = restored.step, restored.state, restored.meta
-    return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
+    model = SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
+    with model.on_devices():
+        return model._replace(params=merged_params(config, model.params))
 
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:

@@ -1,0 +1,121 @@
+"""Low-rank adapters of kernels (Hu et al. 2021): small factors that are trained in their place.
+
+The factors of the kernel `stack/window_0/tokens/keys` are the parameters
+`adapters/stack/window_0/tokens/keys/a` and `.../b`. Models do not know adapters: `merged` adds the
+products of the factors to the kernels before parameters reach a model.
+"""
+
+import zlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from brt.config import Adapter, Config
+from brt.distributed import rules
+from brt.errors import ConfigError
+from brt.training import parameter_paths
+from brt.training.matrices import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
+
+# The random key of adapters is the run's key with this number folded in.
+_KEY = 2
+ROOT = "adapters"  # The factors of all adapters are below this name in the tree of parameters.
+
+
+def added(params: PyTree[nn.Partitioned], config: Config, key: Array) -> PyTree[nn.Partitioned]:
+    """Returns the parameters of a model together with new adapters, whose products are zero.
+
+    The elements of A are normal with the variance 1 / in, and those of B are zeros.
+
+    Args:
+      params: the parameters, boxed with the names of their axes.
+      config: the config.
+      key: random key of the run.
+
+    Raises:
+      ConfigError: a kernel that Adapter.kernels names cannot have an adapter; see `_check`.
+    """
+    adapter = config.adapter
+    if not adapter.rank:
+        return params
+    _check(params, config)
+    flat, factors = flatten_dict(params, sep="/"), {}
+    for path in _adapted(params, adapter):
+        names = matrix_names(flat[path].names)
+        *layers, rows, columns = matrix_shape(flat[path].names, flat[path].value.shape)
+        # The key depends on the path alone, so that the choice of other kernels has no effect.
+        own_key = jax.random.fold_in(jax.random.fold_in(key, _KEY), zlib.crc32(path.encode()))
+        a = jax.random.normal(own_key, (*layers, rows, adapter.rank)) * rows**-0.5
+        b = jnp.zeros((*layers, adapter.rank, columns))
+        factors[f"{ROOT}/{path}/a"] = nn.LogicallyPartitioned(a, (*names[:-1], "rank"))
+        factors[f"{ROOT}/{path}/b"] = nn.LogicallyPartitioned(b, (*names[:-2], "rank", names[-1]))
+    return {**params, **unflatten_dict(factors, sep="/")}
+
+
+def merged(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
+    """Returns the parameters of the model, in which the products of adapters are added to kernels.
+
+    Args:
+      params: parameters of the model and of adapters.
+      adapter: settings.
+      axes: names of the parameters' axes, by path.
+    """
+    model, factors = split(params)
+    flat, factors = flatten_dict(model, sep="/"), flatten_dict(factors, sep="/")
+    for path in dict.fromkeys(factor.rpartition("/")[0] for factor in factors):
+        a, b = (factors[f"{path}/{name}"] for name in "ab")
+        product = from_matrix(axes[path], jnp.matmul(a, b, precision="highest"), flat[path].shape)
+        sum_ = flat[path] + adapter.alpha / adapter.rank * product
+        flat[path] = rules.constrain(sum_, *axes[path])
+    return unflatten_dict(flat, sep="/")
+
+
+def split(params: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters of the model, and those of adapters, {} if there are none."""
+    model = {name: value for name, value in params.items() if name != ROOT}
+    return model, params.get(ROOT, {})
+
+
+def _check(params: PyTree[nn.Partitioned], config: Config) -> None:
+    """Checks that the kernels that Adapter.kernels names can have adapters.
+
+    Args:
+      params: the parameters of the model, or their shapes, boxed with the names of their axes.
+      config: the config.
+
+    Raises:
+      ConfigError: a pattern matches no kernel, a kernel is trained whole, or has a smaller rank
+        than its adapter.
+    """
+    adapter, trainable = config.adapter, config.training.trainable
+    kernels = _kernels(params)
+    parameter_paths.check("Adapter.kernels", adapter.kernels, kernels, "kernels of the model")
+    adapted = _adapted(params, adapter)
+    whole = [path for path in adapted if parameter_paths.matches(path, trainable)]
+    if whole:
+        raise ConfigError(
+            f"Adapter.kernels = {adapter.kernels} and Training.trainable = {trainable} both name "
+            f"{whole[0]}; a kernel is trained either whole or by an adapter, so narrow the patterns"
+        )
+    flat = flatten_dict(params, sep="/")
+    for path in adapted:
+        rows, columns = matrix_shape(flat[path].names, flat[path].value.shape)[-2:]
+        if adapter.rank > min(rows, columns):
+            raise ConfigError(
+                f"Adapter.rank = {adapter.rank} is above the rank of {path}, which is a matrix of "
+                f"{rows} x {columns}; set at most {min(rows, columns)}, or train it whole "
+                "(Training.trainable)"
+            )
+
+
+def _adapted(params: PyTree[nn.Partitioned], adapter: Adapter) -> list[str]:
+    """Returns the paths of the kernels that have adapters."""
+    return [path for path in _kernels(params) if parameter_paths.matches(path, adapter.kernels)]
+
+
+def _kernels(params: PyTree[nn.Partitioned]) -> list[str]:
+    """Returns the paths of all kernels."""
+    boxes = flatten_dict(params, sep="/").items()
+    return [path for path, box in boxes if is_kernel(getattr(box, "names", ()))]

@@ -1,0 +1,200 @@
+"""Low-rank adapters (Adapter): trained instead of kernels, and merged before models read them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from sharded_cases import CASES, curve, with_optimizer, worst
+
+from brt.config import Adapter, Checkpoint, Config, Mesh
+from brt.errors import ConfigError
+from brt.formatting import short
+from brt.training import adapters, inspection, loop, startup
+from brt.training import run as runs
+from brt.training.matrices import as_matrix
+from brt.training.start import saved_model
+from brt.training.state import initial_params, merged_params, parameter_axes
+from brt.training.workdir import Workdir
+
+KERNELS = ("*/queries", "*/window_0/tokens/output", "*/mlp_in")
+PATHS = {f"stack/window_0/tokens/{name}" for name in ("queries", "output", "mlp_in")}
+STEPS = 3
+
+
+def config(
+    tmp_path: Path, case: str = "window", optimizer: str = "adamw", **training: Any
+) -> Config:
+    made = with_optimizer(CASES[case](tmp_path), optimizer, STEPS)
+    kinds = tuple(kind for kind in made.model.kinds if any(kind.places().values()))
+    return dataclasses.replace(
+        made,
+        model=dataclasses.replace(made.model, kinds=kinds),
+        adapter=Adapter(rank=2, alpha=4.0, kernels=KERNELS),
+        training=dataclasses.replace(made.training, plots=False, sample_every=0, **training),
+        checkpoint=Checkpoint(every=0),
+    )
+
+
+def sized(made: Config) -> Config:
+    """Returns the config with a vocabulary, so that no data are needed."""
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=32))
+
+
+def random_params(made: Config) -> Any:
+    """Returns parameters in which the factors B are not zero."""
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(made)))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+
+
+def test_kernels_as_matrices_get_the_product(tmp_path: Path) -> None:
+    made = sized(config(tmp_path, "recurrent"))
+    params, axes = random_params(made), parameter_axes(made)
+    before, after = (flatten_dict(t, sep="/") for t in (params, merged_params(made, params)))
+    assert set(after) == {path for path in before if not path.startswith("adapters/")}
+    changed = {path for path in after if np.any(after[path] != before[path])}
+    assert changed == {
+        "stack/recurrent_1/cell/queries", "stack/recurrent_1/tokens/queries",
+        "stack/window_0/tokens/queries", "stack/window_0/tokens/output",
+        "stack/window_0/tokens/mlp_in", "stack/recurrent_1/tokens/mlp_in",
+    }  # fmt: skip
+    for path in changed:
+        a, b = (np.asarray(before[f"adapters/{path}/{name}"], np.float64) for name in "ab")
+        expected = as_matrix(axes[path], before[path]) + 2.0 * (a @ b)
+        np.testing.assert_allclose(as_matrix(axes[path], after[path]), expected, atol=1e-5)
+
+
+def test_a_new_model_with_adapters_is_the_model_without(tmp_path: Path) -> None:
+    made = sized(config(tmp_path))
+    plain = dataclasses.replace(made, adapter=Adapter())
+    params, expected = (
+        jax.jit(lambda c=c: nn.meta.unbox(initial_params(c)))() for c in (made, plain)
+    )
+    jax.tree.map(np.testing.assert_array_equal, merged_params(made, params), expected)
+    jax.tree.map(np.testing.assert_array_equal, adapters.split(params)[0], expected)
+    factors = flatten_dict(adapters.split(params)[1], sep="/")
+    assert {path.rpartition("/")[0] for path in factors} == PATHS
+    assert all(np.any(x != 0) == path.endswith("/a") for path, x in factors.items())
+
+
+@pytest.mark.slow_cases("adafactor-*", "muon-*", "*-2-*", "*-mesh1", "*-mesh2")
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2), Mesh(data=4)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw", "muon"])
+def test_adapters_and_named_parameters_are_trained(
+    optimizer: str, accumulation: int, mesh: Mesh, tmp_path: Path
+) -> None:
+    made = config(
+        tmp_path, optimizer=optimizer, trainable=("*norm*",), gradient_accumulation=accumulation
+    )
+    run = runs.build(made, progress=False)
+    before = flatten_dict(jax.device_get(runs.new_state(run).params), sep="/")
+    nats, state = curve(made, mesh, STEPS)
+    after = flatten_dict(state.params, sep="/")
+    changed = {path for path in before if np.any(before[path] != after[path])}
+    assert changed == {path for path in before if "norm" in path or path.startswith("adapters/")}
+    if mesh != Mesh():
+        alone, expected = curve(made, Mesh(), STEPS)
+        np.testing.assert_allclose(nats, alone, rtol=1e-5)
+        assert optimizer != "adamw" or worst(state.params, expected.params) < 1e-3
+
+
+def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    run = runs.build(made, progress=False)
+    factors = jax.tree.leaves(adapters.split(run.abstract.params)[1])
+    size = sum(leaf.size for leaf in factors)
+    moments = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.optimizer) if leaf.ndim > 1)
+    assert moments == 2 * size
+    assert f"{short(size)} of all are trained" in startup.describe(run, Workdir(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """Returns the config and the directory of a run of three steps."""
+    place = tmp_path_factory.mktemp("adapters")
+    made = config(place)
+    loop.train(made, place / "run")
+    return made, place / "run"
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit(trained: tuple[Config, Path]) -> None:
+    made, path = trained
+    stopped = dataclasses.replace(made, training=dataclasses.replace(made.training, steps=2))
+    other = path.with_name("resumed")
+    loop.train(stopped, other)
+    loop.train(made, other)
+    expected, found = (inspection.state_hash(Workdir(p), STEPS) for p in (path, other))
+    assert found == expected
+
+
+def test_a_loaded_model_has_merged_kernels(trained: tuple[Config, Path]) -> None:
+    workdir, checkpoint, made = saved_model.load_config(trained[1])
+    model = saved_model.load(workdir, checkpoint, made)
+    stored = {
+        name.removeprefix("params/"): array
+        for name, array in inspection.reader.restore(workdir.checkpoints).state.items()
+        if name.startswith("params/")
+    }
+    expected = merged_params(made, unflatten_dict(stored, sep="/"))
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+    loaded = flatten_dict(model.params, sep="/")
+    assert {path for path in loaded if np.any(loaded[path] != stored[path])} == PATHS
+
+
+def test_another_run_starts_from_the_merged_model(trained: tuple[Config, Path]) -> None:
+    made, path = trained
+    source = saved_model.load(*saved_model.load_config(path))
+    again = dataclasses.replace(
+        made,
+        adapter=Adapter(rank=1, kernels=("*/queries",)),
+        training=dataclasses.replace(made.training, init_from=str(path)),
+    )
+    run = runs.build(again, progress=False)
+    said: list[str] = []
+    state = runs.new_state(run, said.append)
+    assert not said
+    jax.tree.map(
+        np.testing.assert_array_equal, merged_params(run.config, state.params), source.params
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "trainable", "sentence"),
+    [
+        ({"kernels": ("*/querys",)}, (), "has '*/querys', which matches none of the"),
+        ({"kernels": ("*norm",)}, (), "has '*norm', which matches none of the"),
+        (
+            {},
+            ("*/window_0/*",),
+            "both name stack/window_0/tokens/mlp_in; a kernel is trained either",
+        ),
+        ({"rank": 17}, (), "Adapter.rank = 17 is above the rank of stack/window_0/tokens/"),
+    ],
+)
+def test_bad_adapters_are_refused(
+    adapter: dict[str, Any], trainable: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    made = sized(config(tmp_path, trainable=trainable))
+    made = dataclasses.replace(made, adapter=dataclasses.replace(made.adapter, **adapter))
+    with pytest.raises(ConfigError) as caught:
+        runs.compute_shapes(made)
+    assert sentence in str(caught.value)
+
+
+def test_sections_that_contradict_themselves_are_refused() -> None:
+    for wrong, sentence in (
+        ({"rank": 8}, "Adapter.rank = 8 needs the kernels that get adapters"),
+        ({"kernels": ("*",)}, "has no effect with Adapter.rank = 0"),
+        ({"rank": -1}, "Adapter.rank = -1 must not be negative"),
+        ({"alpha": 0.0}, "Adapter.alpha = 0.0 must be above 0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Adapter(**wrong)
+        assert sentence in str(caught.value)
