@@ -74,6 +74,7 @@ SIZES = {
         "long_increment": 2,
     },
     "Compressive": {"slots": 8},
+    "GatedDeltaNet": {"heads": 2, "key_dim": 4, "value_dim": 4},
     "Routing": {"heads": 1, "clusters": 2, "keep": 2},
 }
 

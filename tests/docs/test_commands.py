@@ -40,8 +40,8 @@ ONLY_RESOLVED = {
     "weights/roberta-4k/tokenizer.json": "--print_config",
     "configs/sweeps/table1.gin": "--list",  # a night
     "configs/sweeps/gates.gin": "--list",
-    "configs/sweeps/memory_distance.gin": "--list",  # two models, trained
-    "configs/sweeps/memory.gin": "--list",  # 15 models
+    "configs/sweeps/memory_distance.gin": "--list",  # five models, trained
+    "configs/sweeps/memory.gin": "--list",  # 18 models
     "configs/sweeps/recurrence.gin": "--list",  # 42 of them
     "--gin.Training.segment_length=512": "--print_config",  # minutes
     "runs/far": None,  # the run of the line above

@@ -38,7 +38,7 @@ def test_the_sweep_has_every_kind_and_the_table_what_each_keeps_and_costs(rows: 
     text = (ROOT / "docs/memory.md").read_text()
     number = r"([\d,]+)"
     line = re.compile(
-        rf"^\| ([\w: ]+) \| [^|]+ \| {number} \| {number} \| {number} \| ([\w/]+) \|$", re.M
+        rf"^\| ([\w: -]+) \| [^|]+ \| {number} \| {number} \| {number} \| ([\w/]+) \|$", re.M
     )
     table = {name: values for name, *values in line.findall(text)}
     assert list(table) == [row.name for row in rows]

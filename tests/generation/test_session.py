@@ -26,6 +26,7 @@ WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
 EXAMPLES = (
     "window", "recurrent", "feedback, rotary", "alibi", "recurrent, no cache, no positions",
     "memorizing", "clustered", "compressive", "summary", "dense memory", "routing",
+    "gated linear recurrence", "gated delta rule beside a window",
 )  # fmt: skip
 MODELS = {name: example_kinds.MODELS[name] for name in EXAMPLES}
 MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], layers=1, dtype="bfloat16")

@@ -168,6 +168,9 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "summary": {"Summaries.long_layers": (0,), "Summaries.summaries": 2,
         "Summaries.short_memory": 2, "Summaries.long_memory": 8,
                 "Summaries.long_increment": 2},
+    "gated linear recurrence": {"RGLRU.layers": (0,)},
+    "gated delta rule": {"GatedDeltaNet.layers": (0,)},
+    "gated delta rule beside a window": {"GatedDeltaNet.window_layers": (0,)},
 }  # fmt: skip
 
 
@@ -183,7 +186,11 @@ def test_a_memory_of_any_kind_is_a_part_as_well(
         config, Variables(random_params(model), learnt), tokenizer, store
     )
     rows = job.memory(result)
-    own = {"dense memory": ("memory",), "summary": ("state", "memory")}
+    own = {
+        "dense memory": ("memory",), "summary": ("state", "memory"),
+        "gated linear recurrence": ("state",), "gated delta rule": ("state",),
+        "gated delta rule beside a window": ("state", "cache"),
+    }  # fmt: skip
     assert [(row["part"], row["how"]) for row in rows] == [
         (part, how) for part in own.get(name, ("cache", "memory")) for how in METHODS
     ]
