@@ -26,8 +26,8 @@ class Encoder:
     features: int = derived(0)
     # The vocabulary of the inputs or outputs has this size; 0 takes the size from the data.
     vocab_size: int = inherited(0)
-    # There are this many embeddings of token types, as in converted weights. RoBERTa has 1; 0 means
-    # none.
+    # The encoder has this number of embeddings of token types; 0 means none. A run that starts from
+    # converted weights takes the number from the weights (1 for RoBERTa).
     token_types: int = derived(0)
     classes: int = derived(2, inherited=False)  # The classifier has this many outputs.
     # Positions are encoded in this way. 'convolution' mixes each token with its neighbours.

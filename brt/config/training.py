@@ -131,9 +131,10 @@ class Optimizer:
     # Muon makes an update orthogonal in this number of iterations.
     orthogonal_steps: int = fixed(3)
     weight_decay: float = free(0.0)  # AdamW and Muon apply this weight decay to matrices.
-    # Rows of a pattern of parameter paths, a factor of the learning rate and a factor of the weight
-    # decay of these parameters, such as (('*gate*', 10.0, 0.0),). The first row that matches a
-    # parameter counts; parameters without a row have the factors 1.
+    # Each entry is a pattern of parameter paths and two factors, such as (('*gate*', 10.0, 0.0),).
+    # The factors multiply the learning rate and the weight decay of the parameters whose path
+    # matches the pattern. If several entries match a parameter, the first is used; if none matches,
+    # both factors are 1.
     rates: tuple[tuple[str, float, float], ...] = free(())
     # If the norm of the whole gradient exceeds this value, the gradient is scaled to this norm; 0
     # does not clip.

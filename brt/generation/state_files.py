@@ -45,7 +45,8 @@ def load(
     Args:
       path: the file.
       old: a memory of the present model, whose arrays have the shapes and dtypes of the result.
-      block_length: the number of tokens of a block.
+      block_length: the number of tokens of a block. A memory contains its position in a block, and
+        a file whose position is not smaller than `block_length` is refused as damaged.
       identity: the description of the present model, which must equal that in the file.
       translate: function that is applied to the saved description before the comparison. It
         converts the settings that an earlier version of brt has written to their present names.

@@ -193,8 +193,12 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns projected queries, normalised if the settings ask for it, times their scale;
-        `name` is the name of the parameter with the learned scale of normalised queries.
+        """Returns queries that are ready for attention: multiplied by their scale and, if the
+        settings ask for it, normalised before.
+
+        Args:
+          queries: the queries as their projection returns them.
+          name: the parameter with the learned scale; used only with `Model.normalize_qk`.
         """
         m = self.model
         if m.normalize_qk:

@@ -131,8 +131,11 @@ class ClusteredLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, the centroids and, for Jensen's correction, the
-        deviations of their queries.
+        """Creates the parameters: the block of attention and MLP, the centroids and, if
+        `Clustered.jensen` is set, the standard deviations of the queries around each centroid.
+
+        With `Clustered.jensen`, the weights of the sums that centroids keep are corrected for the
+        variance of these queries (Jensen's inequality). The variance is the squared deviation.
         """
         section = self.model.of(Clustered)
         m = self.model
@@ -204,7 +207,7 @@ class ClusteredLayer(nn.Module):
         return LayerOutput(y, ClusteredState(window, *past))
 
     def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

@@ -340,8 +340,9 @@ class RecurrentLayer(nn.Module):
         document_start: Bool[Array, " B"] | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Returns an open block without tokens, which has the keys and values of the recurrent
-        states.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
+
+        The open block has the keys and values of the recurrent states.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

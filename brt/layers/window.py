@@ -58,7 +58,7 @@ class WindowLayer(nn.Module):
         return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
 
     def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

@@ -38,11 +38,12 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the product of `dense`, and (x, kernel), which the backward pass of `dense` needs.
+    """Returns the product of `dense`, and the pair (x, kernel) that the backward pass of `dense`
+    needs.
 
-    The arguments are described in `dense`. Unlike `dense`, this function has no custom gradient.
-    The `remat_keep` policies, which choose the values that a rematerialized layer saves, therefore
-    see the product.
+    The arguments are described in `dense`. The function is for the forward rules of custom
+    gradients and has no custom gradient itself. JAX's rematerialization therefore sees the product
+    as an operation of its own, which the policies of the setting `remat_keep` can choose to save.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 

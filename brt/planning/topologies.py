@@ -34,9 +34,9 @@ class Chip(NamedTuple):
 
 
 # The rates are from cloud.google.com/tpu/docs/system-architecture-tpu-vm and from NVIDIA's data
-# sheets (dense, SXM). The clock of a TPU is the clock of its TensorCores. At this clock, the cycles
-# that the compiler estimates for a large matrix product take the time that the product takes at the
-# peak rate `flops`.
+# sheets (dense, SXM). The clock of a TPU is the clock of its TensorCores: if the cycles that
+# the compiler estimates for a large matrix product are divided by the clock, the result is the time
+# that the product takes at the peak rate `flops`.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),

@@ -171,9 +171,13 @@ def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
 
 
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
-    """Returns a plot of exact answers on the validation split during training.
+    """Returns a plot of the share of exact answers during training.
 
-    Every group has a panel with a line for each seed. Every panel shows the baseline in grey.
+    The documents of synthetic memory tasks contain answers, which can only be predicted from what
+    the document said before. An answer is exact if every token of it was the most likely one. The
+    plot shows the percentage of exact answers on the validation split against the number of
+    training tokens. Every group has a panel with a line for each seed.
+    Every panel shows the baseline in grey.
     """
     others = [g for g in groups if g is not baseline] or [baseline]
     across = min(_MOST_PANELS, len(others))

@@ -239,7 +239,10 @@ def put_scalar(run: Run, value: np.generic) -> jax.Array:
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """Returns the train step, lowered and ready to be compiled, for batches of a given shape.
+    """Returns the train step, lowered and ready to be compiled.
+
+    The step is lowered for batches that have `Training.batch_size` lanes and, on all other axes,
+    the sizes of `batch`.
 
     The arguments of the lowered step are the two results of `step_inputs`, a batch, the random key
     and, if `skips_spikes` is True, the limit of the loss.
@@ -247,7 +250,8 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     Args:
       config: the config of the run.
       shapes: the run's mesh, optimizer and shapes of the train state.
-      batch: arrays or shapes, whose first axis is all lanes or a part of the lanes.
+      batch: arrays or shapes. The length of their first axis has no effect: in a run of several
+        processes it is the number of lanes of one process.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)

@@ -307,7 +307,7 @@ class CompressiveLayer(nn.Module):
         return LayerAux(losses={"compression": loss})
 
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         The slots do not change while the block is read, so their keys and values are computed here,
         once for all tokens of the block.

@@ -36,8 +36,10 @@ class Compressive(KindSection):
         check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are compressive layers and the rate does not divide the
-        window, positions are rotary, or the model has no cache.
+        """Raises ConfigError if the model cannot have compressive layers.
+
+        With compressive layers, the rate must divide the window, positions must not be rotary, and
+        the model must have a cache.
         """
         if not self.layers:
             return

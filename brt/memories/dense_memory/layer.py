@@ -199,8 +199,9 @@ class DenseMemoryLayer(nn.Module):
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens: zeros, into which `decode_step` writes keys and
-        values.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
+
+        The open block has zeros, which `decode_step` replaces by the keys and values of tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

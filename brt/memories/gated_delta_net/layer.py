@@ -78,7 +78,10 @@ class GatedDeltaNetLayer(nn.Module):
         return LayerOutput(self._finish(x, read), state)
 
     def begin_block(self, x: None, *, state: DeltaState, **_: Any) -> LayerOutput:
-        """Returns an open block, which is the state after the tokens that have been read so far.
+        """Begins a block that is read token by token, and returns its open block.
+
+        The open block is what the layer keeps between two tokens of a block. For this layer, it is
+        the state after the tokens that have been read so far.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
@@ -213,7 +216,7 @@ class WindowGatedDeltaNetLayer(nn.Module):
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
     def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

@@ -216,7 +216,7 @@ class MemorizingLayer(nn.Module):
         return LayerOutput(y, remembered(past, counts[:, -1], window, size=section.size))
 
     def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

@@ -162,7 +162,10 @@ class RGLRULayer(nn.Module):
         return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
     def begin_block(self, x: None, *, state: RGLRUState, **_: Any) -> LayerOutput:
-        """Returns an open block, which is the state after the tokens that have been read so far.
+        """Begins a block that is read token by token, and returns its open block.
+
+        The open block is what the layer keeps between two tokens of a block. For this layer, it is
+        the state after the tokens that have been read so far.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

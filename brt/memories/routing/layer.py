@@ -260,7 +260,7 @@ class RoutingLayer(nn.Module):
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.

@@ -292,7 +292,7 @@ class SummaryLayer(nn.Module):
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        """Returns an open block without tokens.
+        """Returns an open block (the data of a block that is read token by token) without tokens.
 
         The memories do not change while the block is read, so their keys and values are computed
         here, once for all tokens of the block.

@@ -160,11 +160,15 @@ class Weights(NamedTuple):
         heads, columns = wide.tile
 
         def kernel_spec(p: int) -> pl.BlockSpec:
-            """Returns the block spec of a kernel, which has the index p on axis 0 of its array."""
+            """Returns the Pallas block spec of a weight array.
+
+            Args:
+              p: the index of the weight array on axis 0 of the array that stacks it with others.
+            """
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the position, along the axes of the array, of the block of the kernel
-                that the step with tile i of the wide side reads.
+                """Returns the block of the weight array that the grid step with tile i of the
+                wide side reads, as a position along each axis of the stacked array.
                 """
                 a, h, k = wide.place(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
@@ -182,13 +186,16 @@ class Weights(NamedTuple):
         """
 
         def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
-            """Returns the block spec of a kernel, which has the index p on axis 0 of its array and
-            the wide side `wide`.
+            """Returns the Pallas block spec of a weight array.
+
+            Args:
+              p: the index of the weight array on axis 0 of the array that stacks it with others.
+              wide: the layout of the wide side of the weight array.
             """
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the position, along the axes of the array, of the block of the kernel
-                that the step with tile i of the narrow side reads.
+                """Returns the block of the weight array that the grid step with tile i of the
+                narrow side reads, as a position along each axis of the stacked array.
                 """
                 return (p, 0, 0, i, 0) if self.narrow_first else (p, 0, 0, 0, i)
 

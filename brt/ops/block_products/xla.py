@@ -59,7 +59,9 @@ def summed_matmul(
       xs: the inputs, each [*rows, *inputs].
       kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: ignored; a product of XLA that reads stored bits needs no conversion here.
+      as_bits: ignored. True tells the TPU kernels that layers stored the inputs as integers with
+        the same bits (`dispatch.output_residual`), so that the kernels can read these integers.
+        XLA's products read the inputs as floating-point numbers.
     """
     pairs = list(zip(xs, kernels, strict=True))
     if transposed:

@@ -147,13 +147,14 @@ def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
 
 
 class QueryTile:
-    """A tile of 128 queries, which looks up the numbers and the best keys of their clusters.
+    """A tile of 128 queries. For each query, it looks up the best keys of the query's cluster and
+    the cluster's statistics (`ClusterNumbers`).
 
     Attributes:
       place: the slice of the queries.
       labels: [1, 128], the cluster of each query.
       queries: [K, 128], float32.
-      numbers: the numbers of each query's cluster.
+      numbers: the statistics of each query's cluster, such as the log-sum-exp of its logits.
     """
 
     def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:

@@ -166,7 +166,8 @@ def plan_slots(
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
-    # Only target positions from t0 on have slots. Target positions before t0 need no slots.
+    # A slot is a place for one query in a row of queries that read the same segment. Only target
+    # positions from t0 on are computed, so only their queries have slots.
     first = (
         jnp.maximum(pace.first_position(segment, each) - t0, 0) + (row - segment * repeats) * size
     )

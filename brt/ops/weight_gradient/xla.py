@@ -21,6 +21,8 @@ def weight_gradient(
       x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
       dy: [N, *rows, *outputs], the gradients of the products in each step.
       inputs, outputs: the numbers of the kernel's input axes and of its output axes.
-      as_bits: ignored; a product of XLA that reads stored bits needs no conversion here.
+      as_bits: ignored. True tells the TPU kernels that layers stored the factors as integers with
+        the same bits (`dispatch.output_residual`), so that the kernels can read these integers.
+        XLA's products read the factors as floating-point numbers.
     """
     return dense.weight_gradient(x, dy, inputs, outputs)

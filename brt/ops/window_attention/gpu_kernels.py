@@ -242,14 +242,14 @@ def window_attention_forward(
 def window_attention_queries(
     inputs: WindowTileInputs, d_q: Any, *, rows: int, columns: int, null_keys: bool, scale: float
 ) -> None:
-    """Writes the gradient of a tile of queries, to which null keys contribute nothing.
+    """Writes the gradient of a tile of queries.
 
     Args:
       inputs: the arrays of one head and lane.
       d_q: output, the gradient of the queries [T, K].
       rows: the number of queries of a tile.
       columns: the number of keys of a tile.
-      null_keys: True if unreadable keys count as zero keys.
+      null_keys: not used, because keys of zero contribute nothing to the gradient of queries.
       scale: the number by which dropout multiplies the weights that it keeps.
     """
     del null_keys
@@ -272,15 +272,16 @@ def window_attention_keys(
     inputs: WindowTileInputs, d_keys: Any, d_values: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Writes the gradients of a tile of keys and values, to which all queries contribute that may
-    read the tile.
+    """Writes the gradients of a tile of keys and values.
+
+    The gradients are sums over all queries that may attend to the tile.
 
     Args:
       inputs: the arrays of one head and lane.
       d_keys, d_values: outputs, the gradients of keys and values, each [Z, K].
       rows: the number of queries of a tile.
       columns: the number of keys of a tile.
-      null_keys: True if unreadable keys count as zero keys.
+      null_keys: not used, because keys that count as zero keys receive no gradient.
       scale: the number by which dropout multiplies the weights that it keeps.
     """
     del null_keys

@@ -41,8 +41,9 @@ from brt.types import Batch, Variables
 # Documents are compressed by xz for comparison only up to this number of bytes. Compressing more
 # would take longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
-# White space separates the words of a language only if the parts between white space have at most
-# this average number of characters.
+# Words are counted as the parts of a text between white space. In a language that writes no white
+# space between words, these parts are whole sentences. If the parts have more than this number of
+# characters on average, brt therefore reports no figures per word.
 LONGEST_WORDS = 25
 
 

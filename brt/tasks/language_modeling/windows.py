@@ -22,7 +22,9 @@ from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScore
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
 
-_LONGEST_BLOCK = 256  # Tokens of a block; documents are padded to whole blocks.
+# Documents are padded to a whole number of blocks. To keep this padding small, a block has at most
+# this number of tokens, however long the windows are.
+_LONGEST_BLOCK = 256
 
 
 class Difference(NamedTuple):

@@ -82,7 +82,7 @@ class PairStore(RowStore):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of ids of each document, int64 [rows]."""
+        """Number of ids of each document after cutting, int64 [rows]."""
         return self.source.lengths
 
     @property
