@@ -237,6 +237,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
 @each_model(
     "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
     "windows by layer", "a recurrence over tokens",
+    "gated linear recurrence", "gated delta rule", "gated delta rule beside a window",
     *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)
 )  # fmt: skip
 def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
