@@ -137,7 +137,10 @@ def test_a_window_beyond_the_context_is_read_and_said(
 def test_settings_of_generation_are_taken(directory: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((directory / name).read_bytes())
-    described = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 0]}
+    described = {"do_sample": True, "temperature": 1, "top_k": 20, "eos_token_id": [2, 0]}
+    files.write_json(tmp_path / "generation_config.json", described)
+    assert reading.describe(tmp_path).sampling == Sampling(temperature=1.0, top_k=20)
+    described["temperature"] = 0.6
     files.write_json(tmp_path / "generation_config.json", described)
     decoder = reading.describe(tmp_path)
     assert decoder.sampling == Sampling(temperature=0.6, top_k=20)

@@ -275,10 +275,13 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
         return Rotary(**common, context=context)
     try:
         if kind == "linear":
-            return Rotary(**common, context=context, scaling=kind, factor=float(scaling["factor"]))
+            factor = float(scaling["factor"])
+            return Rotary(**common, context=context, scaling=kind, factor=factor)
         if kind == "llama3":
             values = {ours: scaling[theirs] for ours, theirs in LLAMA3.items()}
-            return Rotary(**common, context=context, scaling=kind, **values)
+            length = values.pop("original_length")
+            floats = {name: float(value) for name, value in values.items()}
+            return Rotary(**common, context=context, scaling=kind, original_length=length, **floats)
     except KeyError as error:
         raise CheckpointError(f"config.json: the rope scaling {kind!r} lacks {error}") from error
     raise CheckpointError(

@@ -107,6 +107,8 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
         raise CheckpointError(f"{path}: {error}") from error
     sampled = content if content.get("do_sample") else {}
     given = {name: sampled[name] for name in _SAMPLING if sampled.get(name) is not None}
+    for name in given.keys() & {"temperature", "top_p"}:
+        given[name] = float(given[name])
     return config.end_ids(content, vocab_size), Sampling(**given)
 
 
