@@ -60,6 +60,7 @@ def test_crafted_run_directories_are_read_or_refused(
     assert "40 directories: " in said.out and "'refused'" in said.out
 
 
+@pytest.mark.slow_cases("content0", "1e999")
 @pytest.mark.parametrize("content", [b"[" * 10**5, b"[]", b"null", b'"\xff', b"1e999"])
 def test_every_json_of_a_run_has_a_shape(fuzz: ModuleType, tmp_path: Path, content: bytes) -> None:
     """Lines of metrics.jsonl that are none are left out and named instead."""

@@ -358,6 +358,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) 
     assert shutil.disk_usage(small_disk).free > 1.5e6
 
 
+@pytest.mark.slow
 def test_readers_are_not_hurt_by_retention(tmp_path: Path) -> None:
     def save() -> None:
         with CheckpointWriter(tmp_path, keep=1) as writer:

@@ -41,6 +41,7 @@ def run(tmp_path: Path, command: str, *flags: str) -> subprocess.CompletedProces
     return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow_cases("sweep-*", "plan-*")
 @pytest.mark.slow_cases("evaluate-*", "generate-*", "inspect-*", "prepare-*", "convert-*")
 @pytest.mark.parametrize(
     ("command", "flags"),
@@ -93,6 +94,7 @@ def test_compilers_of_machines_elsewhere_are_not_asked_for_devices(
     assert os.environ["JAX_PLATFORMS"] == "tpu", "what a person asked for stays"
 
 
+@pytest.mark.slow
 def test_fake_devices_are_as_many_as_asked_for_and_of_the_cpu(tmp_path: Path) -> None:
     done = run(tmp_path, "plan", *SETTINGS, "--devices=3", "--json=plan.json")
     assert done.returncode == 0, done.stderr

@@ -331,6 +331,7 @@ def test_converted_directories_are_read_file_by_file(
     assert not trace.elsewhere(ours, tmp_path) and not trace.others
 
 
+@pytest.mark.slow
 def test_a_strangers_decoder_is_read_file_by_file(
     tmp_path: Path, trace: Trace, damaged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

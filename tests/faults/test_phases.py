@@ -22,6 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, i
     return Made()
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_hang_change_nothing(
     runs: dict[tuple[str, int], Runs], tmp_path: Path
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone
     assert searched >= greedy, "four beams see more"
 
 
+@pytest.mark.slow
 def test_ids_that_the_tokenizer_lacks_are_never_written(recurrent: Case) -> None:
     config, variables = recurrent.session._config, Variables(recurrent.params)
     session = Session(config, variables, bos_id=BOS, known_ids=3)
@@ -289,6 +290,7 @@ def test_a_memory_that_no_session_has_is_refused(
         np.testing.assert_array_equal(new, old)
 
 
+@pytest.mark.slow_cases("2", "4")
 @pytest.mark.parametrize("chunk", [2, 3, 4])
 def test_a_text_ends_after_a_token_that_ends_it(
     build: Callable[[str], Case], chunk: int, monkeypatch: pytest.MonkeyPatch

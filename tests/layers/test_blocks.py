@@ -40,6 +40,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
+@pytest.mark.slow_cases("10-rotary", "10-none", "10-alibi")
 @pytest.mark.parametrize("positions", ["t5", "rotary", "alibi", "none"])
 @pytest.mark.parametrize("chunk", [10, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
@@ -65,6 +66,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
 
 
+@pytest.mark.slow
 def test_with_feedback_deferred_gradients_are_those_of_one_pass(
     random_params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,10 +27,8 @@ LANES, TOKENS, MIDDLE = 2, 48, 24
 # One model for each way of going through a segment; the others are slow. That of "windows by layer"
 # has a recurrent layer.
 QUICK = (
-    "window", "a window without the token", "windows by layer", "dense memory", "summary", "toy",
-    "grouped queries, sinks", "gated linear recurrence", "gated delta rule",
-    "gated delta rule beside a window",
-    "a recurrence over tokens, blocks of a token",
+    "a window without the token", "windows by layer", "toy", "grouped queries, sinks",
+    "gated delta rule beside a window", "a recurrence over tokens, blocks of a token",
 )  # fmt: skip
 
 

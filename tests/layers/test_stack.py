@@ -89,6 +89,7 @@ def test_unrolling_and_recomputing_change_nothing(random_params: Callable, chang
     assert_close(results(with_settings(scanned, changes), params), expected)
 
 
+@pytest.mark.slow
 def test_layers_that_learn_one_after_the_other_learn_the_same(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow_cases("tpu-changes[5-8]*", "cpu-changes1*")
 @pytest.mark.parametrize(
     ("backend", "changes", "mesh", "at_once"),
     [
@@ -138,6 +140,7 @@ def test_layers_are_read_without_a_loop_where_memory_is_not_short(
     assert {unroll for length, unroll in found if length == model.layers} == {at_once}
 
 
+@pytest.mark.slow_cases("tpu-*", "gpu-*")
 @pytest.mark.parametrize(
     ("backend", "large", "loops"),
     [("cpu", 1 << 15, True), ("cpu", 1, False), ("gpu", 1, True), ("tpu", 1 << 15, False)],

@@ -438,6 +438,7 @@ def test_empty_sources_and_dead_features_do_no_harm(name: str, dtype: str) -> No
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow_cases("means-*")
 @pytest.mark.slow_cases("segmented-*", "full-slots", "rnn memory-*", "previous segment-*")
 @pytest.mark.parametrize("form", ["slots", "dense"])
 @each_kind

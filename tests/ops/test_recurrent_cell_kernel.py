@@ -114,6 +114,7 @@ def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFix
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_segments_equal_one() -> None:
     """Also where gradients flow from one into the other, by states and by cached tokens."""
     arrays, flags = inputs(window=16)

@@ -65,6 +65,7 @@ def normalizing(read: Callable) -> Callable:
     return prepared
 
 
+@pytest.mark.slow_cases("bfloat16-0.03-1-*")
 @pytest.mark.slow_cases("bfloat16-0.03-3-True-True", "float32-5e-06-3-True-True")
 @pytest.mark.parametrize(
     ("lanes", "normalize_qk", "null_keys"),

@@ -26,6 +26,7 @@ def pairs(
     return x, dy, len(inputs), len(outputs)
 
 
+@pytest.mark.slow_cases("inputs2-*", "inputs3-*")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "as_bits"), [*((*kind, False) for kind in KINDS), (*KINDS[-1], True)]
 )

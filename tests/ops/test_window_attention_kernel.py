@@ -88,6 +88,7 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
         assert error <= CANCELLING.get(name, 1) * TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.slow_cases("pallas_gpu*")
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from brt.ops.window_attention import segment_part
 LANES, TOKENS, WIDTH, WINDOW = 2, 16, 4, 4
 
 
+@pytest.mark.slow_cases("8-1-*", "8-4-*", "12-4-*")
 @pytest.mark.parametrize(
     ("heads", "groups", "mesh"),
     [

@@ -148,6 +148,7 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(
     assert not np.array_equal(jax.device_get(state).params["out"], after.params["out"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "calls"),  # near the first bad step, which is noticed one step later
     [
@@ -263,6 +264,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         assert len(records(path)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
 def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
     policy: str, poisoned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,7 @@ def test_schedules_warm_up_then_go_down(schedule: str, expected: dict) -> None:
         assert float(rate(jnp.int32(step))) == pytest.approx(value, rel=1e-5), step
 
 
+@pytest.mark.slow_cases("cosine", "linear")
 @pytest.mark.parametrize("schedule", get_args(get_type_hints(Optimizer)["schedule"]))
 def test_learning_rates_are_positive_until_the_last_step_and_never_negative(schedule: str) -> None:
     """The final learning rate is 0, at the last step and beyond it, with and without jit."""

@@ -154,6 +154,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BOTH = pytest.mark.parametrize("make", [language_model, summariser])
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_run_says_what_its_splits_are(
     make: Callable, once: Callable, capsys: pytest.CaptureFixture

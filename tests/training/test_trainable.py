@@ -25,6 +25,7 @@ def config(tmp_path: Any, optimizer: str = "adafactor", **training: Any) -> Conf
     return dataclasses.replace(made, training=changed)
 
 
+@pytest.mark.slow_cases("adafactor-1-mesh0")
 @pytest.mark.slow_cases("adamw-*", "muon-*", "*-2-*", "*-mesh1")
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2)])
 @pytest.mark.parametrize("accumulation", [1, 2])

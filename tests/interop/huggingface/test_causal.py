@@ -62,6 +62,7 @@ def assert_equal_logits(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(actual - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
+@pytest.mark.slow_cases("llama_biases", "linear_scaling", "mistral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str) -> None:
     described, arrays, ids, expected = case(family)

@@ -123,6 +123,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(
         reading.describe(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_window_beyond_the_context_is_read_and_said(
     directory: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -76,6 +76,7 @@ def test_the_divergence_is_that_of_whole_documents(place: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_models_have_no_divergence(place: Path) -> None:
     """A memory that begins as nothing changes no logits, and the gradient is that of the loss."""
     found = []
@@ -88,6 +89,7 @@ def test_equal_models_have_no_divergence(place: Path) -> None:
     np.testing.assert_allclose(found[0].gradient_norm, found[1].gradient_norm, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_teacher_never_changes_and_the_model_learns_from_it(place: Path) -> None:
     distilled = config(place, 48)
     run = runs.build(distilled, progress=False)

@@ -14,6 +14,7 @@ from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 from brt.types import Variables
 
 
+@pytest.mark.slow
 def test_all_of_a_sound_model_is_reached(
     tiny: Config, random_params: Callable, store: TokenStore
 ) -> None:

@@ -25,6 +25,7 @@ def _registered() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
     tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
