@@ -16,7 +16,7 @@ OPERATIONS = {
     "memory_attention": "attention of memorizing layers to their memory",
     "causal_clustered_attention": "attention of clustered layers to the past",
     "routed_attention": "attention of routing layers to the tokens of a cluster",
-    "masked_attention": "attention of encoders, of summary layers and of a Seq2Seq's decoder",
+    "masked_attention": "attention of encoders, dense memories, summaries and a Seq2Seq's decoder",
     "encoder_attention": "local and transient global attention of a Seq2Seq's encoder",
     "cross_attention": "attention of a decoder to its source",
     "clustered_attention": "clustered and improved clustered attention of encoders",

@@ -1,7 +1,8 @@
 """Attention of grouped queries, in which several heads of queries share a head of keys and values.
 
 Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries, which are the
-members of group g (Ainslie et al. 2023). Keys and values are never repeated in memory.
+members of group g (Ainslie et al. 2023). Keys and values are never repeated in memory, unless
+several devices share the heads of queries but are too many to share the heads of keys.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, S of keys, H of heads of
 queries, G of heads of keys and values, and K of numbers of a head; R = H / G.
@@ -9,6 +10,7 @@ queries, G of heads of keys and values, and K of numbers of a head; R = H / G.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.distributed import rules
 from brt.ops.dropout import DropoutMask
 from brt.ops.normalization import inverse_norms
 
@@ -107,6 +110,54 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
         return output.reshape(queries.shape), lse.reshape(queries.shape[:3])
 
     return attend_by_member
+
+
+def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
+    """Returns queries with as many heads as keys have: the R members of a group become R
+    consecutive tokens, for operations in which every query is independent of the others.
+
+    Args:
+      queries: the queries of H = G R heads.
+      groups: G, the number of heads of keys.
+    """
+    batch, tokens, heads, size = queries.shape
+    if heads == groups:
+        return queries
+    by_group = queries.reshape(batch, tokens, groups, heads // groups, size)
+    return by_group.swapaxes(2, 3).reshape(batch, -1, groups, size)
+
+
+def unfold_members(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B T H *S"]:
+    """Returns the results for queries from `fold_members` in the order of the queries' heads.
+
+    Args:
+      x: the results, with G heads and R consecutive tokens for the members of a group.
+      heads: H, the number of heads of queries.
+    """
+    batch, rows, groups = x.shape[:3]
+    members = heads // groups
+    if members == 1:
+        return x
+    by_member = x.reshape(batch, rows // members, members, groups, *x.shape[3:])
+    return by_member.swapaxes(2, 3).reshape(batch, rows // members, heads, *x.shape[3:])
+
+
+def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> Array:
+    """Returns keys or values with so many heads that the devices that share the heads of queries
+    can share them, too.
+
+    Heads are repeated only if the number of devices does not divide the number of heads of keys.
+    Every device then has the keys that its own queries need.
+
+    Args:
+      x: keys or values with G heads.
+      heads: H, the number of heads of queries, a multiple of G.
+      names: the names of the axes of x for sharding; the axis of heads has the name "heads".
+    """
+    axis = names.index("heads")
+    groups, devices = x.shape[axis], rules.shard_count("heads", heads)
+    repeats = math.lcm(groups, devices) // groups
+    return x if repeats == 1 else rules.constrain(jnp.repeat(x, repeats, axis=axis), *names)
 
 
 def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:

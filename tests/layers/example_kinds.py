@@ -185,6 +185,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_RECURRENT, "Memorizing.layers": (0,), "Memorizing.size": 12, "Memorizing.neighbors": 3,
         "Memorizing.search": "bucketed", "Recurrence.layers": (1,), "feedback": True,
     },
+    "memorizing, grouped queries, sinks": {
+        **_GROUPED, "Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3,
+        "Memorizing.gate": "tanh", "sinks": 2, "window": 6, "block": 4, "normalize_qk": False,
+        "attention_bias": "qkv",
+    },
     "clustered": {
         "Clustered.layers": (1,), "Clustered.clusters": 3, "Clustered.top_k": 2,
         "positions": "alibi",
@@ -206,6 +211,18 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "Summaries.short_memory": 3, "Summaries.long_memory": 4, "Summaries.long_increment": 2,
     },
     "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 10},
+    "dense memory, grouped queries": {
+        "heads": 4, "kv_heads": 2, "head_dim": 4, "DenseMemory.layers": (1,),
+        "DenseMemory.size": 10,
+    },
+    "gated dense memory, feedback": {
+        **_RECURRENT, "DenseMemory.layers": (0,), "DenseMemory.size": 10,
+        "DenseMemory.gate": "tanh", "Recurrence.layers": (1,), "feedback": True,
+    },
+    "gated dense memory, grouped queries, sinks": {
+        **_GROUPED, "DenseMemory.layers": (1,), "DenseMemory.size": 11, "DenseMemory.gate": "tanh",
+        "sinks": 2, "window": 6, "block": 4, "normalize_qk": False, "Norm.queries_keys": True,
+    },
     "routing": {
         "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
         "Routing.keep": 5,

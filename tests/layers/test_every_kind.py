@@ -28,7 +28,8 @@ LANES, TOKENS, MIDDLE = 2, 48, 24
 # has a recurrent layer.
 QUICK = (
     "a window without the token", "windows by layer", "toy", "grouped queries, sinks",
-    "gated delta rule beside a window", "a recurrence over tokens, blocks of a token",
+    "gated delta rule beside a window", "gated dense memory, grouped queries, sinks",
+    "a recurrence over tokens, blocks of a token",
 )  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
     """Returns the tokens that each token must read, and those that it may read."""
     types = set(model.layer_types)
     block = np.arange(TOKENS) // model.block_length
-    if types & {"memorizing", "compressive", "routing", "dense_memory", "clustered"}:
+    memories = {"memorizing", "compressive", "routing", "dense_memory", "clustered"}
+    if types & (memories | {"gated_dense_memory"}):
         return near, past  # A memory has some of the older tokens.
     if types & {
         "toy",
@@ -234,6 +236,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
 
 @each_model(
     "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
+    "memorizing, grouped queries, sinks", "gated dense memory, grouped queries, sinks",
     "windows by layer", "a recurrence over tokens",
     "gated linear recurrence", "gated delta rule", "gated delta rule beside a window",
     *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)

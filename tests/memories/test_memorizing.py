@@ -13,12 +13,9 @@ from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.layers.kinds import KINDS, replace_parts
 from brt.memories import Memorizing
-from brt.memories.memorizing.layer import (
-    MemorizingLayer,
-    MemoryState,
-    new_memory_state,
-    tokens_before,
-)
+from brt.memories.history import tokens_before
+from brt.memories.memorizing.layer import MemorizingLayer, new_memory_state
+from brt.memories.memory_state import MemoryState
 from brt.ops.normalization import l2_normalize
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1

@@ -71,6 +71,16 @@ def test_equals_a_search_by_hand(
     assert not np.any(y[empty]) and np.all(np.any(y[~empty], axis=-1))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_grouped_queries_search_the_keys_of_their_group(implementation: str) -> None:
+    q, k, v = arrays()
+    queries = jnp.concatenate([q, q[:, :, ::-1] + 1], axis=2)
+    repeated = (jnp.repeat(x, 2, axis=1) for x in (k, v))
+    expected = attention(queries, *repeated)
+    found = attention(queries, k, v, implementation=implementation)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("search", ["exact", "bucketed"])
 def test_gradients_are_for_queries_only(search: str) -> None:
     def total(*a: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import pytest
 from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import xla
+from brt.ops.partial_attention import merge_parts
 from brt.ops.softmax import masked_softmax
 
 KEY = jax.random.key(0)
@@ -46,6 +47,38 @@ def test_queries_read_what_they_see_and_nothing_else() -> None:
     assert not np.any(y[0, 1])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_part_of_the_keys_merges_with_the_others(implementation: str) -> None:
+    """Grouped queries; outputs and gradients are those of one softmax over all keys."""
+    x, seen = arrays(), jnp.asarray(np.random.default_rng(1).random((2, 3, 5)) < 0.6)
+    seen = seen.at[0, 1].set(False).at[0, 2, :3].set(False)
+    queries = jnp.concatenate([x["queries"]] * 2, axis=2)  # heads 0 and 1 read key head 0
+    parts = slice(0, 3), slice(3, 5)
+
+    def merged(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return merge_parts(
+            [
+                masked_attention.attend_part(
+                    queries, keys[:, part], values[:, part], seen[:, :, part],
+                    implementation=implementation,
+                )
+                for part in parts
+            ]
+        ).output  # fmt: skip
+
+    def whole(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        keys, values = (jnp.repeat(z, 2, axis=2) for z in (keys, values))
+        return masked_attention.attend(queries, keys, values, None, seen)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda *z: jnp.sum(f(*z) ** 2), argnums=(0, 1, 2)))(  # noqa: B023
+            queries, x["keys"], x["values"]
+        )
+        for f in (merged, whole)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
 def test_a_mask_of_keys_holds_for_all_queries_and_leading_axes_are_free() -> None:
     x, seen = arrays(), np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]], bool)
     expected = attended(x, np.broadcast_to(seen[:, None], (2, 3, 5)))
@@ -80,7 +113,7 @@ def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     gradient = np.random.default_rng(1).normal(size=weights.shape).astype(np.float32)
 
     def loss(x: dict) -> tuple[jax.Array, jax.Array]:
-        y = xla.attend(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile)
+        y = xla.attend_part(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile).output
         return jnp.sum(y * gradient), y
 
     gradients, y = jax.jit(jax.grad(loss, has_aux=True))(x)
@@ -99,10 +132,10 @@ def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
     """A device that has fewer lanes reads more queries at once, and must draw what others draw."""
     x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
     drawn = [
-        xla.attend(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile)
+        xla.attend_part(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile).output
         for tile in (xla.TILE_LOGITS, 40, 20)  # all three queries at once, two, one
     ]
-    plain = xla.attend(**x, mask=seen)
+    plain = xla.attend_part(**x, mask=seen).output
     assert np.max(np.abs(drawn[0] - plain)) > 0.1
     for other in drawn[1:]:
         np.testing.assert_allclose(other, drawn[0], atol=2e-6)
@@ -136,7 +169,9 @@ def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
 
     expected = both(plain)
     for tile in (40, xla.TILE_LOGITS):  # 2 x 2 x 5 logits of a query
-        found = both(lambda x, b: xla.attend(**x, bias=b, mask=seen, tile=tile))  # noqa: B023
+        found = both(
+            lambda x, b: xla.attend_part(**x, bias=b, mask=seen, tile=tile).output  # noqa: B023
+        )
         jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), found, expected)
 
 

@@ -8,8 +8,9 @@ from recordings import arrays
 
 from brt.config import Model
 from brt.memories import DenseMemory, Memorizing
-from brt.memories.memorizing.layer import MemoryState, extended, new_memory_state, remembered
+from brt.memories.memorizing.layer import new_memory_state
 from brt.memories.memorizing.memory_attention.retrieval import attend_to_neighbors, find_neighbors
+from brt.memories.memory_state import MemoryState, extended, remembered
 from brt.ops.gathering import take
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1

@@ -184,6 +184,12 @@ CASES: dict[str, Callable[[Path], Config]] = {
     # Pretrained decoders: 2 heads of keys, which 8 devices cannot share, are replicated.
     "grouped": lambda place: documents(place, **GROUPED),
     "grouped_recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}, **GROUPED),
+    "grouped_memorizing": lambda place: documents(
+        place, {"Memorizing.layers": (1,), "Memorizing.gate": "tanh"}, **GROUPED
+    ),
+    "grouped_dense_memory": lambda place: documents(
+        place, {"DenseMemory.layers": (1,), "DenseMemory.gate": "tanh"}, **GROUPED
+    ),
     "memorizing": lambda place: documents(place, {"Memorizing.layers": (1,)}),
     "clustered": lambda place: documents(place, {"Clustered.layers": (0,)}),
     "compressive": lambda place: documents(

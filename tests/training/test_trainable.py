@@ -43,6 +43,22 @@ def test_only_the_named_parameters_change(
     assert not changed & {path for path in before if path.startswith("embedding")}
 
 
+@pytest.mark.slow_cases("grouped_memorizing")
+@pytest.mark.parametrize("case", ["grouped_dense_memory", "grouped_memorizing"])
+def test_a_gate_that_begins_closed_is_trained_alone(case: str, tmp_path: Any) -> None:
+    made = with_optimizer(CASES[case](tmp_path), "adamw", STEPS)
+    training = dataclasses.replace(made.training, trainable=("*/memory_gate",))
+    made = dataclasses.replace(made, training=training)
+    before = flatten_dict(
+        jax.device_get(runs.new_state(runs.build(made, progress=False)).params), sep="/"
+    )
+    _, state = curve(made, Mesh(), STEPS)
+    after = flatten_dict(state.params, sep="/")
+    (changed,) = {path for path in before if np.any(before[path] != after[path])}
+    assert changed.endswith("/memory_gate") and not np.any(before[changed])
+    assert np.all(after[changed])
+
+
 def test_frozen_parameters_have_no_optimizer_state(tmp_path: Any) -> None:
     frozen = config(tmp_path, "adamw")
     whole = dataclasses.replace(frozen, training=dataclasses.replace(frozen.training, trainable=()))

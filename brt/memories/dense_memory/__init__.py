@@ -1,8 +1,9 @@
-"""Layers that attend, with one softmax, to their block and to all tokens of a memory (baseline of
-MELODI, arXiv 2410.03156).
+"""Layers that attend, with one softmax, to all tokens of a memory and to their block (the baseline
+of MELODI, arXiv 2410.03156) or, behind a gate, to their window.
 """
 
 from brt.layers.kinds import LayerKind, register_kind
+from brt.memories.dense_memory.gated import GatedMemoryLayer, gated_flops, new_gated_state
 from brt.memories.dense_memory.layer import (
     DENSE_AXES,
     DenseMemoryLayer,
@@ -10,6 +11,7 @@ from brt.memories.dense_memory.layer import (
     new_dense_state,
 )
 from brt.memories.dense_memory.section import DenseMemory as DenseMemory
+from brt.memories.memory_state import memory_axes
 
 register_kind(
     "dense_memory",
@@ -19,6 +21,17 @@ register_kind(
         lambda model: DENSE_AXES,
         {"memory": ("keys", "values", "length")},
         dense_memory_flops,
+        DenseMemory,
+    ),
+)
+register_kind(
+    "gated_dense_memory",
+    LayerKind(
+        GatedMemoryLayer,
+        new_gated_state,
+        memory_axes,
+        {"cache": ("window",), "memory": ("keys", "values", "length")},
+        gated_flops,
         DenseMemory,
     ),
 )

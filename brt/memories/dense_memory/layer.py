@@ -26,7 +26,8 @@ from brt.layers.state import LayerOutput
 from brt.memories.dense_memory.section import DenseMemory
 from brt.memories.history import tokens_before
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import attend
+from brt.ops.grouped_heads import spread_over_devices
+from brt.ops.masked_attention import attend_part
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -34,17 +35,18 @@ class DenseState(NamedTuple):
     """Keys and values of the last M tokens; the layer has no other cache.
 
     Attributes:
-      keys: [B, M, H, K], oldest first; places without a token are zeros.
-      values: [B, M, H, K], in the same order.
+      keys: [B, M, G, K], for G heads of keys, oldest first; places without a token are zeros.
+      values: [B, M, G, K], in the same order.
       length: int32 [B], the number of tokens in the memory that belong to the current document.
     """
 
-    keys: Float[Array, "B M H K"]
-    values: Float[Array, "B M H K"]
+    keys: Float[Array, "B M G K"]
+    values: Float[Array, "B M G K"]
     length: Int[Array, " B"]
 
 
-_VECTORS = ("lanes", None, "heads", None)
+_VECTORS = ("lanes", None, "kv_heads", None)
+_BY_QUERY_HEAD = ("lanes", None, "heads", None)
 DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
@@ -57,7 +59,7 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
       dtype: the dtype of cached keys and values.
     """
     section = model.of(DenseMemory)
-    keys = jnp.zeros((batch, section.size, model.heads, model.head_dim), dtype)
+    keys = jnp.zeros((batch, section.size, model.key_heads, model.head_dim), dtype)
     return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
 
 
@@ -121,7 +123,7 @@ class DenseMemoryLayer(nn.Module):
         )
         start = constrain(document_start, "lanes", None)
         lengths = tokens_before(state.length, start, window=m.window, size=section.size)
-        queries = constrain(queries, *_VECTORS)
+        queries = constrain(queries, *_BY_QUERY_HEAD)
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
 
         # A block has W (M + W) attention weights for each head. The backward pass recomputes the
@@ -184,12 +186,14 @@ class DenseMemoryLayer(nn.Module):
             there = jnp.ones_like(there)
         last = places + section.size - (0 if m.attend_to_self else 1)
         mask = there[:, None] & (columns <= last[:, None])[None]
-        return attend(
-            queries, *seen, None, mask, dropout, implementation=self.kernels.masked_attention
+        keys, values = (spread_over_devices(z, m.heads, _BY_QUERY_HEAD) for z in seen)
+        part = attend_part(
+            queries, keys, values, mask, dropout, implementation=self.kernels.masked_attention
         )
+        return part.output
 
     def _after(
-        self, keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"],
+        self, keys: Float[Array, "B Z G K"], values: Float[Array, "B Z G K"],
         length: Int[Array, " B"],
     ) -> DenseState:  # fmt: skip
         section = self.model.of(DenseMemory)
@@ -211,7 +215,7 @@ class DenseMemoryLayer(nn.Module):
           The open block, as the state of the `LayerOutput`.
         """
         m = self.model
-        shape = (len(state.length), m.window, m.heads, m.head_dim)
+        shape = (len(state.length), m.window, m.key_heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
         return LayerOutput(x, StateKV(zeros, zeros))
 

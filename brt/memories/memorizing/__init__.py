@@ -1,20 +1,16 @@
 """Layers that attend to a memory of past tokens (Memorizing Transformers, arXiv 2203.08913)."""
 
 from brt.layers.kinds import LayerKind, register_kind
-from brt.memories.memorizing.layer import (
-    MEMORY_AXES,
-    MemorizingLayer,
-    memory_flops,
-    new_memory_state,
-)
+from brt.memories.memorizing.layer import MemorizingLayer, memory_flops, new_memory_state
 from brt.memories.memorizing.section import Memorizing as Memorizing
+from brt.memories.memory_state import memory_axes
 
 register_kind(
     "memorizing",
     LayerKind(
         MemorizingLayer,
         new_memory_state,
-        lambda model: MEMORY_AXES,
+        memory_axes,
         {"cache": ("window",), "memory": ("keys", "values", "length")},
         memory_flops,
         Memorizing,

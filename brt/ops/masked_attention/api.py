@@ -1,23 +1,27 @@
 """Softmax attention to the keys where a mask is True.
 
-In shapes, Q and T are numbers of queries, S and X of keys, H of heads and K of numbers of a head. B
-is the number of rows of the batch, and *B stands for any leading axes.
+In shapes, Q and T are numbers of queries, S and X of keys, H of heads, G of heads of keys where it
+differs, and K of numbers of a head. B is the number of rows of the batch, and *B stands for any
+leading axes.
 """
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
+from brt.ops.grouped_heads import fold_members, unfold_members
 from brt.ops.masked_attention import reference, xla
+from brt.ops.partial_attention import AttentionPart
 
 OP = Op(
     "masked_attention",
     (
-        Implementation("xla", xla.attend),
+        Implementation("xla", xla.attend_part),
         Implementation(
-            "reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal
+            "reference", reference.attend_part, auto=(), refusal=dispatch.dropout_refusal
         ),
     ),
 )  # fmt: skip
@@ -55,7 +59,42 @@ def attend(
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, bias, mask, dropout=dropout
-    )  # fmt: skip
+    ).output  # fmt: skip
+
+
+def attend_part(
+    queries: Float[Array, "B Q H K"],
+    keys: Float[Array, "B S G K"],
+    values: Float[Array, "B S G K"],
+    mask: Bool[Array, "B #Q S"],
+    dropout: Dropout | None = None,
+    *,
+    implementation: str | None = None,
+) -> AttentionPart:
+    """Returns the attention output [B, Q, H, K] of every query over the keys that it sees, and the
+    log-sum-exp float32 [B, Q, H] of the query's logits.
+
+    Each head of keys serves H / G consecutive heads of queries, and no key is repeated. The
+    log-sum-exp of a query that sees no key is `softmax.FLOOR`.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and the values.
+      mask: True where a query sees a key; a query that sees no key gets zeros.
+      dropout: dropout of the weights.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
+
+    Raises:
+      NotImplementedError: the implementation does not exist or does not support the inputs.
+    """
+    heads, groups = queries.shape[2], keys.shape[2]
+    if mask.shape[1] > 1:
+        mask = jnp.repeat(mask, heads // groups, axis=1)
+    part = dispatch.run(
+        OP, implementation, fold_members(queries, groups), keys, values, None, mask, dropout=dropout
+    )
+    return AttentionPart(*(unfold_members(x, heads) for x in part))
 
 
 def attend_to_valid(

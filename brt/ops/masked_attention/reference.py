@@ -4,21 +4,24 @@ In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of
 for any leading axes.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.softmax import masked_softmax
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import FLOOR, masked_softmax
 
 
-def attend(
+def attend_part(
     queries: Float[Array, "*B Q H K"],
     keys: Float[Array, "*B S H K"],
     values: Float[Array, "*B S H K"],
     bias: Float[Array, "H Q S"] | None,
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
-) -> Float[Array, "*B Q H K"]:
-    """Returns the attention output of every query over the keys that it sees.
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
+    of the query's logits.
 
     Args:
       queries: already multiplied by any scale.
@@ -31,5 +34,8 @@ def attend(
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
         logits += bias.reshape((1,) * (logits.ndim - 3) + bias.shape)
-    weights = masked_softmax(logits, mask[..., None, :, :]).astype(values.dtype)
-    return jnp.einsum("...hqs,...shk->...qhk", weights, values)
+    mask = mask[..., None, :, :]
+    weights = masked_softmax(logits, mask).astype(values.dtype)
+    lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1, where=mask), FLOOR)
+    output = jnp.einsum("...hqs,...shk->...qhk", weights, values)
+    return AttentionPart(output, lse.swapaxes(-2, -1))

@@ -15,12 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops.dropout import Dropout
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.reductions import sum_leading
+from brt.ops.softmax import FLOOR
 
 TILE_LOGITS = 1 << 22  # By default, at most this many logits exist at once.
 
 
-def attend(
+def attend_part(
     queries: Float[Array, "*B Q H K"],
     keys: Float[Array, "*B S H K"],
     values: Float[Array, "*B S H K"],
@@ -29,8 +31,9 @@ def attend(
     dropout: Dropout | None = None,
     *,
     tile: int = TILE_LOGITS,
-) -> Float[Array, "*B Q H K"]:
-    """Returns the attention output of every query over the keys that it sees.
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
+    of the query's logits.
 
     Args:
       queries: already multiplied by any scale.
@@ -41,7 +44,7 @@ def attend(
       tile: the number of logits that may exist at once on a device, from which the number of
         queries of a tile follows. A tile has at least one query.
     """
-    lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
+    lead, (length, heads, _) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
@@ -56,9 +59,11 @@ def attend(
         _split_tiles(mask, 1, count, each) if mask.shape[1] > 1 else None,
     )
     shared_mask = None if tiles.mask is not None else mask
-    y = _attend(tiles, k, v, shared_mask, dropout)
-    y = jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1, width)[:, :, :length]
-    return y.swapaxes(1, 2).reshape(queries.shape)
+    y, lse = (
+        jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1])[:, :, :length].swapaxes(1, 2)
+        for x in _attend(tiles, k, v, shared_mask, dropout)
+    )
+    return AttentionPart(y.reshape(queries.shape), lse.reshape(queries.shape[:-1]))
 
 
 class QueryTiles(NamedTuple):
@@ -87,7 +92,8 @@ def _split_tiles(x: Array, axis: int, count: int, each: int) -> Array:
 @jax.custom_vjp
 def _attend(
     tiles: QueryTiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
-) -> Array:
+) -> tuple[Array, Array]:
+    """Returns the output [N, B, H, Q, K] and the log-sum-exp [N, B, H, Q, 1] of each tile."""
     return _forward(tiles, k, v, mask, dropout)[0]
 
 
@@ -124,7 +130,7 @@ def _factors(
 
 def _forward(
     tiles: QueryTiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
-) -> tuple[Array, tuple]:
+) -> tuple[tuple[Array, Array], tuple]:
     lowest = jnp.finfo(jnp.float32).min
 
     def attend_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
@@ -141,17 +147,18 @@ def _forward(
         y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
-        # For a query that sees no key, any finite log-sum-exp x is correct: the backward pass
-        # computes the weights exp(-inf - x) = 0.
-        return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
+        # The backward pass computes the weights exp(-inf - FLOOR) = 0 for a query that sees no key.
+        return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), FLOOR)
 
-    y, normalizer = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
-    return y, (tiles, k, v, mask, dropout, y, normalizer)
+    y, lse = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
+    return (y, lse), (tiles, k, v, mask, dropout, y, lse)
 
 
-def _backward(residuals: tuple, gradient: Array) -> tuple:
+def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     tiles, k, v, mask, dropout, y, normalizer = residuals
+    gradient, lse_gradient = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    along -= lse_gradient
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
         """Adds a tile's contribution to `sums`, the gradients of keys and values.

@@ -198,25 +198,41 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 _ZERO = {"Recurrence.layers": (-1,), "Recurrence.output_init": "zero"}
 _STATES = ("tokens/output for attention to states", "recurrent_1/tokens/output")
 _MATRICES = ("memory/output", "window_gated_delta_net_1/memory/output")
+_SEARCHED = {"Memorizing.layers": (-1,), "Memorizing.gate": "tanh", "Memorizing.size": 8}
+_DENSE = {"DenseMemory.layers": (-1,), "DenseMemory.gate": "tanh", "DenseMemory.size": 8}
+_TWO_BLOCKS = {"block": 2}  # in a window
 
 
 @pytest.mark.parametrize(
-    ("settings", "new", "path"),
+    ("settings", "plain_settings", "new", "path"),
     [
-        (_ZERO, *_STATES),
-        pytest.param({**_ZERO, "feedback": True}, *_STATES, marks=pytest.mark.slow),
-        ({"GatedDeltaNet.window_layers": (-1,)}, *_MATRICES),
+        (_ZERO, {}, *_STATES),
+        pytest.param({**_ZERO, "feedback": True}, {}, *_STATES, marks=pytest.mark.slow),
+        ({"GatedDeltaNet.window_layers": (-1,)}, {}, *_MATRICES),
+        (
+            {**_SEARCHED, "Memorizing.neighbors": 3}, _TWO_BLOCKS,
+            "memory_gate", "memorizing_1/memory_gate",
+        ),
+        pytest.param(
+            {**_SEARCHED, "Memorizing.neighbors": 8}, {"positions": "t5", "sinks": 0},
+            "memory_gate", "memorizing_1/memory_gate", marks=pytest.mark.slow,
+        ),
+        (_DENSE, _TWO_BLOCKS, "memory_gate", "gated_dense_memory_1/memory_gate"),
+        pytest.param(
+            _DENSE, {"positions": "t5", "sinks": 0},
+            "memory_gate", "gated_dense_memory_1/memory_gate", marks=pytest.mark.slow,
+        ),
     ],
-)
-def test_a_model_begins_as_the_model_without_recurrence(
-    settings: dict[str, Any], new: str, path: str, tmp_path: Path
+)  # fmt: skip
+def test_a_model_begins_as_the_model_without_a_memory(
+    settings: dict[str, Any], plain_settings: dict[str, Any], new: str, path: str, tmp_path: Path
 ) -> None:
     """The pretrained model has grouped queries. What is read of the memory then learns."""
     plain = with_settings(
         MODEL,
         {
             "Recurrence.layers": (), "layers": 2, "kv_heads": 1, "positions": "rotary",
-            "normalize_qk": False, "sinks": 2,
+            "normalize_qk": False, "sinks": 2, **plain_settings,
         },
     )  # fmt: skip
     weights = write(tmp_path / "plain", plain)
@@ -228,7 +244,7 @@ def test_a_model_begins_as_the_model_without_recurrence(
     assert f"layer 1: {new}" in started.missing and not started.unused
     tokens = np.random.default_rng(0).integers(256, size=(2, 16))
     tokens = jnp.asarray(tokens, jnp.int32)
-    block_starts = jnp.zeros((2, 4), bool)
+    block_starts = jnp.zeros((2, 16 // plain.block_length), bool)
 
     @partial(jax.jit, static_argnums=0)
     def hidden(model: Model, params: Any) -> jax.Array:
@@ -239,6 +255,6 @@ def test_a_model_begins_as_the_model_without_recurrence(
     np.testing.assert_allclose(hidden(model, started.params), expected, atol=1e-5)
     total = jax.jit(lambda params: jnp.sum(hidden(model, params)[:, :, 0]))
     gradients = jax.jit(jax.grad(total))(started.params)
-    of_output = flatten_dict(gradients, sep="/")[f"stack/{path}"]
-    read = of_output[:, 1] if "recurrent" in path else of_output
+    of_new = flatten_dict(gradients, sep="/")[f"stack/{path}"]
+    read = of_new[:, 1] if "recurrent" in path else of_new
     assert np.abs(read).max() > 1e-4

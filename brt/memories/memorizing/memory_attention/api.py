@@ -5,9 +5,10 @@ the query. These keys are the query's neighbours, and the query attends to its n
 memory gets no gradient: gradients reach the queries only.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, M of tokens of the memory, R of neighbours of a query, and Z of keys
-of the memory and the segment. Heads come before tokens in keys and values, because every head is
-searched separately.
+heads of queries, G of heads of keys, K of numbers of a head, M of tokens of the memory, R of
+neighbours of a query, and Z of keys of the memory and the segment. Heads come before tokens in keys
+and values, because every head is searched separately. Each head of keys serves H / G consecutive
+heads of queries.
 """
 
 import jax
@@ -17,6 +18,7 @@ from brt.memories.memorizing.memory_attention import reference, xla
 from brt.memories.memorizing.memory_attention.retrieval import Search
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.grouped_heads import fold_members, unfold_members
 
 OP = Op(
     "memory_attention",
@@ -29,8 +31,8 @@ OP = Op(
 
 def memory_attention(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B H Z K"],
-    values: Float[Array, "B H Z K"],
+    keys: Float[Array, "B G Z K"],
+    values: Float[Array, "B G Z K"],
     counts: Int[Array, "B N"],
     *,
     size: int,
@@ -71,7 +73,10 @@ def memory_attention(
       NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     keys, values = jax.lax.stop_gradient((keys, values))
-    return dispatch.run(
-        OP, implementation, queries, keys, values, counts,
-        size=size, neighbors=neighbors, search=search, null_keys=null_keys,
+    heads = queries.shape[2]
+    found = dispatch.run(
+        OP, implementation, fold_members(queries, keys.shape[1]), keys, values, counts,
+        window=queries.shape[1] // counts.shape[1], size=size, neighbors=neighbors, search=search,
+        null_keys=null_keys,
     )  # fmt: skip
+    return unfold_members(found, heads)

@@ -22,18 +22,21 @@ def memory_attention(
     values: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
     *,
+    window: int,
     size: int,
     neighbors: int,
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over its neighbours, in the dtype of `values`.
+    """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
       counts: for each block, the number of last tokens before the block that may be neighbours.
+      window: the number of tokens of a block. There are T / N queries per block, which may be
+        several for each token.
       size: the number of tokens of the memory.
       neighbors: the number of neighbours of a query, which are the keys that a search selects.
       search: "exact" finds the keys with the largest products; "bucketed" finds the best key of
@@ -45,7 +48,7 @@ def memory_attention(
     outputs = []
     for n in range(blocks):
         q = queries[:, n * width : (n + 1) * width].swapaxes(1, 2)
-        seen = slice(n * width, n * width + size)
+        seen = slice(n * window, n * window + size)
         results = find_neighbors(
             jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n],
             neighbors=neighbors, search=search,

@@ -35,18 +35,21 @@ def memory_attention(
     values: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
     *,
+    window: int,
     size: int,
     neighbors: int,
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over its neighbours, in the dtype of `values`.
+    """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
       counts: for each block, the number of last tokens before the block that may be neighbours.
+      window: the number of tokens of a block. There are T / N queries per block, which may be
+        several for each token.
       size: the number of tokens of the memory.
       neighbors: R, the number of neighbours of a query, which are the keys that a search selects.
       search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
@@ -55,8 +58,9 @@ def memory_attention(
     """
     by_head = queries.swapaxes(1, 2)
     results = _find_in_blocks(
-        jax.lax.stop_gradient(by_head), keys, counts, size=size, neighbors=neighbors, search=search
-    )
+        jax.lax.stop_gradient(by_head), keys, counts, window=window, size=size,
+        neighbors=neighbors, search=search,
+    )  # fmt: skip
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
@@ -76,6 +80,7 @@ def _find_in_blocks(
     keys: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
     *,
+    window: int,
     size: int,
     neighbors: int,
     search: Search,
@@ -83,10 +88,9 @@ def _find_in_blocks(
     """Calls `retrieval.find_neighbors` for every block; the resulting indices refer to `keys`."""
     batch, heads, tokens, width = queries.shape
     blocks = counts.shape[1]
-    window = tokens // blocks
-    rows = _rows(window, heads * size)
+    rows = _rows(tokens // blocks, heads * size)
 
-    def search_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
+    def search_block(n: Array, q: Float[Array, "B H Q K"], count: Int[Array, " B"]) -> Neighbors:
         """Returns the neighbours of the queries of one block.
 
         Args:
@@ -103,7 +107,7 @@ def _find_in_blocks(
         results = _by_rows(search_rows, rows, q)
         return results._replace(indices=results.indices + n * window)
 
-    split = jnp.moveaxis(queries.reshape(batch, heads, blocks, window, width), 2, 0)
+    split = jnp.moveaxis(queries.reshape(batch, heads, blocks, -1, width), 2, 0)
     results = jax.lax.map(lambda block: search_block(*block), (jnp.arange(blocks), split, counts.T))
     return jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), results

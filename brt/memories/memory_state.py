@@ -1,0 +1,93 @@
+"""The state of layers with a window and a memory of the last M tokens before the block of a token.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, G of heads of keys, K of
+numbers of a head, and M of tokens of the memory.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.config import Model
+from brt.distributed.rules import constrain
+from brt.layers.state import LocalState, WindowState, new_window_state, window_axes
+
+
+class MemoryState(NamedTuple):
+    """The cache, and a memory of keys and values of the last M tokens by head, oldest first.
+
+    Attributes:
+      window: the keys and values of the window, as in a sliding-window layer.
+      keys: [B, G, M, K], the keys of the memory's tokens. Heads come before tokens because a search
+        is separate for each head.
+      values: [B, G, M, K], the values of the memory's tokens.
+      length: int32 [B], the number of tokens in the memory that belong to the current document.
+    """
+
+    window: WindowState | LocalState
+    keys: Float[Array, "B G M K"]
+    values: Float[Array, "B G M K"]
+    length: Int[Array, " B"]
+
+
+_BY_HEAD = ("lanes", "kv_heads", None, None)
+
+
+def memory_axes(model: Model) -> Any:
+    """Returns a state whose fields are the names of the axes of the state's arrays."""
+    return MemoryState(window_axes(model), _BY_HEAD, _BY_HEAD, ("lanes",))
+
+
+def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> MemoryState:
+    """Returns the state of a layer before the first token.
+
+    Args:
+      model: the settings of the model, as the layer sees them.
+      size: M, the number of tokens of the memory.
+      batch: the number of rows of the batch.
+      dtype: the dtype of cached keys and values.
+    """
+    keys = jnp.zeros((batch, model.key_heads, size, model.head_dim), dtype)
+    window = new_window_state(model, batch, dtype)
+    return MemoryState(window, keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+
+
+class Past(NamedTuple):
+    """Keys and values of the M tokens of the memory and then of the T tokens of a segment; Z = M +
+    T.
+    """
+
+    keys: Float[Array, "B G Z K"]
+    values: Float[Array, "B G Z K"]
+
+
+def extended(
+    state: MemoryState, keys: Float[Array, "B T G K"], values: Float[Array, "B T G K"]
+) -> Past:
+    """Returns the keys and values of the memory, followed by those of a segment.
+
+    Args:
+      state: the state before the segment.
+      keys, values: the keys and values of the T tokens of the segment.
+    """
+    pairs = (state.keys, keys), (state.values, values)
+    whole = ((old, constrain(new, "lanes", None, "kv_heads", None)) for old, new in pairs)
+    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
+
+
+def remembered(
+    past: Past, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
+) -> MemoryState:
+    """Returns the layer's state after a segment.
+
+    Args:
+      past: the memory and the tokens of the segment, from `extended`.
+      length: the number of the newest tokens of `past` that belong to the current document, at most
+        `size`. Places of the memory for other tokens become zeros.
+      window: the cache after the segment.
+      size: M, the number of tokens of the memory.
+    """
+    kept = jnp.arange(size)[None] >= size - length[:, None]
+    keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    return MemoryState(window, keys, values, length)

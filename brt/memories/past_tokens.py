@@ -1,0 +1,216 @@
+"""Layers with a window and a memory of the last M tokens before the block of a token.
+
+`PastTokensLayer` is the base class of these layers. It keeps the memory and leaves to its
+subclasses how tokens read it. Keys of the memory have no rotary positions, so a token reads them by
+their content, however far away they are.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, Q of
+tokens of a block, D of numbers of a token's vector, H of heads of queries, G of heads of keys, K of
+numbers of a head, and M of tokens of the memory.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.layers.attention import Mix, TransformerBlock
+from brt.layers.basic import parameter
+from brt.layers.cache import closed_window, with_cache
+from brt.layers.reading import document_places
+from brt.layers.state import LayerOutput, LocalState, OpenBlock, open_block
+from brt.memories.history import tokens_before
+from brt.memories.memory_state import MemoryState, Past, extended, remembered
+from brt.ops.grouped_heads import spread_over_devices
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.recurrent_attention import StateKV
+
+
+class Readers(NamedTuple):
+    """The tokens of N blocks that read the memory.
+
+    Attributes:
+      counts: int32 [B, N], the number of last tokens before each block that its tokens may read.
+      places: int32 [Q], the place of each token of a block in the block; the same for all blocks.
+    """
+
+    counts: Int[Array, "B N"]
+    places: Int[Array, " Q"]
+
+
+class PastTokensLayer(nn.Module):
+    """Base class of layers whose tokens attend to their window and to a memory of past tokens.
+
+    A subclass defines `memory_size` and `mix`, and may define `window_positions`. The layer has a
+    gate, a number for each head, which begins as zero.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def memory_size(self) -> int:
+        """Returns M, the number of tokens of the memory."""
+        raise NotImplementedError
+
+    def window_positions(self) -> str:
+        """Returns the kind of positions that tokens have in their window."""
+        return self.model.positions
+
+    def mix(
+        self,
+        queries: Float[Array, "B T H K"],
+        window: AttentionPart,
+        past: Past,
+        readers: Readers,
+    ) -> Float[Array, "B T H K"]:
+        """Returns what tokens read of their window and of the memory.
+
+        Args:
+          queries: the queries of the tokens of N blocks, normalised and scaled, but not rotated.
+          window: the attention of the tokens to their window, which has been computed before.
+          past: the memory before the first block, followed by the tokens of the blocks. Block n of
+            T / N tokens sees the M tokens from index n T / N. With one block, `past` may have the
+            memory alone.
+          readers: how many tokens the blocks may read, and the places of the tokens.
+        """
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        """Creates the block of attention and MLP, and the gate of each head."""
+        m = self.model
+        self.tokens = TransformerBlock(
+            dataclasses.replace(m, positions=self.window_positions()), cross_attends=m.feedback,
+            training=self.training, kernels=self.kernels,
+        )  # fmt: skip
+        self.memory_gate = parameter(
+            self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
+        )
+
+    def _mix(
+        self, past: Past, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
+        places: Int[Array, " Q"],
+    ) -> Mix:  # fmt: skip
+        """Returns the function that adds attention to the memory.
+
+        Tokens read the sinks of the document beside their window, so the memory is read without
+        them.
+
+        Args:
+          past: the memory, followed by the tokens of the blocks that read it.
+          counts: the number of tokens of the document in the memory before each block.
+          before: the number of tokens of the document before each block; None in models without
+            sinks.
+          places: the places of the tokens in their block.
+        """
+        if self.model.sinks:
+            assert before is not None  # States with sinks count tokens.
+            counts = jnp.clip(before - self.model.sinks, 0, counts)
+        names = ("lanes", "heads", None, None)
+        shared = Past(*(spread_over_devices(part, self.model.heads, names) for part in past))
+
+        def attend_beyond_window(
+            queries: Float[Array, "B T H K"], window: AttentionPart
+        ) -> Float[Array, "B T H K"]:
+            """Returns what the tokens read of their window and of the memory.
+
+            Args:
+              queries: the queries of the tokens.
+              window: the attention to the windows: output [B, T, H, K] and log-sum-exp [B, T, H].
+            """
+            return self.mix(queries, window, shared, Readers(counts, places))
+
+        return attend_beyond_window
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: MemoryState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        """Reads a segment and returns the outputs of its tokens and the state after the segment.
+
+        Args:
+          x: the vectors of the tokens.
+          state: the state before the segment.
+          document_start: True where a document starts with block n.
+          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
+            With feedback, the segment has a single block.
+        """
+        m, size = self.model, self.memory_size()
+        projections = self.tokens.project(x)
+        cached, window = with_cache(m, state.window, projections, document_start)
+        past = extended(state, self.tokens.unit_keys(projections.keys), projections.values)
+        counts = tokens_before(state.length, document_start, window=m.block_length, size=size)
+        before = None
+        if cached.first is not None:
+            before = document_places(cached, x.shape[1])[:, :: m.block_length]
+        mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length))
+        y = self.tokens.attend(x, projections, cached, feedback, mix)
+        return LayerOutput(y, remembered(past, counts[:, -1], window, size=size))
+
+    def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
+        """Returns an open block (the data of a block that is read token by token) without tokens.
+
+        Args:
+          x: None, which is returned as the output; a block begins without a token.
+          state: the state after the previous block.
+
+        Returns:
+          The open block, as the state of the `LayerOutput`.
+        """
+        return LayerOutput(x, open_block(state.window))
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        *,
+        state: MemoryState,
+        block: OpenBlock,
+        position: Int[Array, ""],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        """Reads one token. Its key and value enter the open block, and the memory does not change.
+
+        Args:
+          x: the input vector of the token.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of the block's earlier tokens.
+          position: the position of the token in the block.
+          feedback: the keys and values of recurrent states that the token also attends to, or None.
+
+        Returns:
+          The token's output vector; and the open block with the token added, as the state of the
+          `LayerOutput`.
+        """
+        window = state.window
+        before = window.length[:, None] if isinstance(window, LocalState) else None
+        past = Past(state.keys, state.values)
+        mix = self._mix(past, state.length[:, None], before, position[None])
+        return LayerOutput(*self.tokens.attend_step(x, window, block, position, feedback, mix))
+
+    def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
+        """Returns the layer's state after a full block. The block becomes the cache, and its tokens
+        also enter the memory.
+
+        Args:
+          x: None, which is returned as the output.
+          state: the layer's state after the previous block.
+          block: the open block, which has the keys and values of all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
+        """
+        m, size = self.model, self.memory_size()
+        window = closed_window(m, state.window, block)
+        keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))
+        past = extended(state, self.tokens.unit_keys(keys), values)
+        length = jnp.minimum(state.length + m.block_length, size)
+        return LayerOutput(x, remembered(past, length, window, size=size))
