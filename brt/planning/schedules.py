@@ -28,6 +28,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "window_attention_backward_512x512x128": (7901, 5910, 6452, 4621),
         "window_attention_dropout_512x512x128": (4576, 2794, 3203, 1867),
         "window_attention_backward_dropout_512x512x128": (8665, 6142, 6707, 4928),
+        "document_attention_512x512x128": (3236, 2515, 2627, 1835),
+        "document_attention_backward_512x512x128": (5420, 4629, 5093, 3745),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),

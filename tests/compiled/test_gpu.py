@@ -48,6 +48,14 @@ def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
         assert (used["tma"] > 0) == (implementation == "pallas_mosaic_gpu"), name
 
 
+def test_kernels_of_windows_that_are_not_a_block_compile_without_spills() -> None:
+    options = "--json", "--window=2048", "--block=256"
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    assert len(found) == 4 * 3
+    for name, used in found.items():
+        assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
+
+
 def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:
     def peak(implementation: str) -> int:
         bindings = (

@@ -62,6 +62,24 @@ def test_kernels_compile_forward_and_backward(
     assert len(used) == CASES["window"] - 2 + tiles and max(used.values()) < 64 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("chip", "window", "head_dim", "dtype"),
+    [
+        *((chip, 512, 64, "bfloat16") for chip in CHIPS),
+        ("v5e", 2048, 64, "bfloat16"),
+        ("v5e", 2048, 256, "bfloat16"),
+        ("v5e", 256, 128, "float32"),
+    ],
+)
+def test_the_kernels_of_windows_that_are_not_a_block_compile(
+    chip: str, window: int, head_dim: int, dtype: str
+) -> None:
+    sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=local", *sizes)
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == CASES["local"] and max(used.values()) < 64 * 2**20
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     ("case", "dtype"),

@@ -2,6 +2,7 @@
 
 python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
 python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
+python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
 python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 
 The compiler's figures, by kernel: registers of a thread, bytes of them spilled, shared memory and
@@ -9,6 +10,7 @@ warps of a program, and how many programs a multiprocessor holds. They are no ti
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -111,13 +113,14 @@ def assembled(path: Path, target: str) -> str:
 
 
 def compile_one(args: argparse.Namespace) -> None:
-    """Forward and backward of two blocks of eight heads, with all that there can be."""
+    """Forward and backward of two windows of eight heads, with all that there can be."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     from brt.ops import dispatch
     from brt.ops.dropout import DropoutMask
+    from brt.ops.local_attention import local_attention
     from brt.ops.window_attention import window_part
     from brt.planning import topologies
 
@@ -132,21 +135,26 @@ def compile_one(args: argparse.Namespace) -> None:
         DropoutMask(array(heads, window, window, dtype="bool"), 1.25) if args.dropout else None
     )
 
-    def gradients(learned: Any, cache_mask: Any, dropout: Any, weights: Any) -> Any:
+    options = {
+        "attend_to_self": not args.strictly_past, "implementation": args.implementation,
+    }  # fmt: skip
+    places = array(1, blocks, dtype="bool")
+    attend = functools.partial(window_part, null_keys=args.null_keys, **options)
+    if args.block:
+        places = array(1, blocks * window // args.block, dtype="int32")
+        attend = functools.partial(local_attention, **options)
+
+    def gradients(learned: Any, places: Any, dropout: Any, weights: Any) -> Any:
         def loss(learned: Any) -> jax.Array:
-            part = window_part(
-                *learned, cache_mask, dropout, attend_to_self=not args.strictly_past,
-                null_keys=args.null_keys, implementation=args.implementation,
-            )  # fmt: skip
+            part = attend(*learned, places, dropout)
             output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
             return jnp.sum(output) + jnp.sum(part.lse)
 
         return jax.grad(loss)(learned)
 
-    bias, cache_mask = array(heads, window, dtype="float32"), array(1, blocks, dtype="bool")
-    learned = tokens, (cached, cached), tokens, tokens, bias
+    learned = tokens, (cached, cached), tokens, tokens, array(heads, window, dtype="float32")
     with dispatch.use_backend("gpu", device):
-        jax.jit(gradients).lower(learned, cache_mask, dropout, tokens).compile()
+        jax.jit(gradients).lower(learned, places, dropout, tokens).compile()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--topology", default="h100x1")
     flags.add_argument("--implementation", default="pallas_gpu")
     flags.add_argument("--window", type=int, default=512)
+    flags.add_argument("--block", type=int, default=0, help="default: a window")
     sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
     flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
     flags.add_argument("--dtype", default="bfloat16")
