@@ -173,7 +173,13 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
     members = x.shape[axis] // groups
     if members == 1:
         return x
-    return x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :]).sum(axis=axis + 1)
+    by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
+    # According to the TPU compiler, a sum over the axis takes three times as long as additions.
+    parts = (
+        jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
+        for member in range(members)
+    )
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts)).astype(x.dtype)
 
 
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
