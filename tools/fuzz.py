@@ -224,7 +224,9 @@ def run_crafted(directories: int, seed: int, keep: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="crafted-") as place:
         every = {n: t for n, t in targets(Path(place)).items() if t.of}
         good = {name: target.path.read_bytes() for name, target in every.items()}
-        names = [name for name, content in good.items() if "/state/" not in name]
+        names = [
+            name for name, content in good.items() if not {"state", "frozen"} & {*name.split("/")}
+        ]
         for i in range(directories):
             draw = random.Random(f"{seed}/{i}")
             chosen = draw.sample(names, draw.choice((1, 1, 2, 3)))

@@ -1,4 +1,4 @@
-"""Checks the stored form of arrays before they are read; a forged file cannot exhaust memory.
+"""Reads arrays, after their stored form was checked; a forged file cannot exhaust memory.
 
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
 a zstd stream. Both are entries of a key-value store (OCDBT). Somebody who can write a checkpoint
@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore
 
 from brt import untrusted
@@ -26,6 +28,36 @@ _ZARRAY = {
     "zarr_format": Literal[2], "shape": [int], "chunks": [int], "dtype": str,
     "compressor": {"id": Literal["zstd"]}, "filters": type(None),
 }  # fmt: skip
+
+
+def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads arrays, after their stored form was checked.
+
+    Args:
+      path: the directory that orbax wrote.
+      stored: the shapes, dtypes and shardings of the arrays, none of which is empty, by name.
+
+    Raises:
+      ValueError: an array is not stored as it should be.
+    """
+    check(path, stored)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(
+            path.absolute(),
+            args=ocp.args.PyTreeRestore(
+                item=stored,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
+                partial_restore=True,
+            ),
+        )
+    for name, leaf in stored.items():
+        # Orbax returns the requested leaf itself, without an error, if its metadata lack the name.
+        array = arrays[name]
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
+            leaf.shape, leaf.dtype,
+        ):  # fmt: skip
+            raise ValueError(f"{name} is no array of {leaf.dtype}{list(leaf.shape)} there")
+    return {name: arrays[name] for name in stored}
 
 
 def check(directory: Path, leaves: Mapping[str, Any]) -> None:

@@ -7,7 +7,9 @@ bits.
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from brt import durable, untrusted
 
@@ -15,13 +17,21 @@ NAME = "MANIFEST.sha256"
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
-def write(directory: Path) -> None:
-    """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk."""
+def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
+
+    Args:
+      directory: the directory.
+      known: checksums of files that are not read again, by their paths in the directory.
+    """
     lines = []
     for path in _files(directory):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
+        name = path.relative_to(directory).as_posix()
+        digest = known.get(name)
+        if digest is None:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {name}\n")
     (directory / NAME).write_text("".join(lines))
     durable.sync_tree(directory)
 
@@ -33,25 +43,38 @@ def verify(directory: Path) -> list[str]:
       A phrase for each problem; [] if all files are intact.
     """
     try:
-        text = untrusted.read_file(directory / NAME).decode("ascii")
-    except FileNotFoundError:
-        return [f"{NAME} is missing"]
-    except OSError as error:
-        return [f"{NAME} cannot be read ({error.strerror})"]
-    except UnicodeDecodeError:
-        return [f"{NAME} is damaged: it is not plain text"]
-    expected = {}
-    for number, line in enumerate(filter(None, re.split(r"(?<=\n)", text)), start=1):
-        match = _LINE.fullmatch(line.removesuffix("\n"))
-        if not match or not line.endswith("\n") or match[2] in expected:
-            return [f"{NAME} is damaged: line {number} is not 'sha256  path'"]
-        expected[match[2]] = match[1]
+        expected = read(directory)
+    except ValueError as error:
+        return [str(error)]
     present = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     problems = [f"{name} is missing" for name in expected if name not in present]
     problems += [f"{name} is not in {NAME}" for name in present if name not in expected]
     for name in sorted(expected.keys() & present.keys()):
         problems += _verify_file(present[name], name, expected[name])
     return problems
+
+
+def read(directory: Path) -> dict[str, str]:
+    """Returns the checksum of each file that the manifest lists, by the path of the file.
+
+    Raises:
+      ValueError: the manifest is missing or damaged; the message says how.
+    """
+    try:
+        text = untrusted.read_file(directory / NAME).decode("ascii")
+    except FileNotFoundError as error:
+        raise ValueError(f"{NAME} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{NAME} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{NAME} is damaged: it is not plain text") from error
+    checksums: dict[str, str] = {}
+    for number, line in enumerate(filter(None, re.split(r"(?<=\n)", text)), start=1):
+        match = _LINE.fullmatch(line.removesuffix("\n"))
+        if not match or not line.endswith("\n") or match[2] in checksums:
+            raise ValueError(f"{NAME} is damaged: line {number} is not 'sha256  path'")
+        checksums[match[2]] = match[1]
+    return checksums
 
 
 def _files(directory: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Finds, verifies and restores checkpoints, which are directories `checkpoints/<step>/`.
 
     state/            the arrays, written by orbax
+    frozen/           arrays that no step changes, if there are any; see `brt.checkpointing.frozen`
     meta.json         step, seed, position in the data, config, and other values of the trainer
     MANIFEST.sha256   checksums of all these files
 
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
 from brt import allocator, tree_utils, untrusted
@@ -36,8 +36,8 @@ _PARAMETER_FORMATS = (2, FORMAT)  # Parameters can be read from these versions.
 META = "meta.json"
 # last_checkpoint.txt has the step that was saved last, even if the checkpoint was removed since.
 LAST = "last_checkpoint.txt"
-STATE = "state"
-_META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}}
+STATE, FROZEN = "state", "frozen"
+_META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}, "frozen?": [str]}
 _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
@@ -299,7 +299,8 @@ def restore(
         if differences:
             raise CheckpointError(f"{where} is of another model or optimizer: {join(differences)}")
         try:
-            arrays = _read_arrays(directory / str(checkpoint.step) / STATE, leaves)
+            stored = directory / str(checkpoint.step)
+            arrays = _read_arrays(stored, leaves, meta.get("frozen", ()))
         # JAX raises this error if the memory of a device is full.
         except jax.errors.JaxRuntimeError:
             raise
@@ -333,7 +334,19 @@ def _has_content(path: Path) -> bool:
         return True
 
 
-def _read_arrays(path: Path, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _read_arrays(
+    directory: Path, leaves: Mapping[str, Any], frozen: Collection[str]
+) -> dict[str, jax.Array]:
+    """Reads arrays of a checkpoint.
+
+    Args:
+      directory: the directory of the checkpoint.
+      leaves: the shapes, dtypes and shardings of the arrays, by name.
+      frozen: the names of the arrays that are in the directory `frozen`.
+
+    Raises:
+      ValueError: an array is not stored as it should be.
+    """
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     targets = {
         name: jax.ShapeDtypeStruct(
@@ -341,24 +354,11 @@ def _read_arrays(path: Path, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
         )
         for name, leaf in leaves.items()
     }
-    stored = {name: leaf for name, leaf in targets.items() if leaf.size}
-    stored_arrays.check(path, stored)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        arrays = checkpointer.restore(
-            path.absolute(),
-            args=ocp.args.PyTreeRestore(
-                item=stored,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
-                partial_restore=True,
-            ),
-        )
-    for name, leaf in stored.items():
-        # Orbax returns the requested leaf itself, without an error, if its metadata lack the name.
-        array = arrays[name]
-        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
-            leaf.shape, leaf.dtype,
-        ):  # fmt: skip
-            raise ValueError(f"{name} is no array of {leaf.dtype}{list(leaf.shape)} there")
+    arrays = {}
+    for store, of_frozen in ((STATE, False), (FROZEN, True)):
+        stored = {n: t for n, t in targets.items() if t.size and (n in frozen) == of_frozen}
+        if stored:
+            arrays |= stored_arrays.read(directory / store, stored)
     return {
         name: arrays[name]
         if leaf.size

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from brt import durable, tree_utils
-from brt.checkpointing import manifest
+from brt.checkpointing import frozen, manifest
 from brt.checkpointing.reader import (
     FORMAT,
+    FROZEN,
     LAST,
     META,
     STATE,
@@ -87,6 +88,8 @@ class CheckpointWriter:
         self._in_background = in_background
         self._pending: Future[None] | None = None
         self._last_step: int | None = None
+        self._frozen: frozenset[str] = frozenset()
+        self._frozen_step: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if processes.is_first():
@@ -125,6 +128,16 @@ class CheckpointWriter:
             # reported.
             warn_on_stderr(str(close_error))
 
+    def freeze(self, names: Collection[str], step: int | None) -> None:
+        """Declares arrays that no step changes, so that checkpoints share their files.
+
+        Args:
+          names: names of the arrays in the trees that are saved.
+          step: the step of a checkpoint in this directory that has just these arrays; None if there
+            is none.
+        """
+        self._frozen, self._frozen_step = frozenset(names), step
+
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Starts to save a checkpoint.
 
@@ -152,6 +165,8 @@ class CheckpointWriter:
             )
         arrays = tree_utils.describe(named)
         content = {**meta, "step": step, "format": FORMAT, "arrays": arrays}
+        if self._frozen:
+            content["frozen"] = sorted(self._frozen)
         text = json.dumps(content, indent=1, allow_nan=False)
         partial = self._directory / f"{step}.partial"
         try:
@@ -159,12 +174,33 @@ class CheckpointWriter:
             # Orbax refuses arrays without elements. `reader.restore` creates such arrays from their
             # shapes.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
-            self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
+            checksums = self._save_frozen(partial, arrays) if self._frozen else {}
+            changing = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
+            self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
         # Orbax reports a full disk by errors of various classes.
         except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
-        self._pending = self._thread.submit(self._finish, step, text)
+        self._pending = self._thread.submit(self._finish, step, text, checksums)
+
+    def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
+        """Links the files of the frozen arrays, or writes them if there is nothing to link.
+
+        Args:
+          partial: directory of the checkpoint, which is being written.
+          arrays: all arrays of the checkpoint, by name.
+
+        Returns:
+          The checksums of linked files, by their paths in the checkpoint.
+        """
+        checksums = None
+        if processes.is_first() and self._frozen_step is not None:
+            checksums = frozen.link(self._directory, self._frozen_step, self._frozen, partial)
+        if not processes.from_first(checksums is not None, "frozen arrays"):
+            kept = {name: leaf for name, leaf in arrays.items() if name in self._frozen}
+            self._orbax.save((partial / FROZEN).absolute(), args=ocp.args.PyTreeSave(kept))
+            self._orbax.wait_until_finished()
+        return checksums or {}
 
     def check(self) -> None:
         """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
@@ -207,8 +243,14 @@ class CheckpointWriter:
                     f"closing {self._directory} failed: {error}; see to the disk, then run again"
                 ) from error
 
-    def _finish(self, step: int, meta: str) -> None:
-        """Completes a save in the background thread, once orbax has written the arrays."""
+    def _finish(self, step: int, meta: str, checksums: Mapping[str, str]) -> None:
+        """Completes a save in the background thread, once orbax has written the arrays.
+
+        Args:
+          step: step of the checkpoint.
+          meta: content of meta.json.
+          checksums: known checksums of files, by their paths in the checkpoint.
+        """
         partial = self._directory / f"{step}.partial"
         try:
             # After this call, all processes have written their arrays.
@@ -217,8 +259,9 @@ class CheckpointWriter:
                 return
             with self._in_background("committing"):
                 (partial / META).write_text(meta)
-                manifest.write(partial)
+                manifest.write(partial, checksums)
                 _commit(partial)
+                self._frozen_step = step
                 durable.write(self._directory.parent / LAST, f"{step}\n".encode())
                 self._prune(step)
         except Exception as error:

@@ -323,10 +323,10 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
 ) -> None:
     read = reader._read_arrays
 
-    def remove_first(path: Path, wanted: Any) -> Any:
-        if path.parent.name == "3":
-            shutil.rmtree(path.parent)
-        return read(path, wanted)
+    def remove_first(path: Path, *others: Any) -> Any:
+        if path.name == "3":
+            shutil.rmtree(path)
+        return read(path, *others)
 
     monkeypatch.setattr(reader, "_read_arrays", remove_first)
     assert reader.restore(directory, abstract(state())).step == 2

@@ -115,7 +115,7 @@ def test_metadata_that_json_cannot_say_is_refused_before_anything_is_written(
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(directory: Path) -> None:
+    def write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manifest, "write", write)
@@ -169,9 +169,9 @@ def test_a_step_that_exists_as_litter_is_an_error_of_its_own(tmp_path: Path) -> 
 def test_save_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: Any) -> None:
     release, write = threading.Event(), manifest.write
 
-    def wait_and_write(directory: Path) -> None:
+    def wait_and_write(*arguments: Any) -> None:
         release.wait()
-        write(directory)
+        write(*arguments)
 
     monkeypatch.setattr(manifest, "write", wait_and_write)
     with CheckpointWriter(tmp_path) as writer:
@@ -279,7 +279,7 @@ def test_a_disk_without_inodes_is_not_called_full(
 def test_what_the_system_says_is_told_whoever_quotes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def write(directory: Path) -> None:
+    def write(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(manifest, "write", write)
@@ -394,11 +394,12 @@ while sys.stdin.readline():  # each line is a new run; fork saves importing ever
         continue
     writer = CheckpointWriter(directory, keep=2)
     step = reader.find(directory).step if reader.steps(directory) else 0
+    writer.freeze(["frozen"], step or None)
     print("from", step, flush=True)
     while True:
         step += 1
-        writer.save(step, {f"w{i}": jnp.full((64, 64), step + i) for i in range(6)},
-                    {"data": step, "seed": 0})
+        arrays = {f"w{i}": jnp.full((64, 64), step + i) for i in range(6)}
+        writer.save(step, {**arrays, "frozen": jnp.full((64, 64), 7)}, {"data": step, "seed": 0})
         writer.wait()
         print("saved", step, flush=True)
 """
@@ -426,6 +427,7 @@ def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
             assert found.problems == [] and found.step >= last
             restored = reader.restore(tmp_path)
             assert float(restored.state["w5"][63, 63]) == restored.step + 5
+            assert float(restored.state["frozen"][63, 63]) == 7
         process.stdin.close()
     assert last >= 10
     CheckpointWriter(tmp_path).close()

@@ -1,6 +1,7 @@
 """Low-rank adapters (Adapter): trained instead of kernels, and merged before models read them."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from sharded_cases import CASES, curve, with_optimizer, worst
 
+from brt.checkpointing import reader
 from brt.config import Adapter, Checkpoint, Config, Mesh
 from brt.errors import ConfigError
 from brt.formatting import short
@@ -134,12 +136,30 @@ def test_a_resumed_run_is_the_same_bit_by_bit(trained: tuple[Config, Path]) -> N
     assert found == expected
 
 
+def test_checkpoints_share_the_frozen_arrays(trained: tuple[Config, Path]) -> None:
+    made, path = trained
+    other = path.with_name("longer")
+    shutil.copytree(path, other)
+    training = dataclasses.replace(made.training, steps=STEPS + 1)
+    loop.train(dataclasses.replace(made, training=training), other)
+    checkpoints = Workdir(other).checkpoints
+    meta = reader.read_meta(checkpoints, STEPS + 1)
+    assert set(meta["frozen"]) == {
+        name
+        for name in meta["arrays"]
+        if name.startswith("params/") and not name.startswith("params/adapters/")
+    }
+    for file in (checkpoints / str(STEPS) / "frozen").rglob("d/*"):
+        same = checkpoints / str(STEPS + 1) / file.relative_to(checkpoints / str(STEPS))
+        assert file.samefile(same)
+
+
 def test_a_loaded_model_has_merged_kernels(trained: tuple[Config, Path]) -> None:
     workdir, checkpoint, made = saved_model.load_config(trained[1])
     model = saved_model.load(workdir, checkpoint, made)
     stored = {
         name.removeprefix("params/"): array
-        for name, array in inspection.reader.restore(workdir.checkpoints).state.items()
+        for name, array in reader.restore(workdir.checkpoints).state.items()
         if name.startswith("params/")
     }
     expected = merged_params(made, unflatten_dict(stored, sep="/"))

@@ -28,6 +28,7 @@ from brt.training.start import checkpoints, config_changes, data_manifest, saved
 from brt.training.state import initial_params
 
 STEP = 5
+_FROZEN = "params/norm"  # This array is in the directory `frozen` of the checkpoint.
 CONFIG = config.Config(
     model=config.Model(
         layers=1, model_dim=8, heads=1, head_dim=8, mlp_dim=8, window=8, vocab_size=256,
@@ -99,6 +100,11 @@ def readers(place: Path) -> dict[str, Reader]:
         found[str(path.relative_to(place))] = Reader(
             "run/checkpoints/*/state/**", path, lambda path: _arrays(run)
         )
+    frozen = run.checkpoints / str(STEP) / "frozen"
+    largest = max(frozen.rglob("d/*"), key=lambda path: path.stat().st_size)
+    found[str(largest.relative_to(place))] = Reader(
+        "run/checkpoints/*/frozen/**", largest, lambda path: _arrays(run)
+    )
     _zarr(run, add)
     saved_point = {"name": "a", "bindings": {}, "config": config_json(CONFIG)}
     point = saved_point | {"progress": {"status": "failed", "reason": "a", "seconds": 1.0}}
@@ -116,6 +122,7 @@ def _checkpoint(run: workdirs.Workdir) -> None:
         "tokenizer": tokenizer.fingerprint, "provenance": _PROVENANCE,
     }  # fmt: skip
     with CheckpointWriter(run.checkpoints, keep=1) as writer:
+        writer.freeze([_FROZEN], None)
         writer.save(STEP, state, meta)
 
 

@@ -1,0 +1,61 @@
+"""Arrays that no training step changes, which all checkpoints of a run share on disk.
+
+The frozen arrays of a checkpoint are in its directory `frozen`, beside `state`. The files of this
+directory are hard links to the files of the checkpoint before, so that they need space only once.
+Every checkpoint nevertheless is a complete directory, which can be copied or deleted on its own.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from brt.checkpointing import manifest, reader
+from brt.errors import CheckpointError
+
+# With these errors, a file system says that it has no hard links or none between these places, or
+# that the source has been removed.
+_NO_LINKS = {
+    errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK,
+    errno.EXDEV, errno.ENOENT,
+}  # fmt: skip
+
+
+def link(directory: Path, step: int, names: Collection[str], target: Path) -> dict[str, str] | None:
+    """Links the frozen arrays of a checkpoint into the directory of a new checkpoint.
+
+    Args:
+      directory: the `checkpoints` directory of a run.
+      step: the step of the checkpoint whose arrays are linked.
+      names: names of the arrays that the new checkpoint shares.
+      target: directory of the new checkpoint, which is being written.
+
+    Returns:
+      The checksum of each linked file by its path in the checkpoint, which is copied from the
+      manifest of the earlier checkpoint; None if the arrays have to be written, because the earlier
+      checkpoint does not have just these frozen arrays, or because files cannot be linked.
+
+    Raises:
+      OSError: the disk is full or fails.
+    """
+    source = directory / str(step)
+    try:
+        if set(reader.read_meta(directory, step).get("frozen", ())) != set(names):
+            return None
+        known = manifest.read(source)
+        files = [path for path in sorted((source / reader.FROZEN).rglob("*")) if path.is_file()]
+        checksums = {path.relative_to(source).as_posix(): path for path in files}
+        if any(path.is_symlink() for path in files) or not checksums.keys() <= known.keys():
+            return None
+        for name, path in checksums.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target / name)
+    except (CheckpointError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.rmtree(target / reader.FROZEN, ignore_errors=True)
+        return None
+    return {name: known[name] for name in checksums} or None
