@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 
 from brt import command_line, tasks
 from brt.config import Config, Sampling
-from brt.config_io import earlier_model_settings, model_settings
+from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
@@ -84,7 +84,7 @@ def load(
       workdir: the directory of the run, or of a decoder in Hugging Face's format.
       step: the step of the checkpoint; None takes the newest one.
       bindings: settings to change, as for `config_from_gin`; for a decoder in Hugging Face's
-        format, for example {"Model.window": 512, "Model.sinks": 4}.
+        format, for example {"Model.window": 512, "Window.sinks": 4}.
 
     Raises:
       ConfigError: there is no such directory, or a binding would change the model.
@@ -334,12 +334,13 @@ class Model:
         }
 
     def _translated_identity(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the present form of an identity, in which earlier versions saved a section."""
-        if "model" not in saved:
-            return saved
-        others = {name: value for name, value in saved.items() if name != "model"}
+        """Returns the present form of an identity that an earlier version may have saved."""
+        settings = {name: value for name, value in saved.items() if "." in name}
+        others = {name: saved[name] for name in saved.keys() - settings.keys() - {"model"}}
+        with_kinds = "model" not in saved  # Earlier versions saved the section `Model` as "model".
+        sections = by_section(settings) if with_kinds else {"Model": saved["model"]}
         try:
-            return others | earlier_model_settings(saved["model"], self.config)
+            return others | earlier_model_settings(sections, self.config, with_kinds=with_kinds)
         except ConfigError as error:
             raise DataError(f"the memory belongs to another model: {error}") from error
 

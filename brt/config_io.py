@@ -11,9 +11,11 @@ from typing import Any
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
+from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
 from brt.config.model import PARTS
 from brt.config.names import (
+    current_names,
     default_of,
     derived_fields,
     field_types,
@@ -105,11 +107,11 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def model_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings of the model and of its kinds of layers as JSON.
+    """Returns the settings of the model, of its parts and of its kinds of layers as JSON.
 
     The keys are full names, {"Model.layers": 12, "Recurrence.layers": [-3], ...}.
     """
-    sections = {"Model", *(type(own).__name__ for own in config.model.kinds)}
+    sections = {"Model", *PARTS, *(type(own).__name__ for own in config.model.kinds)}
     return {
         f"{section}.{field}": value
         for section, fields in config_json(config).items()
@@ -118,22 +120,38 @@ def model_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def earlier_model_settings(saved: Any, config: Config) -> dict[str, Any]:
-    """Returns `model_settings` of a model whose section `Model` was saved by an earlier version.
+def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns settings by section and field, {"Model": {"layers": 12}}, instead of by full names,
+    {"Model.layers": 12}.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
+
+
+def earlier_model_settings(
+    saved: Mapping[str, Any], config: Config, *, with_kinds: bool
+) -> dict[str, Any]:
+    """Returns `model_settings` of a model whose settings an earlier version may have saved.
 
     Args:
-      saved: the fields of the section. The earliest versions saved the settings of kinds of layers
-        in this section, and later versions did not save these settings at all.
-      config: the config from which the settings of kinds are taken if they were not saved.
+      saved: the settings by section and field; see `config_from_json`.
+      config: the config from which sections are taken that were not saved at that time.
+      with_kinds: False if settings of kinds of layers were saved only in the section `Model`, which
+        the earliest versions did, or not at all.
 
     Raises:
       ConfigError: see `config_from_json`.
     """
-    earlier = config_from_json({"Model": saved})
-    if not any(f"Model.{field}" in RENAMED for field in saved):
-        model = earlier.model.with_kinds(*config.model.kinds)
-        earlier = dataclasses.replace(earlier, model=model)
-    return model_settings(earlier)
+    model = config_from_json(saved).model
+    names = (f"{section}.{field}" for section, fields in saved.items() for field in fields)
+    known = {new.partition(".")[0] for name in names for new in current_names(name)}
+    unsaved = {PARTS[name]: section_of(config, name) for name in PARTS if name not in known}
+    if not with_kinds and not known & kind_sections().keys():
+        unsaved["kinds"] = config.model.kinds
+    return model_settings(dataclasses.replace(config, model=dataclasses.replace(model, **unsaved)))
 
 
 def saved_json(config: Config) -> dict[str, dict[str, Any]]:
@@ -289,8 +307,13 @@ def unknown_name(name: str) -> str:
             "--import=FILE.py)"
         )
     own = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
+    moved = {
+        old.partition(".")[2]: new
+        for old, (new, *_) in RENAMED.items()
+        if old.startswith(f"{section}.")
+    }
     everywhere = {full.partition(".")[2]: full for full in fields}
-    for known in (own, everywhere):
+    for known in (moved | own, everywhere):
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
     return f"no field {name!r}; {section} has {', '.join(own)}"

@@ -10,6 +10,8 @@ import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
 from brt.config import SECTIONS, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.config.names import field_types
+from brt.config.self_attention import SelfAttention
+from brt.config.window import Window
 from brt.config_io import (
     annotated_text,
     checked_value,
@@ -26,7 +28,14 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 
 UNUSUAL = Config(
-    model=Model(layers=4, remat=True, window=256, kinds=(Recurrence(layers=(-3, 0), gate="lstm"),)),
+    model=Model(
+        layers=4,
+        remat=True,
+        window=256,
+        sliding=Window(cache=False),
+        attention=SelfAttention(scale_init=2.0),
+        kinds=(Recurrence(layers=(-3, 0), gate="lstm"),),
+    ),
     data=Data(train=('it\'s "a" \\ file\n.txt', "b*.txt"), test=(), tokenizer="träin:4000"),
     training=Training(steps=7, segment_length=512),
     optimizer=Optimizer(learning_rate=4e-05, clip_norm=1e300, final_learning_rate=0.1),
@@ -57,16 +66,30 @@ def test_json_reads_back_as_the_same_config(config: Config) -> None:
 
 
 def test_the_settings_of_a_model_are_read_from_what_earlier_versions_saved() -> None:
-    """They saved the section Model, in the earliest ones with the settings of kinds of layers."""
+    """They saved the section Model, in the earliest ones with the settings of kinds of layers, and
+    later ones also the sections of kinds.
+    """
     present = model_settings(UNUSUAL)
-    model = config_json(UNUSUAL)["Model"]
-    assert earlier_model_settings(model, UNUSUAL) == present
-    recurrence = {"recurrent_layers": [-3, 0], "gate": "lstm", "clustered_layers": []}
-    earliest = {k: v for k, v in model.items() if k not in ("unroll", "block", "layer_windows")}
-    earliest |= recurrence | {"layer_unroll": 0, "block_unroll": 0, "layer_kinds": []}
-    assert earlier_model_settings(earliest, UNUSUAL) == present
-    other = earlier_model_settings(earliest | {"gate": "gru", "window": 128}, UNUSUAL)
-    assert {k for k in present if other[k] != present[k]} == {"Recurrence.gate", "Model.window"}
+
+    def read(with_kinds: bool = False, **sections: Any) -> dict[str, Any]:
+        return earlier_model_settings(sections, UNUSUAL, with_kinds=with_kinds)
+
+    def differing(settings: dict[str, Any]) -> set[str]:
+        return {name for name in present if settings.get(name) != present[name]}
+
+    model, recurrence = (config_json(UNUSUAL)[name] for name in ("Model", "Recurrence"))
+    assert read(Model=model) == present
+    whole = model | {"cache": False, "kv_heads": 0, "scale_init": 2.0, "mlp_bias": False}
+    assert read(True, Model=whole, Recurrence=recurrence) == present
+    assert differing(read(Model=whole | {"cache": True})) == {"Window.cache"}
+    without = read(True, Model=whole)
+    assert {name.partition(".")[0] for name in differing(without)} == {"Recurrence"}
+    kinds = {"recurrent_layers": [-3, 0], "gate": "lstm", "clustered_layers": []}
+    earliest = {k: v for k, v in whole.items() if k != "unroll"}
+    earliest |= kinds | {"layer_unroll": 0, "block_unroll": 0, "layer_kinds": []}
+    assert read(Model=earliest) == present
+    other = read(Model=earliest | {"gate": "gru", "window": 128, "mlp_bias": True})
+    assert differing(other) == {"Recurrence.gate", "Model.window", "MLP.bias"}
 
 
 def test_fields_that_json_lacks_take_their_defaults() -> None:
@@ -170,8 +193,9 @@ def test_values_of_another_type_are_refused(name: str, value: Any, message: str)
         ("model.layers", "no section 'model'; did you mean 'Model.layers'?"),
         ("Training.learning_rate", "did you mean 'Optimizer.learning_rate'?"),
         ("Model.num_layers", "did you mean 'Model.layers'?"),
+        ("Model.gated_mlps", "no field 'Model.gated_mlps'; did you mean 'MLP.gated'?"),
         ("Checkpoint.zzz", "no field 'Checkpoint.zzz'; Checkpoint has every, keep, keep_every"),
-        ("Zzzzz", "no section 'Zzzzz'; there are Model, Rotary, Norm, Recurrence"),
+        ("Zzzzz", "no section 'Zzzzz'; there are Model, Embedding, SelfAttention"),
     ],
 )
 def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:

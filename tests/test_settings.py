@@ -19,6 +19,7 @@ from brt.errors import ConfigError
 from brt.training.start.config_changes import may_change
 
 MOST = 238
+MOST_OF_MODEL = 25
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
 
 
@@ -46,6 +47,11 @@ def test_every_setting_is_documented() -> None:
 def test_few_settings_are_enough() -> None:
     """A new setting that few have a reason to bind is a constant, or follows from others."""
     assert len(field_types()) <= MOST
+
+
+def test_the_section_of_the_model_stays_short() -> None:
+    """Settings that belong together, such as those of attention, have a section of their own."""
+    assert len(dataclasses.fields(Model)) <= MOST_OF_MODEL
 
 
 def test_fields_of_one_setting_are_declared_alike() -> None:

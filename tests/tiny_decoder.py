@@ -9,16 +9,20 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from brt.config import Model
+from brt.config.embedding import Embedding
+from brt.config.mlp import MLP
 from brt.config.norm import Norm
 from brt.config.rotary import Rotary
+from brt.config.self_attention import SelfAttention
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import export, weights
 from brt.models.decoder import Decoder, new_state
 
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
 MODEL = Model(
-    layers=3, model_dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, gated_mlp=True,
-    activation="silu", window=64, positions="rotary", normalize_qk=False, logit_scale="one",
+    layers=3, model_dim=32, heads=4, head_dim=8, mlp_dim=48, activation="silu", window=64,
+    positions="rotary", attention=SelfAttention(kv_heads=2, normalize_qk=False),
+    mlp=MLP(gated=True), embedding=Embedding(logit_scale="one"),
     rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
     vocab_size=300, end_ids=(2,), dtype="float32",
 )  # fmt: skip

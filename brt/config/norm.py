@@ -17,7 +17,7 @@ class Norm:
     # stream, as Gemma does.
     outputs: bool = inherited(False)
     # True normalizes the queries and keys of each head, with learned weights, as Qwen3 and Gemma 3
-    # do. It needs Model.normalize_qk = False.
+    # do. It needs SelfAttention.normalize_qk = False.
     queries_keys: bool = inherited(False)
 
     def __post_init__(self) -> None:

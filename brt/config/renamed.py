@@ -1,18 +1,32 @@
 """Settings of earlier versions, which .gin files and saved configs may still name."""
 
+
+def _kept(*names: str) -> dict[str, str]:
+    """Returns the names of settings that moved to another section without another change."""
+    return {name: name for name in names}
+
+
 _RECURRENCE = {
     "recurrent_layers": "layers",
-    **{name: name for name in ("states", "id_init", "gate", "gate_layout", "gate_bias",
-                               "gate_horizon", "gate_tanh")},
-}  # fmt: skip
+    **_kept("states", "id_init", "gate", "gate_layout", "gate_bias", "gate_horizon", "gate_tanh"),
+}
 _COMPRESSIVE = {
     "compressive_layers": "layers", "compressed_memory": "slots", "compression_rate": "rate",
     "compression": "compressor", "compression_loss": "loss", "compression_weight": "loss_weight",
 }  # fmt: skip
 _SUMMARIES = {
-    "summary_layers": "layers", "long_summary_layers": "long_layers",
-    **{name: name for name in ("summaries", "short_memory", "long_memory", "long_increment")},
-}  # fmt: skip
+    "summary_layers": "layers",
+    "long_summary_layers": "long_layers",
+    **_kept("summaries", "short_memory", "long_memory", "long_increment"),
+}
+_WINDOW = {
+    "layer_windows": "by_layer",
+    **_kept("block", "sinks", "cache", "mask_empty_cache", "attend_to_self"),
+}
+_ATTENTION = {
+    "attention_bias": "bias",
+    **_kept("kv_heads", "normalize_qk", "scale_init", "query_scale", "bias_before_scale"),
+}
 _ROUTING = ("layers", "heads", "clusters", "keep", "decay", "commitment")
 _MOVED = {
     "Recurrence": _RECURRENCE,
@@ -27,6 +41,10 @@ _MOVED = {
     "Compressive": _COMPRESSIVE,
     "Summaries": _SUMMARIES,
     "Routing": {f"routing_{name}": name for name in _ROUTING},
+    "Window": _WINDOW,
+    "SelfAttention": _ATTENTION,
+    "MLP": {"gated_mlp": "gated", "mlp_bias": "bias"},
+    "Embedding": {"scale_embedding": "scaled", "tied_output": "tied", **_kept("logit_scale")},
 }  # fmt: skip
 
 # The keys are names of earlier settings, and the values are their present names. If several kinds

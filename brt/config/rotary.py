@@ -15,7 +15,7 @@ class Rotary:
     """
 
     base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
-    # Base of the angles in layers that have a window of their own in Model.layer_windows. These
+    # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = inherited(0.0)
     # True multiplies all angles by pi, as the original code of the block-recurrent transformer

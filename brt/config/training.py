@@ -28,7 +28,7 @@ class Training:
     # read lanes, whose texts go on in the next step; other tasks read rows, which are complete.
     batch_size: int = fixed(32)
     # A lane reads this number of tokens in a step. For language models, the number must be a
-    # multiple of the number of tokens in a block (Model.block, or Model.window if it is 0).
+    # multiple of the number of tokens in a block (Window.block, or Model.window if it is 0).
     segment_length: int = fixed(4096)
     # A step is divided into this number of microbatches. More microbatches need less memory.
     gradient_accumulation: int = free(1)

@@ -90,24 +90,24 @@ class TransformerBlock(nn.Module):
         self.queries = parameter(self, "queries", by_head, INTO_HEADS)
         self.keys = parameter(self, "keys", by_key_head, INTO_KEY_HEADS)
         self.values = parameter(self, "values", by_key_head, INTO_KEY_HEADS)
-        if m.attention_bias != "none":
+        if m.attention.bias != "none":
             self.queries_bias = parameter(self, "queries_bias", by_head[1:], INTO_HEADS[1:], ZEROS)
             for name in ("keys_bias", "values_bias"):
                 bias = parameter(self, name, by_key_head[1:], INTO_KEY_HEADS[1:], ZEROS)
                 setattr(self, name, bias)
-        if m.attention_bias == "all":
+        if m.attention.bias == "all":
             self.output_bias = parameter(self, "output_bias", (m.model_dim,), ("embed",), ZEROS)
         if m.norm.queries_keys:
             self.queries_norm = norm_parameter(self, m, "queries_norm", m.head_dim, "head_dim")
             self.keys_norm = norm_parameter(self, m, "keys_norm", m.head_dim, "head_dim")
         if m.norm.outputs:
             self.output_norm = norm_parameter(self, m, "output_norm")
-        scale = nn.initializers.constant(m.scale_init)
-        if m.normalize_qk:
+        scale = nn.initializers.constant(m.attention.scale_init)
+        if m.attention.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
         if self.cross_attends:
             self.cross_queries = parameter(self, "cross_queries", by_head, INTO_HEADS)
-            if m.normalize_qk:
+            if m.attention.normalize_qk:
                 self.cross_scale = parameter(self, "cross_scale", (m.heads,), ("heads",), scale)
         if m.positions == "t5":
             self.relative_bias = parameter(
@@ -143,7 +143,7 @@ class TransformerBlock(nn.Module):
             for product in deferred.dots(h, kernels, taps.projections)
         )
         queries, keys, *cross, values = products
-        if self.model.attention_bias != "none":
+        if self.model.attention.bias != "none":
             queries = add_shared(queries, self.queries_bias)
             keys = add_shared(keys, self.keys_bias)
             values = add_shared(values, self.values_bias)
@@ -170,7 +170,7 @@ class TransformerBlock(nn.Module):
         m = self.model
         if m.norm.queries_keys:
             return normed(m, keys, self.keys_norm)
-        return l2_normalize(keys) if m.normalize_qk else keys
+        return l2_normalize(keys) if m.attention.normalize_qk else keys
 
     def by_query_head(
         self,
@@ -180,10 +180,10 @@ class TransformerBlock(nn.Module):
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
         """Returns keys and values in which each head is repeated for all heads of queries that it
-        serves, for operations that need H heads of keys. With `Model.normalize_qk`, keys are
-        normalised only if `normalize` is True; otherwise the operation must normalise them.
+        serves, for operations that need H heads of keys. With `SelfAttention.normalize_qk`, keys
+        are normalised only if `normalize` is True; otherwise the operation must normalise them.
         """
-        if normalize or not self.model.normalize_qk:
+        if normalize or not self.model.attention.normalize_qk:
             keys = self.unit_keys(keys)
         members = self.model.heads // keys.shape[2]
         if members == 1:
@@ -198,10 +198,10 @@ class TransformerBlock(nn.Module):
 
         Args:
           queries: the queries as their projection returns them.
-          name: the parameter with the learned scale; used only with `Model.normalize_qk`.
+          name: the parameter with the learned scale; used only with `SelfAttention.normalize_qk`.
         """
         m = self.model
-        if m.normalize_qk:
+        if m.attention.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))
         if m.norm.queries_keys:
             queries = normed(m, queries, self.queries_norm)
@@ -209,12 +209,12 @@ class TransformerBlock(nn.Module):
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """Returns the factor of each head's queries: the absolute value of the parameter `name` for
-        normalised queries; otherwise `Model.query_scale`, or 1/sqrt(K) if that setting is 0.
+        normalised queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if that is 0.
         """
         m = self.model
-        if m.normalize_qk:
+        if m.attention.normalize_qk:
             return jnp.abs(getattr(self, name))
-        return jnp.full((m.heads,), m.query_scale or m.head_dim**-0.5)
+        return jnp.full((m.heads,), m.attention.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
         """Returns the position bias of each head for the `reach` nearest keys, the nearest first;
@@ -223,17 +223,17 @@ class TransformerBlock(nn.Module):
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
-                self.relative_bias, window=reach, attend_to_self=m.attend_to_self,
+                self.relative_bias, window=reach, attend_to_self=m.sliding.attend_to_self,
                 max_distance=m.relative_max_distance,
             )  # fmt: skip
         elif m.positions == "alibi":
             bias = alibi_bias(
                 self.alibi_scale, self.alibi_bound, heads=m.heads, window=reach,
-                attend_to_self=m.attend_to_self,
+                attend_to_self=m.sliding.attend_to_self,
             )  # fmt: skip
         else:
             return None
-        if m.bias_before_scale and m.normalize_qk:
+        if m.attention.bias_before_scale and m.attention.normalize_qk:
             bias = bias * jnp.abs(self.scale)[:, None]
         return bias
 
@@ -268,14 +268,14 @@ class TransformerBlock(nn.Module):
         own = projections
         # With `normalize_qk`, `window_part` normalises queries and keys. Otherwise it uses its
         # inputs unchanged, so queries are scaled and keys are normalised first.
-        if not m.normalize_qk:
+        if not m.attention.normalize_qk:
             own = own._replace(
                 queries=self.scaled_queries(own.queries), keys=self.unit_keys(own.keys)
             )
             past = past._replace(keys=self.unit_keys(past.keys))
         part = window_part(
             m, own, past, self.bias(),
-            scale=self.query_scale() if m.normalize_qk else None,
+            scale=self.query_scale() if m.attention.normalize_qk else None,
             dropout=Dropout(self.make_rng(SHARED), m.dropout) if drops else None,
             kernels=self.kernels,
         )  # fmt: skip
@@ -307,7 +307,7 @@ class TransformerBlock(nn.Module):
         self, queries: Float[Array, "B T H K"] | None, memory: StateKV
     ) -> Float[Array, "B T H K"]:
         assert queries is not None  # The block has cross queries.
-        scale = self.query_scale("cross_scale") if self.model.normalize_qk else None
+        scale = self.query_scale("cross_scale") if self.model.attention.normalize_qk else None
         if scale is None:
             queries = self.scaled_queries(queries, "cross_scale")
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
@@ -351,15 +351,15 @@ class TransformerBlock(nn.Module):
         if isinstance(window, LocalState) and block.sinks is not None:
             places = window.length + position
             after = after._replace(sinks=updated_sinks(block.sinks, projections, places))
-        ring = after if m.attend_to_self else block
-        scaled = self.scaled_queries(projections.queries)
-        queries, keys = scaled, ring.keys if m.normalize_qk else self.unit_keys(ring.keys)
+        itself, unit = m.sliding.attend_to_self, m.attention.normalize_qk
+        ring, scaled = after if itself else block, self.scaled_queries(projections.queries)
+        queries, keys = scaled, ring.keys if unit else self.unit_keys(ring.keys)
         if m.positions == "rotary":
             queries, keys = rotate_step(m, queries, keys, position)
         tokens = queries[:, 0], keys, ring.values, self.bias()
-        options = {"attend_to_self": m.attend_to_self, "normalize_keys": m.normalize_qk}
+        options = {"attend_to_self": itself, "normalize_keys": unit}
         if isinstance(window, LocalState):
-            read = window.length * m.cache + position
+            read = window.length * m.sliding.cache + position
             part = local_attention_step(*tokens, read, position, **options)
         else:
             part = window_part_step(
@@ -392,7 +392,7 @@ class TransformerBlock(nn.Module):
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         y = deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)
-        if self.model.attention_bias == "all":
+        if self.model.attention.bias == "all":
             y = add_shared(y, self.output_bias)
         if self.model.norm.outputs:
             y = normed(self.model, y, self.output_norm)

@@ -91,9 +91,11 @@ def with_cache(
         return _with_local_cache(model, state, projections, document_start)
     rows = state.valid & ~document_start[:, 0]
     state = state._replace(valid=rows)
-    if not model.mask_empty_cache:
+    if not model.sliding.mask_empty_cache:
         state = zero_where_invalid(state)
-    cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
+    cache_mask = (
+        jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.sliding.cache
+    )
     cache_mask = constrain(cache_mask, "lanes", None)
     keys, values = (last_block(x, model.window) for x in (projections.keys, projections.values))
     after = WindowState(keys, values, jnp.ones_like(state.valid))
@@ -112,7 +114,7 @@ def _with_local_cache(
     # Blocks before the first document start of the segment continue the document of the state.
     first = jax.lax.cummax(first, axis=1)
     length = jnp.minimum(tokens - first[:, -1], LONGEST)
-    if not model.cache:
+    if not model.sliding.cache:
         first, length = jnp.broadcast_to(begins, first.shape), jnp.zeros_like(length)
     cache = KVCache(state.keys, state.values, first < begins, first)
     keys, values = (x[:, -model.window :] for x in cache.joined(projections))
@@ -162,5 +164,5 @@ def closed_window(
     # Block and ring buffer differ in length, so the oldest token of the buffer is not at its start.
     # Rolling the buffer moves this token to the start.
     keys, values = (jnp.roll(x, -model.block_length, axis=1) for x in (block.keys, block.values))
-    length = jnp.minimum(state.length + model.block_length, LONGEST) * model.cache
+    length = jnp.minimum(state.length + model.block_length, LONGEST) * model.sliding.cache
     return LocalState(keys, values, length, block.sinks)

@@ -111,7 +111,7 @@ def clustered_flops(model: Model) -> int:
     m, attention = model, 4 * model.heads * model.head_dim
     # `left` is the number of keys of the previous block that have left a token's window, averaged
     # over the tokens of a block.
-    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
     reading = attention // 2 * section.clusters + attention * (left + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return window_flops(m) + reading + taking_in
@@ -145,7 +145,7 @@ class ClusteredLayer(nn.Module):
         # Centroids are initialised with the distribution of queries: about unit vectors if queries
         # are normalised, otherwise vectors whose entries have variance 1. The centroids are
         # multiplied by the learned scale of the queries.
-        spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
+        spread = m.head_dim**-0.5 if m.attention.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),
             nn.initializers.normal(spread),
@@ -200,7 +200,7 @@ class ClusteredLayer(nn.Module):
             """
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
-                attend_to_self=m.attend_to_self, implementation=implementation,
+                attend_to_self=m.sliding.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
         y = self.tokens.attend(x, projections, cached, feedback, attend_beyond_window)
@@ -264,7 +264,7 @@ class ClusteredLayer(nn.Module):
                 queries, part, self.tokens.unit_keys(window.keys), window.values,
                 cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),
-                attend_to_self=m.attend_to_self,
+                attend_to_self=m.sliding.attend_to_self,
             )  # fmt: skip
 
         return attend_beyond_window

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from brt.config import SECTIONS, Model
 from brt.config.kinds import KindSection, register_section
+from brt.config.model import PARTS
 from brt.errors import ConfigError
 from brt.layers.clustered import (
     CLUSTERED_AXES,
@@ -124,7 +125,7 @@ def register_kind(name: str, kind: LayerKind) -> None:
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
     if (section := kind.section) is not None:
-        if section.__name__ in (*SECTIONS, "Sweep"):
+        if section.__name__ in (*SECTIONS, *PARTS, "Sweep"):
             raise ConfigError(
                 f"{section.__name__!r} cannot be the section of the kind {name!r}, because brt has "
                 "a section of this name; rename the class"

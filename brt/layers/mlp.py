@@ -28,15 +28,15 @@ class MLP(nn.Module):
         m = self.model
         self.mlp_norm = norm_parameter(self, m, "mlp_norm")
         self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
-        if m.gated_mlp:
+        if m.mlp.gated:
             self.mlp_gate = parameter(self, "mlp_gate", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
         if m.norm.outputs:
             self.mlp_output_norm = norm_parameter(self, m, "mlp_output_norm")
         self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
-        if m.mlp_bias:
+        if m.mlp.bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
             self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
-            if m.gated_mlp:
+            if m.mlp.gated:
                 self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
 
     def __call__(
@@ -61,18 +61,18 @@ class MLP(nn.Module):
         self, h: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps
     ) -> Float[Array, "B T D"]:
         m, first, last = self.model, taps.mlp_in, taps.mlp_out
-        plain = m.activation == "relu" and not m.gated_mlp
-        if first and last and plain and not m.mlp_bias:
+        plain = m.activation == "relu" and not m.mlp.gated
+        if first and last and plain and not m.mlp.bias:
             return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
         hidden = deferred.dot(h, self.mlp_in, first)
-        if m.mlp_bias:
+        if m.mlp.bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
-        if m.gated_mlp:
+        if m.mlp.gated:
             gate = dense(h, self.mlp_gate)
-            gate = add_shared(gate, self.mlp_gate_bias) if m.mlp_bias else gate
+            gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
             hidden *= activation(gate, m.activation)
         else:
             hidden = activation(hidden, m.activation, keeps=last is not None)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
         out = deferred.dot(hidden, self.mlp_out, last)
-        return add_shared(out, self.mlp_out_bias) if m.mlp_bias else out
+        return add_shared(out, self.mlp_out_bias) if m.mlp.bias else out

@@ -81,7 +81,7 @@ def window_part(
         # `first` (the place where each block's document begins) in exactly these cases.
         assert past.first is not None
         return local_attention(
-            queries, *inputs, bias, past.first, dropout, attend_to_self=m.attend_to_self,
+            queries, *inputs, bias, past.first, dropout, attend_to_self=m.sliding.attend_to_self,
             scale=scale, implementation=kernels.local_attention,
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ def window_part(
     # so that only a mask of one window of queries and keys has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
-        queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.attend_to_self,
+        queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.sliding.attend_to_self,
         null_keys=has_null_keys(m), scale=scale, implementation=kernels.window_attention,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def sink_part(
     """
     return sink_attention(
         queries, *sinks, places, bias,
-        farthest=model.window - 1 if model.attend_to_self else model.window,
+        farthest=model.window - 1 if model.sliding.attend_to_self else model.window,
         speeds=speeds_of(model) if model.positions == "rotary" else None,
     )  # fmt: skip
 
@@ -163,14 +163,14 @@ def rotate_step(
     Args:
       model: the settings as the layer sees them.
       queries: the query of the token, not rotated.
-      keys: the ring buffer, not rotated. It contains the token's own key if `model.attend_to_self`
-        is True.
+      keys: the ring buffer, not rotated. It contains the token's own key if
+        `Window.attend_to_self` is True.
       position: the position of the token in its block.
 
     Returns:
       The rotated query and the rotated keys, in the order of the ring buffer.
     """
-    nearest = 0 if model.attend_to_self else 1
+    nearest = 0 if model.sliding.attend_to_self else 1
     steps = (position - nearest - jnp.arange(model.window)) % model.window + nearest
     table = rotations(-model.window, model.window + 1, speeds_of(model))
     zero = jnp.asarray([model.window])

@@ -145,8 +145,7 @@ class StateCell(nn.Module):
         self.weights = self._weights(m)
 
     def _weights(self, m: Model) -> CellWeights:
-        section = self.model.of(Recurrence)
-        by_head, scale = (m.model_dim, m.heads, m.head_dim), nn.initializers.constant(m.scale_init)
+        section, by_head = m.of(Recurrence), (m.model_dim, m.heads, m.head_dim)
         attended = (2, m.heads, m.head_dim)
         weights = CellWeights(
             norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
@@ -158,8 +157,8 @@ class StateCell(nn.Module):
             values=parameter(self, "values", by_head, INTO_HEADS),
             queries=parameter(self, "queries", by_head, INTO_HEADS),
             cross_queries=parameter(self, "cross_queries", by_head, INTO_HEADS),
-            scale=self._scale("scale", scale),
-            cross_scale=self._scale("cross_scale", scale),
+            scale=self._scale("scale"),
+            cross_scale=self._scale("cross_scale"),
         )  # fmt: skip
         if section.gate_layout == "single":
             # This MLP reads the outputs of all heads, which are not sharded over devices.
@@ -175,10 +174,11 @@ class StateCell(nn.Module):
         norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
         return self._mlp(weights._replace(mlp_norm=norm), (m.model_dim,), ("embed",))
 
-    def _scale(self, name: str, init: nn.initializers.Initializer) -> Float[Array, " H"]:
+    def _scale(self, name: str) -> Float[Array, " H"]:
         m = self.model
-        if not m.normalize_qk:
+        if not m.attention.normalize_qk:
             return jnp.full((m.heads,), m.head_dim**-0.5)
+        init = nn.initializers.constant(m.attention.scale_init)
         return jnp.abs(parameter(self, name, (m.heads,), ("heads",), init))
 
     def _mlp(
@@ -280,7 +280,7 @@ class RecurrentLayer(nn.Module):
         return {
             "kind": section.gate,
             "tanh": section.gate_tanh,
-            "normalize_qk": m.normalize_qk,
+            "normalize_qk": m.attention.normalize_qk,
             "null_keys": has_null_keys(m),
             "attention": self.kernels.softmax_attention,
         }
@@ -354,7 +354,7 @@ class RecurrentLayer(nn.Module):
         """
         vectors = self._vectors(state, document_start)
         memory = state_kv(
-            self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
+            self.cell.weights, vectors, normalize_qk=self.model.attention.normalize_qk,
             dtype=state.window.keys.dtype,
         )  # fmt: skip
         return LayerOutput(x, open_block(state.window, memory))
@@ -386,7 +386,7 @@ class RecurrentLayer(nn.Module):
         values become the cache. `state` is the state after the previous block, and x is None.
         """
         window = state.window
-        if not self.model.mask_empty_cache:
+        if not self.model.sliding.mask_empty_cache:
             window = zero_where_invalid(window)
         before, own = (
             tokens_by_head(*self.tokens.by_query_head(part.keys, part.values, normalize=True))

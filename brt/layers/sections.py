@@ -90,7 +90,7 @@ class Clustered(KindSection):
             f"{self.layers} assign to clusters; use 't5', 'alibi' or 'none'",
         )
         check(
-            not self.layers or model.cache,
+            not self.layers or model.sliding.cache,
             f"Clustered.layers = {self.layers} attend to tokens that left the window, which needs "
-            "Model.cache = True",
+            "Window.cache = True",
         )

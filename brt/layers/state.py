@@ -103,7 +103,7 @@ class LocalState(NamedTuple):
 
 def _counts_tokens(model: Model) -> bool:
     """Returns True if a window needs to know how many tokens of the document were read."""
-    return bool(model.sinks) or not model.window_is_block
+    return bool(model.sliding.sinks) or not model.window_is_block
 
 
 def window_axes(model: Model) -> Any:
@@ -113,7 +113,7 @@ def window_axes(model: Model) -> Any:
     if not _counts_tokens(model):
         return WINDOW_AXES
     keys, values, lanes = WINDOW_AXES
-    sinks: Any = Sinks(keys, values) if model.sinks else None
+    sinks: Any = Sinks(keys, values) if model.sliding.sinks else None
     return LocalState(keys, values, lanes, sinks)
 
 
@@ -174,8 +174,8 @@ def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState 
     """
     keys = jnp.zeros((batch, model.window, model.key_heads, model.head_dim), dtype)
     if _counts_tokens(model):
-        first = jnp.zeros((batch, model.sinks, model.key_heads, model.head_dim), dtype)
-        sinks = Sinks(first, jnp.zeros_like(first)) if model.sinks else None
+        first = jnp.zeros((batch, model.sliding.sinks, model.key_heads, model.head_dim), dtype)
+        sinks = Sinks(first, jnp.zeros_like(first)) if model.sliding.sinks else None
         return LocalState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32), sinks)
     return WindowState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), bool))
 
@@ -197,11 +197,11 @@ def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Arr
     belong to the block before the block that is read.
     """
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
-    return valid & model.cache
+    return valid & model.sliding.cache
 
 
 def has_null_keys(model: Model) -> bool:
     """Returns True if, by the settings, tokens of the first block of a document attend to keys of
     zeros in place of the missing cache.
     """
-    return model.cache and not model.mask_empty_cache
+    return model.sliding.cache and not model.sliding.mask_empty_cache

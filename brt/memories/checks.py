@@ -20,5 +20,5 @@ def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
         check(
             window >= model.block_length,
             f"layer {layer} of {name}: its window of {window} tokens must not be below the block "
-            f"of {model.block_length} tokens; set Model.block = {window}",
+            f"of {model.block_length} tokens; set Window.block = {window}",
         )

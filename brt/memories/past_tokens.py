@@ -106,9 +106,9 @@ class PastTokensLayer(nn.Module):
             sinks.
           places: the places of the tokens in their block.
         """
-        if self.model.sinks:
+        if self.model.sliding.sinks:
             assert before is not None  # States with sinks count tokens.
-            counts = jnp.clip(before - self.model.sinks, 0, counts)
+            counts = jnp.clip(before - self.model.sliding.sinks, 0, counts)
         names = ("lanes", "heads", None, None)
         shared = Past(*(spread_over_devices(part, self.model.heads, names) for part in past))
 

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         )  # fmt: skip
         self.stack = Stack(m, self.training, self.kernels)
         self.norm = norm_parameter(self, m, "norm")
-        if not m.tied_output:
+        if not m.embedding.tied:
             self.output = parameter(
                 self, "output", (m.vocab_size, m.model_dim), ("vocab", "embed"),
                 nn.initializers.normal(1.0),
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
-        if self.model.scale_embedding:
+        if self.model.embedding.scaled:
             x *= jnp.asarray(self.model.model_dim**0.5, x.dtype)
         return x
 
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         """
         x = self._embed(tokens[:, None])
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
-        weights = self.embedding if self.model.tied_output else self.output
+        weights = self.embedding if self.model.embedding.tied else self.output
         return logits(self.model, weights, self._hidden(x))[:, 0], block
 
     def end_block(
@@ -167,23 +167,25 @@ def forget(model: Model, state: StackState, parts: Collection[str]) -> StackStat
 
 
 def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D"]:
-    """Returns the weights of the logits, which are the embedding unless Model.tied_output is
+    """Returns the weights of the logits, which are the embedding unless Embedding.tied is
     False.
 
     Args:
       model: the settings of the model.
       params: the parameters of the decoder.
     """
-    return params["embedding" if model.tied_output else "output"]
+    return params["embedding" if model.embedding.tied else "output"]
 
 
 def logit_scale(model: Model) -> float:
     """Returns the number by which the products of hidden vectors and output weights are multiplied
     to get logits.
     """
-    if model.logit_scale == "one":
+    if model.embedding.logit_scale == "one":
         return 1.0
-    return (model.model_dim if model.logit_scale == "model_dim" else model.vocab_size) ** -0.5
+    return (
+        model.model_dim if model.embedding.logit_scale == "model_dim" else model.vocab_size
+    ) ** -0.5
 
 
 def logits(

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
+from brt.config.model import PARTS
 from brt.config.names import has_section
+from brt.config.renamed import RENAMED
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.formatting import printable
@@ -21,6 +23,14 @@ RESERVED = ("plots", "slurm")  # Points may not have these names, because other 
 MOST = 10_000  # A sweep may have at most this many points.
 _LONGEST = 96  # The name of a directory has at most this many characters.
 _HASH = 8
+# Settings of parts of the model keep the names that they had as fields of `Model`. Without their
+# section, these names say more (`mlp_bias` and `attention_bias` instead of `bias`).
+_OF_PARTS = {
+    new: old.partition(".")[2]
+    for old, names in RENAMED.items()
+    for new in names
+    if new.partition(".")[0] in PARTS
+}
 
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
 
@@ -172,7 +182,9 @@ def _short_names(fields: Iterable[str]) -> dict[str, str]:
 def _tail(name: str) -> str:
     section, _, field = name.partition(".")
     kind = kind_sections().get(section)
-    return f"{kind.kind}_{field}" if kind and field == "layers" else field
+    if kind and field == "layers":
+        return f"{kind.kind}_{field}"
+    return _OF_PARTS.get(name, field)
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,7 @@ from brt.config_io import config_text, saved_json
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, verify, weights
-from brt.interop.huggingface.causal.config import Window
+from brt.interop.huggingface.causal.config import Reading
 from brt.interop.huggingface.causal.reading import PretrainedDecoder
 from brt.interop.pretrained import parameter_count
 from brt.training import workdir as workdirs
@@ -19,7 +19,7 @@ from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 
-def from_hf(source: Path, target: Path, *, verified: bool, window: Window) -> Iterator[str]:
+def from_hf(source: Path, target: Path, *, verified: bool, window: Reading) -> Iterator[str]:
     """Converts a decoder of Hugging Face to a run at step 0, and yields lines that report what was
     done.
 
@@ -53,7 +53,8 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: Window) -> It
             f"{source}: {decoder.described['model_type']}, {model.layers} layers, width "
             f"{model.model_dim}, {parameter_count(params):,} parameters"
         )
-        yield f"window {model.window}, sinks {model.sinks}, blocks of {model.block_length} tokens"
+        sinks, block = model.sliding.sinks, model.block_length
+        yield f"window {model.window}, sinks {sinks}, blocks of {block} tokens"
         if beyond := model.beyond_context():
             yield f"note: {beyond}"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"

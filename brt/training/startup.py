@@ -3,6 +3,7 @@
 import jax
 
 from brt import tree_utils
+from brt.config import Model
 from brt.formatting import short
 from brt.training import rates, trainable
 from brt.training.run import Run
@@ -50,12 +51,13 @@ def replicated_keys(run: Run) -> str:
     The message is "" unless Mesh.tensor has more devices than can share the heads of keys.
     """
     devices = run.mesh.shape.get("tensor", 1)
-    heads = getattr(getattr(run.config, run.task.model), "kv_heads", 0)
+    model = getattr(run.config, run.task.model)
+    heads = model.attention.kv_heads if isinstance(model, Model) else 0
     if not heads or heads % devices == 0:
         return ""
     return (
-        f"Model.kv_heads = {heads} heads of keys and values cannot be shared by Mesh.tensor = "
-        f"{devices} devices, so each of these has all of them"
+        f"SelfAttention.kv_heads = {heads} heads of keys and values cannot be shared by "
+        f"Mesh.tensor = {devices} devices, so each of these has all of them"
     )
 
 

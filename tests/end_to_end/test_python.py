@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import brt
+from brt.config.model import PARTS
+from brt.config.renamed import RENAMED
 from brt.config_io import config_json
 from brt.errors import CheckpointError, ConfigError, DataError
 
@@ -47,7 +49,9 @@ def test_memories_are_gone_on_from_as_if_nothing_had_happened(
 def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
     model: brt.Model, tmp_path: Path
 ) -> None:
-    """Earlier versions saved the section Model, in the earliest ones with settings of kinds."""
+    """Earlier versions saved the section Model, in the earliest ones with settings of kinds. Later
+    ones saved every setting of Model and of kinds, and others were fields of Model.
+    """
     path = tmp_path / "m.npz"
     memory = model.read("the rain")
     memory.save(path)
@@ -63,7 +67,13 @@ def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
         np.savez(path, **arrays | {"identity": np.array(json.dumps(identity))})
         return model.load_memory(path)
 
-    for identity in (common | {"model": section}, common | {"model": section | kinds}):
+    earlier = {new: old for old, (new, *_) in RENAMED.items() if new.partition(".")[0] in PARTS}
+    flat = {earlier.get(name, name): value for name, value in saved.items()}
+    assert "Model.cache" in flat and "Window.cache" not in flat
+    section |= {name.partition(".")[2]: flat[name] for name in earlier.values()}
+    for identity in (
+        saved, flat, common | {"model": section}, common | {"model": section | kinds},
+    ):  # fmt: skip
         np.testing.assert_array_equal(loaded(identity).logits, memory.logits)
     for identity in (
         saved | {"Recurrence.gate": "gru"},
@@ -71,6 +81,8 @@ def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
     ):
         with pytest.raises(DataError, match="model: Recurrence.gate was gru and is fixed$"):
             loaded(identity)
+    with pytest.raises(DataError, match="model: Window.cache was False and is True$"):
+        loaded(flat | {"Model.cache": False})
     with pytest.raises(DataError, match=r"another model: .*Model.layers = 'two' must be an int"):
         loaded(common | {"model": {"layers": "two"}})
 

@@ -58,7 +58,7 @@ def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
     file.write_text(text)
     assert refusal(file).startswith(f"--import={file}: there is a kind of layers named 'window'")
     text = LAYERS.read_text()
-    for section in ("Data", "Sweep"):
+    for section in ("Data", "Window", "Sweep"):
         file.write_text(
             text.replace("Echo)", f"{section})")
             .replace("Echo(", f"{section}(")

@@ -105,55 +105,62 @@ PLAIN = Model(
 )  # fmt: skip
 _RECURRENT = {"Recurrence.states": 4}
 _GROUPED = {
-    "heads": 4, "kv_heads": 2, "head_dim": 4, "positions": "rotary", "Rotary.times_pi": False,
+    "heads": 4, "SelfAttention.kv_heads": 2, "head_dim": 4, "positions": "rotary",
+    "Rotary.times_pi": False,
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "window": {},
     "alibi": {"positions": "alibi"},
     "rotary": {"positions": "rotary"},
     "no positions": {"positions": "none"},
-    "no cache": {"cache": False},
-    "a window of three blocks": {"window": 12, "block": 4},
-    "a window within a block": {"window": 3, "block": 8},
-    "a window of two blocks and a half": {"window": 10, "block": 4, "positions": "rotary"},
+    "no cache": {"Window.cache": False},
+    "a window of three blocks": {"window": 12, "Window.block": 4},
+    "a window within a block": {"window": 3, "Window.block": 8},
+    "a window of two blocks and a half": {"window": 10, "Window.block": 4, "positions": "rotary"},
     "a window without the token": {
-        "window": 6, "block": 4, "attend_to_self": False, "normalize_qk": False,
+        "window": 6, "Window.block": 4, "Window.attend_to_self": False,
+        "SelfAttention.normalize_qk": False,
         "positions": "alibi",
     },
     "windows by layer": {
         **_RECURRENT, "Recurrence.layers": (0,), "layers": 3, "window": 8,
-        "layer_windows": (0, 20, 5), "positions": "rotary",
+        "Window.by_layer": (0, 20, 5), "positions": "rotary",
     },
     # Forms of pretrained decoders: heads of 4 numbers, so that there can be four of them.
     "grouped queries": {
-        **_GROUPED, "gated_mlp": True, "activation": "silu", "Rotary.scaling": "linear",
+        **_GROUPED, "MLP.gated": True, "activation": "silu", "Rotary.scaling": "linear",
         "Rotary.factor": 2.0,
     },
     "grouped queries, sinks": {
-        **_GROUPED, "sinks": 3, "window": 6, "block": 4, "normalize_qk": False,
-        "attention_bias": "all", "tied_output": False, "logit_scale": "one",
+        **_GROUPED, "Window.sinks": 3, "window": 6, "Window.block": 4,
+        "SelfAttention.normalize_qk": False,
+        "SelfAttention.bias": "all", "Embedding.tied": False, "Embedding.logit_scale": "one",
     },
     "sinks, windows by layer": {
-        "window": 8, "block": 4, "layer_windows": (3, 0), "sinks": 2, "positions": "rotary",
-        "Rotary.local_base": 100.0, "scale_embedding": True,
+        "window": 8, "Window.block": 4, "Window.by_layer": (3, 0), "Window.sinks": 2,
+        "positions": "rotary",
+        "Rotary.local_base": 100.0, "Embedding.scaled": True,
     },
     "recurrent, grouped queries, sinks": {
-        **_RECURRENT, "Recurrence.layers": (1,), "heads": 4, "kv_heads": 1, "head_dim": 4,
-        "sinks": 2, "normalize_qk": False, "Norm.queries_keys": True, "Norm.outputs": True,
+        **_RECURRENT, "Recurrence.layers": (1,), "heads": 4, "SelfAttention.kv_heads": 1,
+        "head_dim": 4,
+        "Window.sinks": 2, "SelfAttention.normalize_qk": False, "Norm.queries_keys": True,
+        "Norm.outputs": True,
         "Norm.offset": True,
     },
     "recurrent": {**_RECURRENT, "Recurrence.layers": (0,)},
     "recurrent, above": {**_RECURRENT, "Recurrence.layers": (1, 2), "layers": 3},
     "recurrent, around": {**_RECURRENT, "Recurrence.layers": (0, 2), "layers": 3},
     "recurrent, no cache": {
-        **_RECURRENT, "Recurrence.layers": (1,), "cache": False, "positions": "rotary",
+        **_RECURRENT, "Recurrence.layers": (1,), "Window.cache": False, "positions": "rotary",
     },
     "recurrent, no cache, no positions": {
-        **_RECURRENT, "Recurrence.layers": (0,), "layers": 1, "cache": False, "positions": "none",
+        **_RECURRENT, "Recurrence.layers": (0,), "layers": 1, "Window.cache": False,
+        "positions": "none",
     },
     # Every gate and every layout once, with all the options that change arithmetic.
     "recurrent, fixed gate, skip": {
-        **_RECURRENT, "Recurrence.layers": (0,), "positions": "none", "cache": False,
+        **_RECURRENT, "Recurrence.layers": (0,), "positions": "none", "Window.cache": False,
     },
     "recurrent, LSTM gate, dual": {
         **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "lstm",
@@ -162,11 +169,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "recurrent, GRU gate, single": {
         **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "gru",
         "Recurrence.gate_layout": "single", "Recurrence.gate_tanh": "paper",
-        "normalize_qk": False, "attend_to_self": False,
+        "SelfAttention.normalize_qk": False, "Window.attend_to_self": False,
     },
     "recurrent, fixed gate, dual": {
         **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate_layout": "dual",
-        "positions": "rotary", "cache": False, "attend_to_self": False,
+        "positions": "rotary", "Window.cache": False, "Window.attend_to_self": False,
     },
     "recurrent, LSTM gate, skip": {
         **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "lstm",
@@ -187,8 +194,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "memorizing, grouped queries, sinks": {
         **_GROUPED, "Memorizing.layers": (1,), "Memorizing.size": 10, "Memorizing.neighbors": 3,
-        "Memorizing.gate": "tanh", "sinks": 2, "window": 6, "block": 4, "normalize_qk": False,
-        "attention_bias": "qkv",
+        "Memorizing.gate": "tanh", "Window.sinks": 2, "window": 6, "Window.block": 4,
+        "SelfAttention.normalize_qk": False,
+        "SelfAttention.bias": "qkv",
     },
     "clustered": {
         "Clustered.layers": (1,), "Clustered.clusters": 3, "Clustered.top_k": 2,
@@ -212,7 +220,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 10},
     "dense memory, grouped queries": {
-        "heads": 4, "kv_heads": 2, "head_dim": 4, "DenseMemory.layers": (1,),
+        "heads": 4, "SelfAttention.kv_heads": 2, "head_dim": 4, "DenseMemory.layers": (1,),
         "DenseMemory.size": 10,
     },
     "gated dense memory, feedback": {
@@ -221,26 +229,33 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gated dense memory, grouped queries, sinks": {
         **_GROUPED, "DenseMemory.layers": (1,), "DenseMemory.size": 11, "DenseMemory.gate": "tanh",
-        "sinks": 2, "window": 6, "block": 4, "normalize_qk": False, "Norm.queries_keys": True,
+        "Window.sinks": 2, "window": 6, "Window.block": 4, "SelfAttention.normalize_qk": False,
+        "Norm.queries_keys": True,
     },
     "routing": {
         "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
         "Routing.keep": 5,
     },
     "gated linear recurrence": {"RGLRU.layers": (0, 2), "layers": 3, "RGLRU.width": 24},
-    "gated linear recurrence, blocks of a token": {"RGLRU.layers": (1,), "window": 7, "block": 1},
-    "gated linear recurrence, grouped queries": {**_GROUPED, "RGLRU.layers": (1,), "sinks": 2},
+    "gated linear recurrence, blocks of a token": {
+        "RGLRU.layers": (1,), "window": 7, "Window.block": 1,
+    },
+    "gated linear recurrence, grouped queries": {
+        **_GROUPED, "RGLRU.layers": (1,), "Window.sinks": 2,
+    },
     "gated delta rule": {
         "GatedDeltaNet.layers": (0, 2), "layers": 3, "GatedDeltaNet.heads": 3,
         "GatedDeltaNet.key_dim": 4, "GatedDeltaNet.value_dim": 6,
     },
     "gated delta rule, blocks of a token": {
-        "GatedDeltaNet.layers": (1,), "window": 7, "block": 1,
+        "GatedDeltaNet.layers": (1,), "window": 7, "Window.block": 1,
     },
     "gated delta rule beside a window": {"GatedDeltaNet.window_layers": (1,)},
     "gated delta rule beside grouped queries, sinks": {
-        **_GROUPED, "GatedDeltaNet.window_layers": (0,), "sinks": 3, "window": 6, "block": 4,
-        "normalize_qk": False, "attention_bias": "all", "Norm.outputs": True, "Norm.offset": True,
+        **_GROUPED, "GatedDeltaNet.window_layers": (0,), "Window.sinks": 3, "window": 6,
+        "Window.block": 4,
+        "SelfAttention.normalize_qk": False, "SelfAttention.bias": "all", "Norm.outputs": True,
+        "Norm.offset": True,
     },
     "gated delta rule, feedback": {
         **_RECURRENT, "Recurrence.layers": (1,), "feedback": True,
@@ -249,7 +264,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "toy": {"Toy.layers": (0, 1), "layers": 3},
     "a user's state of blocks": {"Echo.layers": (0,)},
     "a recurrence over tokens": {"Decay.layers": (0, 2), "layers": 3, "window": 8},
-    "a recurrence over tokens, blocks of a token": {"Decay.layers": (1,), "window": 7, "block": 1},
+    "a recurrence over tokens, blocks of a token": {
+        "Decay.layers": (1,), "window": 7, "Window.block": 1,
+    },
 }  # fmt: skip
 
 

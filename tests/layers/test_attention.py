@@ -1,9 +1,8 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Model
 from brt.errors import ConfigError
@@ -29,12 +28,12 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     np.testing.assert_array_equal(after.values, -tokens[:, 4:])
     assert after.valid.all()
 
-    vanilla = dataclasses.replace(MODEL, cache=False, mask_empty_cache=False)
+    vanilla = with_settings(MODEL, {"Window.cache": False, "Window.mask_empty_cache": False})
     past, same = with_cache(vanilla, state, projections, start)
     assert not past.cache_mask.any()
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
-    parity = dataclasses.replace(MODEL, mask_empty_cache=False)
+    parity = with_settings(MODEL, {"Window.mask_empty_cache": False})
     keys, values, *_ = with_cache(parity, state, projections, start)[0]
     assert keys[0].all() and not keys[1].any() and not values[1].any()
 

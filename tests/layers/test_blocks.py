@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt.config import Kernels, Model
 from brt.errors import ConfigError
-from brt.layers.sections import Recurrence
 from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
@@ -49,7 +49,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     """Blocks of half a window give the attention that blocks of a whole window give."""
     monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", chunk)  # 48 is no multiple of 10.
     whole = dataclasses.replace(PLAIN, layers=1, positions=positions)
-    halves = dataclasses.replace(whole, block=4)
+    halves = with_settings(whole, {"Window.block": 4})
     params, ids = random_params(whole), jnp.asarray(tokens())
 
     def both(model: Model) -> tuple:
@@ -70,7 +70,9 @@ def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
     random_params: Any,
 ) -> None:
     """Two segments, so that the second one reads a cache that ends inside of a document."""
-    model = dataclasses.replace(PLAIN, layers=1, positions="rotary", block=4, sinks=2)
+    model = with_settings(
+        PLAIN, {"layers": 1, "positions": "rotary", "Window.block": 4, "Window.sinks": 2}
+    )
     params, ids = random_params(model), jnp.asarray(tokens())
 
     def both(name: str) -> tuple:
@@ -100,9 +102,12 @@ def test_with_feedback_deferred_gradients_are_those_of_one_pass(
     random_params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recurrent layer has a window of one block, the layer below it a longer one."""
-    model = dataclasses.replace(
-        PLAIN.with_kinds(Recurrence(layers=(1,), states=4)), layers=2, layer_windows=(12, 0),
-        feedback=True,
+    model = with_settings(
+        PLAIN,
+        {
+            "Recurrence.layers": (1,), "Recurrence.states": 4, "layers": 2, "feedback": True,
+            "Window.by_layer": (12, 0),
+        },
     )  # fmt: skip
     params, ids, start = random_params(model), jnp.asarray(tokens()), starts(model, (1, 16))
 
@@ -142,15 +147,12 @@ def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"block": 4, "kinds": (Recurrence(layers=(0,)),)},
-            "layer 0 is recurrent",
-        ),
-        ({"block": 4, "mask_empty_cache": False}, "needs Model.mask_empty_cache = True"),
-        ({"layer_windows": (4, -1)}, "must not be negative"),
-        ({"block": -1}, "Model.block = -1"),
+        ({"Window.block": 4, "Recurrence.layers": (0,)}, "layer 0 is recurrent"),
+        ({"Window.block": 4, "Window.mask_empty_cache": False}, "needs Window.mask_empty_cache"),
+        ({"Window.by_layer": (4, -1)}, "must not be negative"),
+        ({"Window.block": -1}, "Window.block = -1"),
     ],
 )
 def test_blocks_that_a_layer_cannot_read_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(PLAIN, **changes)
+        with_settings(PLAIN, changes)

@@ -68,9 +68,9 @@ def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     model = with_settings(
         MODEL,
         {
-            "normalize_qk": normalize_qk,
+            "SelfAttention.normalize_qk": normalize_qk,
             "Clustered.clusters": 512,
-            "scale_init": 3.0,
+            "SelfAttention.scale_init": 3.0,
             "head_dim": 32,
         },
     )
@@ -189,7 +189,7 @@ def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     ("changes", "message"),
     [
         ({"positions": "rotary"}, "'rotary' rotates the queries .* use 't5', 'alibi' or 'n"),
-        ({"cache": False}, "which needs Model.cache = True"),
+        ({"Window.cache": False}, "which needs Window.cache = True"),
         ({"Clustered.clusters": 0}, "Clustered.clusters = 0 must be above 0"),
         ({"Clustered.top_k": 0}, "Clustered.top_k = 0 must be above 0"),
         ({"Clustered.layers": (1,)}, r"names layer 1, but Model.layers = 1 has layers 0 to 0"),

@@ -142,9 +142,9 @@ def test_a_token_reads_its_past_and_no_later_token_and_no_other_lane(
     assert not differs[1].any()
     model, place = case.model, np.arange(TOKENS)
     distance = place[:, None] - place[None, :]
-    reach = sum(window - 1 + (not model.attend_to_self) for window in model.windows)
-    near = (distance >= 0) & ((distance <= reach) | (place[None] < model.sinks))
-    if not model.cache:
+    reach = sum(window - 1 + (not model.sliding.attend_to_self) for window in model.windows)
+    near = (distance >= 0) & ((distance <= reach) | (place[None] < model.sliding.sinks))
+    if not model.sliding.cache:
         block = place // model.block_length
         near &= block[:, None] == block[None, :]
     least, most = expected_past(model, near, distance >= 0)
@@ -190,7 +190,7 @@ def test_a_document_does_not_depend_on_what_was_read_before_it(
     fresh = case.read(tokens())
     assert_close(one.hidden[0], fresh.hidden[0])
     again = case.read(both, state, case.starts((0, 0))).hidden  # In lane 1 no document starts.
-    carries = case.model.cache or set(case.model.layer_types) != {"window"}
+    carries = case.model.sliding.cache or set(case.model.layer_types) != {"window"}
     assert (np.abs(again[1, MIDDLE:] - one.hidden[1, MIDDLE:]).max() > 0.01) == carries
 
 
@@ -201,7 +201,7 @@ def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
     case = build(name)
     past, other = (case.read(tokens(seed)).state for seed in (1, 2))
     fresh, hidden = case.read(tokens()).hidden, case.read(tokens(), past).hidden
-    named = parts(case.model) - ({"cache"} if not case.model.cache else set())
+    named = parts(case.model) - ({"cache"} if not case.model.sliding.cache else set())
     assert_close(case.read(tokens(), forget(case.model, past, named)).hidden, fresh)
     for part in named:
         forgotten = forget(case.model, past, {part})

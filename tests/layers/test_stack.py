@@ -224,7 +224,11 @@ FED_BACK = {
         "Recurrence.gate_layout": "dual",
         "remat": True,
     },
-    "single": {"Recurrence.gate": "gru", "Recurrence.gate_layout": "single", "normalize_qk": False},
+    "single": {
+        "Recurrence.gate": "gru",
+        "Recurrence.gate_layout": "single",
+        "SelfAttention.normalize_qk": False,
+    },
     "memorizing": {"Memorizing.layers": (0,), "Memorizing.size": 16, "Memorizing.neighbors": 2},
 }
 

@@ -279,7 +279,7 @@ def test_the_flops_of_compressive_layers_are_counted() -> None:
     ("changes", "message"),
     [
         ({"positions": "rotary"}, r"'rotary' has no positions for the slots .* use 't5', 'alibi'"),
-        ({"cache": False}, "which needs Model.cache = True"),
+        ({"Window.cache": False}, "which needs Window.cache = True"),
         (
             {"Compressive.rate": 3},
             "Model.window = 4 must be a multiple of Compressive.rate = 3",

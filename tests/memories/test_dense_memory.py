@@ -92,7 +92,7 @@ def test_a_memory_of_all_is_a_window_of_all(params: Any) -> None:
 def test_empty_places_are_masked_or_count_as_zeros(params: Any) -> None:
     noise = new_state()._replace(keys=new_state().keys + 1, values=new_state().values + 1)
     for masked in (True, False):
-        model = dataclasses.replace(MODEL, mask_empty_cache=masked)
+        model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
         y, noisy = (read(params, inputs(), s, model=model)[0] for s in (new_state(), noise))
         np.testing.assert_array_equal(noisy, y)
     assert np.any(read(params, inputs(), new_state())[0] != y), "zeros are looked at"

@@ -15,6 +15,7 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
+from brt.config.self_attention import SelfAttention
 from brt.errors import ConfigError
 from brt.layers import kinds
 from brt.memories.dense_memory.layer import DenseMemoryLayer, new_dense_state
@@ -24,8 +25,8 @@ TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS, SIZE = 2, 4, 4, 10
 TOKENS = WINDOW * BLOCKS
 PLAIN = Model(
-    layers=1, model_dim=16, heads=4, kv_heads=2, head_dim=4, mlp_dim=32, window=WINDOW,
-    vocab_size=8, positions="rotary", normalize_qk=False,
+    layers=1, model_dim=16, heads=4, head_dim=4, mlp_dim=32, window=WINDOW,
+    vocab_size=8, positions="rotary", attention=SelfAttention(kv_heads=2, normalize_qk=False),
 )  # fmt: skip
 SETTINGS = {
     "memorizing": {
@@ -108,7 +109,7 @@ def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(
 @each_kind
 def test_sinks_are_not_read_a_second_time(kind: str, random_params: Callable) -> None:
     """The document's first block are its sinks, so the memory has nothing else for the second."""
-    model = model_of(kind, sinks=WINDOW)
+    model = model_of(kind, **{"Window.sinks": WINDOW})
     shut, wide = (
         read(params_of(random_params, model, gate), model, inputs())[0] for gate in (0.0, 100.0)
     )
@@ -141,16 +142,16 @@ def test_the_memory_beyond_the_window_is_counted() -> None:
     ("kind", "settings", "sentence"),
     [
         ("gated_dense_memory", {"DenseMemory.size": 4}, "DenseMemory.size = 4 must be above the"),
-        ("gated_dense_memory", {"cache": False}, "DenseMemory.gate = 'tanh' needs Model.cache"),
+        ("gated_dense_memory", {"Window.cache": False}, "'tanh' needs Window.cache"),
         (
-            "gated_dense_memory", {"DenseMemory.gate": "none", "sinks": 2},
-            "Model.sinks = 2 needs DenseMemory.gate = 'tanh'",
+            "gated_dense_memory", {"DenseMemory.gate": "none", "Window.sinks": 2},
+            "Window.sinks = 2 needs DenseMemory.gate = 'tanh'",
         ),
         (
-            "gated_dense_memory", {"DenseMemory.gate": "none", "block": 2},
+            "gated_dense_memory", {"DenseMemory.gate": "none", "Window.block": 2},
             "layer 0 of DenseMemory.layers reads its block of 2 tokens instead of a window of 4",
         ),
-        ("memorizing", {"block": 8}, "window of 4 tokens must not be below the block of 8 tokens"),
+        ("memorizing", {"Window.block": 8}, "window of 4 tokens must not be below the block of 8"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(

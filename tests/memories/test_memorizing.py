@@ -100,7 +100,7 @@ def test_a_token_finds_earlier_blocks_but_neither_its_own_nor_the_future(params:
     start = np.zeros((LANES, BLOCKS), bool)
     start[1, 2] = True
     model = with_settings(
-        MODEL, {"cache": False, "Memorizing.neighbors": TOKENS}
+        MODEL, {"Window.cache": False, "Memorizing.neighbors": TOKENS}
     )  # finds everything
 
     def output(x: jax.Array) -> np.ndarray:
@@ -122,7 +122,7 @@ def test_a_token_finds_earlier_blocks_but_neither_its_own_nor_the_future(params:
 def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets_one(
     params: Any,
 ) -> None:
-    model = dataclasses.replace(MODEL, cache=False)
+    model = with_settings(MODEL, {"Window.cache": False})
 
     def last_block(params: Any, x: jax.Array) -> jax.Array:
         y, _ = read(params, x, new_state(), model=model)
@@ -136,7 +136,7 @@ def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
     """Zeros count as in the original."""
-    model = dataclasses.replace(MODEL, mask_empty_cache=masked)
+    model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
 
     def first_block(gate: float) -> np.ndarray:
         changed = {**params, "memory_gate": jnp.full((MODEL.heads,), gate)}

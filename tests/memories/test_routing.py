@@ -167,7 +167,7 @@ def test_the_flops_of_routing_layers_are_counted() -> None:
     ("changes", "message"),
     [
         ({"positions": "rotary"}, r"'rotary' rotates the queries .*Routing.layers = \(0,\)"),
-        ({"cache": False}, "which needs Model.cache = True"),
+        ({"Window.cache": False}, "which needs Window.cache = True"),
         (
             {"Routing.heads": 3},
             "Routing.heads = 3 leaves none of Model.heads = 3 for a window; set it to 2 at",

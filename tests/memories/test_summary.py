@@ -10,6 +10,7 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
+from brt.config.mlp import MLP
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.scan import Stream
@@ -35,7 +36,7 @@ MODEL = Model(
         Summaries(long_layers=(0,), summaries=2, short_memory=3, long_memory=6, long_increment=2),
     ),
 )
-PAPER = Model(mlp_bias=True, vocab_size=32128)
+PAPER = Model(mlp=MLP(bias=True), vocab_size=32128)
 NOWHERE = np.zeros((LANES, BLOCKS), bool)
 
 
@@ -84,7 +85,7 @@ def differs(one: jax.Array, other: jax.Array) -> np.ndarray:
 def test_tokens_read_no_summary_of_their_block_and_summaries_all_its_tokens(
     params: Any, itself: bool
 ) -> None:
-    model = dataclasses.replace(MODEL, attend_to_self=itself)
+    model = with_settings(MODEL, {"Window.attend_to_self": itself})
     base, _ = read(params, inputs(), new_state(), model=model)
     for place in range(MODEL.of(Summaries).summaries):
         changed = inputs()._replace(summaries=inputs().summaries.at[0, 1, place].add(1.0))
@@ -155,7 +156,7 @@ def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
     """Zeros count as in the original."""
-    model = dataclasses.replace(MODEL, mask_empty_cache=masked)
+    model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
 
     def first_block(gate: float, state: LongSummaryState) -> np.ndarray:
         changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
@@ -176,7 +177,7 @@ def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
     random_params: Callable, remat: bool
 ) -> None:
     model = with_settings(
-        MODEL, {"layers": 2, "Summaries.layers": (1,), "mlp_bias": True, "dtype": "float32"}
+        MODEL, {"layers": 2, "Summaries.layers": (1,), "MLP.bias": True, "dtype": "float32"}
     )
     params, start = random_params(model), jnp.asarray(NOWHERE)
     ids = jnp.asarray(np.random.default_rng(0).integers(8, size=(LANES, TOKENS)), jnp.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from brt.config import Model
+from brt.config.self_attention import SelfAttention
 from brt.errors import DataError
 from brt.layers.recurrent import RecurrentState
 from brt.layers.runs import runs
@@ -163,7 +164,7 @@ def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
             for i, part in enumerate(parts)
             if i not in recurrent
         ),
-        "normalize_qk": "tbase/_kvq/attention_scale" in first,
+        "attention": SelfAttention(normalize_qk="tbase/_kvq/attention_scale" in first),
         "vocab_size": arrays["embed/embedding"].shape[0] if "embed/embedding" in arrays else 1,
         "dtype": "float32",
     }

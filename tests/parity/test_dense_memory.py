@@ -19,6 +19,7 @@ from recordings import Golden, assert_close
 from test_melodi import layer_parameters, starts
 
 from brt.config import Model
+from brt.config.mlp import MLP
 from brt.layers.state import new_window_state
 from brt.layers.window import WindowLayer
 from brt.memories import DenseMemory
@@ -39,7 +40,7 @@ def model_of(golden: Golden) -> Model:
         head_dim=cfg["head_dim"],
         mlp_dim=cfg["mlp"],
         window=cfg["seq"],
-        mlp_bias=True,
+        mlp=MLP(bias=True),
         vocab_size=cfg["vocab"],
         dtype="float32",
         kinds=(DenseMemory(layers=(0,), size=cfg["memory"]),),

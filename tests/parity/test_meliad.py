@@ -111,7 +111,7 @@ def test_layers_equal_the_recordings(layer_file: Path, monkeypatch: pytest.Monke
         params, golden["xs"], initial, start(golden["start"])
     )
     assert_close(ys, golden["ys"], "ys")
-    normalized = model.normalize_qk
+    normalized = model.attention.normalize_qk
     check_state(state, golden.under("state_out"), "state", normalized=normalized)
     assert_close(value, golden["loss"], "loss", float(np.abs(golden["ys"] * golden["ct"]).sum()))
     assert_close(grad_xs, golden["grad_xs"], "gradient of xs")

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from recordings import Golden, assert_close
 
 from brt.config import Model
+from brt.config.mlp import MLP
 from brt.layers.kinds import KINDS
 from brt.layers.scan import Stream
 from brt.memories import Summaries
@@ -58,7 +59,7 @@ def model_of(golden: Golden) -> Model:
         head_dim=cfg["head_dim"],
         mlp_dim=cfg["mlp"],
         window=cfg["window"],
-        mlp_bias=True,
+        mlp=MLP(bias=True),
         vocab_size=cfg["vocab"],
         dtype="float32",
         kinds=(

@@ -60,9 +60,10 @@ SEQ2SEQ = Seq2Seq(
 )  # fmt: skip
 
 GROUPED = {
-    "heads": 8, "kv_heads": 2, "head_dim": 4, "positions": "rotary", "Rotary.times_pi": False,
-    "gated_mlp": True, "activation": "silu", "normalize_qk": False, "sinks": 2,
-    "tied_output": False, "logit_scale": "one", "Norm.queries_keys": True,
+    "heads": 8, "SelfAttention.kv_heads": 2, "head_dim": 4, "positions": "rotary",
+    "Rotary.times_pi": False,
+    "MLP.gated": True, "activation": "silu", "SelfAttention.normalize_qk": False, "Window.sinks": 2,
+    "Embedding.tied": False, "Embedding.logit_scale": "one", "Norm.queries_keys": True,
 }  # fmt: skip
 
 MESHES = {

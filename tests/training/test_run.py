@@ -170,3 +170,7 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
     other = dataclasses.replace(CONFIG.training, seed=1)
     with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))
+    model = with_settings(CONFIG.model, {"Window.cache": False})
+    changed = dataclasses.replace(CONFIG, model=model)
+    for name in ("Window.cache", "Model.cache"):  # The second one is an earlier name.
+        assert check_resumable(CONFIG, changed, (name,)) == ["Window.cache: True -> False"]

@@ -104,7 +104,7 @@ def compressive_flops(model: Model) -> int:
     m, width = model, model.heads * model.head_dim
     # `left` is the number of keys of the previous block that have left a token's window, averaged
     # over the tokens of a block.
-    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the compressor's auxiliary loss are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
@@ -216,7 +216,7 @@ class CompressiveLayer(nn.Module):
         return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
 
     def _nearest(self) -> int:
-        return 0 if self.model.attend_to_self else 1
+        return 0 if self.model.sliding.attend_to_self else 1
 
     def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
         section = self.model.of(Compressive)

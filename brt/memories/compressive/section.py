@@ -53,7 +53,7 @@ class Compressive(KindSection):
             f"{self.layers}; use 't5', 'alibi' or 'none'",
         )
         check(
-            model.cache,
+            model.sliding.cache,
             f"Compressive.layers = {self.layers} attend to the previous block, which needs "
-            "Model.cache = True",
+            "Window.cache = True",
         )

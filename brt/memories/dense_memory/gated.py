@@ -38,7 +38,7 @@ def gated_flops(model: Model) -> int:
     have left a token's window, on average over the tokens of a block.
     """
     m = model
-    own = (m.block_length + 1) // 2 if m.attend_to_self else (m.block_length - 1) // 2
+    own = (m.block_length + 1) // 2 if m.sliding.attend_to_self else (m.block_length - 1) // 2
     beyond = max(m.of(DenseMemory).size + own - m.window, 0)
     return window_flops(m) + 4 * m.heads * m.head_dim * beyond
 
@@ -90,7 +90,7 @@ class GatedMemoryLayer(PastTokensLayer):
         blocks, width = readers.counts.shape[1], len(readers.places)
         queries = constrain(queries, "lanes", None, "heads", None)
         columns = jnp.arange(size)
-        farthest = m.window - 1 if m.attend_to_self else m.window
+        farthest = m.window - 1 if m.sliding.attend_to_self else m.window
         left = (readers.places[:, None] + size - columns[None]) > farthest
 
         # A block has W M attention weights for each head. The backward pass recomputes the weights,

@@ -72,7 +72,7 @@ def dense_memory_flops(model: Model) -> int:
     section = model.of(DenseMemory)
     m = model
     # A token sees `own` keys of its own block, on average over the tokens of the block.
-    own = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2
+    own = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
     return window_flops(m) + 4 * m.heads * m.head_dim * (section.size + own - m.window)
 
 
@@ -180,11 +180,11 @@ class DenseMemoryLayer(nn.Module):
         there = (columns >= section.size) | (columns >= section.size - length[:, None])
         # If the setting `mask_empty_cache` is False, places of the memory that hold no token count
         # as zero keys.
-        if not m.mask_empty_cache:
+        if not m.sliding.mask_empty_cache:
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
-        last = places + section.size - (0 if m.attend_to_self else 1)
+        last = places + section.size - (0 if m.sliding.attend_to_self else 1)
         mask = there[:, None] & (columns <= last[:, None])[None]
         keys, values = (spread_over_devices(z, m.heads, _BY_QUERY_HEAD) for z in seen)
         part = attend_part(

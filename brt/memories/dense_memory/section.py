@@ -57,8 +57,8 @@ class DenseMemory(KindSection):
                 "DenseMemory.gate = 'tanh', because the memory is read beyond the window",
             )
             check(
-                model.cache and model.mask_empty_cache,
-                "DenseMemory.gate = 'tanh' needs Model.cache = True and Model.mask_empty_cache = "
+                model.sliding.cache and model.sliding.mask_empty_cache,
+                "DenseMemory.gate = 'tanh' needs Window.cache = True and Window.mask_empty_cache = "
                 "True",
             )
             return
@@ -68,9 +68,9 @@ class DenseMemory(KindSection):
             f"DenseMemory.layers = {self.layers} cannot; set it to False",
         )
         check(
-            not model.sinks,
-            f"Model.sinks = {model.sinks} needs DenseMemory.gate = 'tanh' for DenseMemory.layers = "
-            f"{self.layers}; set the gate, or no sinks",
+            not model.sliding.sinks,
+            f"Window.sinks = {model.sliding.sinks} needs DenseMemory.gate = 'tanh' for "
+            f"DenseMemory.layers = {self.layers}; set the gate, or no sinks",
         )
         for layer in self.layers:
             window = model.windows[layer]
@@ -78,5 +78,5 @@ class DenseMemory(KindSection):
                 window == model.block_length,
                 f"layer {layer} of DenseMemory.layers reads its block of {model.block_length} "
                 f"tokens instead of a window of {window}; set DenseMemory.gate = 'tanh' or "
-                "Model.block = 0",
+                "Window.block = 0",
             )

@@ -75,7 +75,7 @@ class MemorizingLayer(PastTokensLayer):
           readers: how many tokens the blocks may read, and the places of the tokens.
         """
         section, local, counts = self.model.of(Memorizing), window.output, readers.counts
-        null_keys = not self.model.mask_empty_cache
+        null_keys = not self.model.sliding.mask_empty_cache
         remembered_output = memory_attention(
             queries, *past, counts, size=section.size, neighbors=section.neighbors,
             search=section.search, null_keys=null_keys,

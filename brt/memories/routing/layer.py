@@ -174,7 +174,11 @@ class RoutingLayer(nn.Module):
             kernel_init(inputs=2, variance=section.heads / m.heads),
         )  # fmt: skip
         self.scale = parameter(
-            self, "routed_scale", by_head[1:2], ("heads",), nn.initializers.constant(m.scale_init)
+            self,
+            "routed_scale",
+            by_head[1:2],
+            ("heads",),
+            nn.initializers.constant(m.attention.scale_init),
         )
         if m.positions == "t5":
             self.relative_bias = parameter(
@@ -188,10 +192,10 @@ class RoutingLayer(nn.Module):
         if m.positions != "t5":
             return jnp.zeros((section.heads, section.keep), jnp.float32)
         bias = relative_bias(
-            self.relative_bias, window=section.keep, attend_to_self=m.attend_to_self,
+            self.relative_bias, window=section.keep, attend_to_self=m.sliding.attend_to_self,
             max_distance=m.relative_max_distance,
         )  # fmt: skip
-        return bias * jnp.abs(self.scale)[:, None] if m.bias_before_scale else bias
+        return bias * jnp.abs(self.scale)[:, None] if m.attention.bias_before_scale else bias
 
     def _routed(
         self, x: Float[Array, "B T D"], statistics: ClusterStatistics
@@ -237,8 +241,8 @@ class RoutingLayer(nn.Module):
         )  # fmt: skip
         start = constrain(document_start, "lanes", None)
         read = routed_attention(
-            queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
-            implementation=self.kernels.routed_attention,
+            queries, routed, state.rings, start, self._bias(),
+            attend_to_self=m.sliding.attend_to_self, implementation=self.kernels.routed_attention,
         )  # fmt: skip
         # The output of the routed heads is added here. `attend` adds the output of the windowed
         # heads.
@@ -309,7 +313,7 @@ class RoutingLayer(nn.Module):
         )
         read = routed_attention_step(
             queries, routed.clusters[:, 0], whole, state.rings, position, self._bias(),
-            attend_to_self=self.model.attend_to_self,
+            attend_to_self=self.model.sliding.attend_to_self,
         )  # fmt: skip
         y, tokens = self.tokens.attend_step(
             x + dense(read, self.output, inputs=2), state.window, block.tokens, position, None,

@@ -51,9 +51,9 @@ class Routing(KindSection):
             f"{self.layers} assign to clusters; use 't5', 'alibi' or 'none'",
         )
         check(
-            model.cache,
+            model.sliding.cache,
             f"Routing.layers = {self.layers} attend to tokens that left the window, which needs "
-            "Model.cache = True",
+            "Window.cache = True",
         )
         check(
             not model.feedback,

@@ -215,7 +215,7 @@ class SummaryLayer(nn.Module):
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
         # If `mask_empty_cache` is False, missing keys of the memories count as zero keys.
-        nulls = not m.mask_empty_cache
+        nulls = not m.sliding.mask_empty_cache
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
         distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
@@ -272,7 +272,7 @@ class SummaryLayer(nn.Module):
         section = self.model.of(Summaries)
         m = self.model
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
-        nearest = 0 if m.attend_to_self else 1
+        nearest = 0 if m.sliding.attend_to_self else 1
         return places[:, None] + (section.short_memory - nearest) - columns[None]
 
     def _row(self) -> Float[Array, "H Z"] | None:
@@ -288,7 +288,7 @@ class SummaryLayer(nn.Module):
             return None
         # `last` is the distance between place 0 of the block and key 0, which is the first vector
         # of the short-term memory.
-        last = section.short_memory - (0 if m.attend_to_self else 1)
+        last = section.short_memory - (0 if m.sliding.attend_to_self else 1)
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:

@@ -47,9 +47,10 @@ def distills(config: Config) -> bool:
 
 def teacher_config(config: Config) -> Config:
     """Returns the config of the teacher: all layers have windows and no other memory."""
+    sliding = dataclasses.replace(config.model.sliding, block=config.model.block_length)
     model = dataclasses.replace(
-        config.model, window=config.distillation.window, block=config.model.block_length,
-        kinds=(), feedback=False, dropout=0.0,
+        config.model, window=config.distillation.window, sliding=sliding, kinds=(),
+        feedback=False, dropout=0.0,
     )  # fmt: skip
     return dataclasses.replace(config, model=model)
 

@@ -80,7 +80,7 @@ class LanguageModeling(Task):
                 f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "
                 "must not; remove it, and name layers in Clustered.layers"
             )
-        block = "Model.block" if model.block else "Model.window"
+        block = "Window.block" if model.sliding.block else "Model.window"
         for name, length in (
             ("Training.segment_length", config.training.segment_length),
             ("Evaluation.segment_length", config.evaluation_segment_length),

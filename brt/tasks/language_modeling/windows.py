@@ -63,7 +63,7 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
 class WindowEvaluator:
     """Evaluates one model with several windows; see `brt.tasks.evaluators.Evaluator`.
 
-    The windows replace Model.window. Layers that Model.layer_windows gives another window keep that
+    The windows replace Model.window. Layers that Window.by_layer gives another window keep that
     window.
 
     Args:
@@ -141,7 +141,7 @@ class WindowEvaluator:
         report = {
             **largest.totals,
             "protocol": {**largest.protocol, "window": self.windows[-1],
-                         "sinks": self._config.model.sinks, "block": self._block},
+                         "sinks": self._config.model.sliding.sinks, "block": self._block},
             "windows": rows,
             "positions": {"from": self._edges(), "tokens": tokens.tolist()},
         }  # fmt: skip
@@ -213,7 +213,8 @@ class BlockNats:
 
 
 def _with_window(config: Config, window: int, block: int) -> Config:
-    model = dataclasses.replace(config.model, window=window, block=block)
+    sliding = dataclasses.replace(config.model.sliding, block=block)
+    model = dataclasses.replace(config.model, window=window, sliding=sliding)
     length = block * max(1, max(config.evaluation_segment_length, window) // block)
     evaluation = dataclasses.replace(config.evaluation, segment_length=length)
     return dataclasses.replace(config, model=model, evaluation=evaluation)

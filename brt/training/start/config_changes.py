@@ -66,10 +66,11 @@ def check_resumable(
         allow to change.
     """
     differences = difference(saved, config)
+    named = {current for name in allowed or () for current in current_names(name)}
     refused = {
         name: f"{name} was {old!r} and is {new!r}"
         for name, old, new in differences
-        if not may_change(name) and name not in (allowed or ())
+        if not may_change(name) and name not in named
     }
     if refused:
         flags = " ".join(f"--allow_config_change={name}" for name in refused)

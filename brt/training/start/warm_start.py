@@ -96,16 +96,14 @@ def with_model(config: Config, weights: Weights) -> Config:
     task.check_weights(weights)
     section = task.model
     requested, trained, where = getattr(config, section), weights.model, weights.where
-    model = _merged(requested, trained, where)
+    changes = _changes(requested, trained, where)
     if isinstance(requested, Model):
         types = kind_sections().values()
         kinds = (_merged(requested.of(kind), trained.of(kind), where) for kind in types)
-        placed = tuple(kind for kind in kinds if any(kind.places().values()))
-        parts = {
-            field: _merged(getattr(requested, field), getattr(trained, field), where)
-            for field in PARTS.values()
-        }
-        model = dataclasses.replace(model, kinds=placed, **parts)
+        changes["kinds"] = tuple(kind for kind in kinds if any(kind.places().values()))
+        for field in PARTS.values():
+            changes[field] = _merged(getattr(requested, field), getattr(trained, field), where)
+    model = dataclasses.replace(trained, **changes)
     data = config.data
     if isinstance(requested, Model) and weights.tokenizer_file and data.tokenizer == _BYTES:
         data = dataclasses.replace(data, tokenizer=weights.tokenizer_file)
@@ -114,8 +112,13 @@ def with_model(config: Config, weights: Weights) -> Config:
 
 def _merged(requested: Any, trained: Any, where: str) -> Any:
     """Returns the section `trained`, with the settings that `requested` may and does change."""
+    return dataclasses.replace(trained, **_changes(requested, trained, where))
+
+
+def _changes(requested: Any, trained: Any, where: str) -> dict[str, Any]:
+    """Returns the settings of `requested` that replace those of the section `trained`, by name."""
     section, defaults = type(requested), type(requested)()
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, setting in settings(section).items():
         value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
         adaptable = setting.warm_start == "adaptable"
@@ -127,4 +130,4 @@ def _merged(requested: Any, trained: Any, where: str) -> Any:
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "
                 f"{where!r} have {old!r}; leave it out"
             )
-    return dataclasses.replace(trained, **changes)
+    return changes

@@ -42,14 +42,17 @@ RECURRENT = {"Recurrence.layers": (1,)}
 MODELS = {
     "t5": {},
     "rotary": {"positions": "rotary", **RECURRENT},
-    "alibi": {"positions": "alibi", "logit_scale": "vocab"},
-    "no positions, plain queries": {"positions": "none", "normalize_qk": False, **RECURRENT},
-    "no cache": {"cache": False, "Recurrence.layers": (0, -1)},
-    "strictly past": {"attend_to_self": False, **RECURRENT},
-    "null keys": {"mask_empty_cache": False, "positions": "rotary", **RECURRENT},
-    "scaled bias": {"bias_before_scale": True, "positions": "alibi"},
+    "alibi": {"positions": "alibi", "Embedding.logit_scale": "vocab"},
+    "no positions, plain queries": {
+        "positions": "none", "SelfAttention.normalize_qk": False, **RECURRENT,
+    },
+    "no cache": {"Window.cache": False, "Recurrence.layers": (0, -1)},
+    "strictly past": {"Window.attend_to_self": False, **RECURRENT},
+    "null keys": {"Window.mask_empty_cache": False, "positions": "rotary", **RECURRENT},
+    "scaled bias": {"SelfAttention.bias_before_scale": True, "positions": "alibi"},
     "parity": {
-        "attend_to_self": False, "mask_empty_cache": False, "bias_before_scale": True, **RECURRENT,
+        "Window.attend_to_self": False, "Window.mask_empty_cache": False,
+        "SelfAttention.bias_before_scale": True, **RECURRENT,
     },
     "feedback": {"Recurrence.layers": (0, 1), "feedback": True},
     "paper's lstm": {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual",
@@ -145,7 +148,7 @@ def test_verification_without_torch_says_what_was_not_compared(
         ({"Memorizing.layers": (1,)}, r"Memorizing.layers = \(1,\) cannot be exported"),
         ({"Clustered.layers": (0,)}, r"Clustered.layers = \(0,\) cannot be exported"),
         ({"Summaries.layers": (1,)}, r"Summaries.layers = \(1,\) cannot be exported"),
-        ({"mlp_bias": True}, "Model.mlp_bias = True cannot be exported"),
+        ({"MLP.bias": True}, "MLP.bias = True cannot be exported"),
     ],
 )
 def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:

@@ -12,10 +12,11 @@ from tiny_decoder import MODEL, TEXT, write_decoder
 import brt
 from brt import convert, evaluate, generate, train
 from brt.config import Sampling
+from brt.config.window import Window
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading
-from brt.interop.huggingface.causal.config import Window
+from brt.interop.huggingface.causal.config import Reading
 from brt.models.flops import forward_flops_per_token
 
 
@@ -38,8 +39,8 @@ def run(command: Any, *flags: str) -> None:
 
 
 def test_the_directory_is_read_as_it_is(directory: Path) -> None:
-    model = brt.load(directory, bindings={"Model.window": 32, "Model.sinks": 2})
-    assert (model.step, model.config.model.window, model.config.model.sinks) == (0, 32, 2)
+    model = brt.load(directory, bindings={"Model.window": 32, "Window.sinks": 2})
+    assert (model.step, model.config.model.window, model.config.model.sliding.sinks) == (0, 32, 2)
     assert model.config.model.end_ids == (2,) and model.tokenizer.vocab_size == 280
     assert model.bits_per_byte(TEXT[:500]) > 1
     with pytest.raises(ConfigError, match="evaluations are stored in run directories"):
@@ -47,7 +48,7 @@ def test_the_directory_is_read_as_it_is(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="has no steps"):
         brt.load(directory, step=5)
     with pytest.raises(CheckpointError, match="k_proj"):
-        brt.load(directory, bindings={"Model.kv_heads": 4})
+        brt.load(directory, bindings={"SelfAttention.kv_heads": 4})
     assert {path.name for path in directory.iterdir()} == {
         "config.json", "tokenizer.json", files.INDEX, *files.shards(directory / files.INDEX),
     }  # fmt: skip
@@ -68,7 +69,7 @@ def test_a_run_is_made_evaluated_and_given_back(
         run(convert, *to_ours)
     run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}")
     found = json.loads((ours / "evaluations/0/test.json").read_text())
-    direct = brt.load(directory, bindings={"Model.window": 32, "Model.sinks": 4})
+    direct = brt.load(directory, bindings={"Model.window": 32, "Window.sinks": 4})
     assert found["bits_per_byte"] == pytest.approx(direct.bits_per_byte(TEXT), rel=1e-5)
     run(generate, f"--workdir={ours}", "--prompt=It was", "--max_tokens=8")
     run(convert, "--from=brt", str(ours), "--to=hf", str(back), "--verify")
@@ -77,8 +78,11 @@ def test_a_run_is_made_evaluated_and_given_back(
     described = json.loads((back / "config.json").read_text())
     assert described["eos_token_id"] == [2]
     assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == [2]
-    assert reading.describe(back, Window(32, 4)).model == dataclasses.replace(
-        MODEL, window=32, block=32, sinks=4, dtype=direct.config.model.dtype
+    assert reading.describe(back, Reading(32, 4)).model == dataclasses.replace(
+        MODEL,
+        window=32,
+        sliding=Window(block=32, sinks=4),
+        dtype=direct.config.model.dtype,
     )
 
 
@@ -86,14 +90,14 @@ def test_a_run_is_made_evaluated_and_given_back(
 def test_training_goes_on_from_the_directory(directory: Path, book: Path, tmp_path: Path) -> None:
     settings = {
         "Training.init_from": str(directory), "Data.train": str(book), "Data.validation": (),
-        "Data.test": (), "Model.window": 16, "Model.block": 16, "Training.segment_length": 32,
+        "Data.test": (), "Model.window": 16, "Window.block": 16, "Training.segment_length": 32,
         "Training.batch_size": 2, "Training.steps": 2, "Training.sample_every": 0,
         "Optimizer.learning_rate": 1e-9, "Optimizer.warmup_steps": 0,
     }  # fmt: skip
     config = brt.config_from_gin((), settings)
     model = brt.train(config, tmp_path / "run")
-    assert model.config.model.kv_heads == 2 and model.config.model.sinks == 4
-    untrained = brt.load(directory, bindings={"Model.window": 16, "Model.sinks": 4})
+    assert model.config.model.attention.kv_heads == 2 and model.config.model.sliding.sinks == 4
+    untrained = brt.load(directory, bindings={"Model.window": 16, "Window.sinks": 4})
     bits = untrained.bits_per_byte(TEXT[:400])
     assert model.bits_per_byte(TEXT[:400]) == pytest.approx(bits, rel=1e-3)
     assert forward_flops_per_token(model.config.model) > 0

@@ -12,6 +12,7 @@ from sharded_cases import curve, worst
 from tiny_decoder import TEXT, write_decoder
 
 from brt.config import Config, Data, Distillation, Mesh, Model, Optimizer, Training
+from brt.config.window import Window
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.models.decoder import Decoder, new_state
@@ -34,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(place: Path, window: int, kinds: Any = RECURRENT, **training: Any) -> Config:
     return Config(
-        model=Model(window=WINDOW, block=WINDOW, kinds=kinds),
+        model=Model(window=WINDOW, sliding=Window(block=WINDOW), kinds=kinds),
         data=Data(train=(str(place / "text.txt"),), cache_dir=str(place / "cache")),
         training=Training(
             init_from=str(place / "decoder"), segment_length=SEGMENT, batch_size=LANES,

@@ -16,6 +16,7 @@ from model_settings import with_settings
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
+from brt.config.window import Window
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
@@ -103,6 +104,16 @@ def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -
     started = start(recurrent, MODEL, drawn(MODEL, seed=2))
     assert not started.missing and not started.unused
     jax.tree.map(np.testing.assert_array_equal, started.params, drawn(MODEL, seed=1))
+
+
+def test_settings_of_the_model_and_of_its_parts_change_together(tmp_path: Path) -> None:
+    """Each of them alone contradicts a setting of the weights."""
+    plain = with_settings(MODEL, {"Recurrence.layers": (), "window": 8, "Window.sinks": 6})
+    where = write(tmp_path, plain)
+    model = ready(config(where, window=4, sliding=Window(sinks=2, block=2)))
+    assert (model.window, model.sliding) == (4, Window(sinks=2, block=2))
+    with pytest.raises(ConfigError, match="Window.sinks = 6 must not exceed Model.window = 4"):
+        ready(config(where, window=4))
 
 
 def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path: Path) -> None:
@@ -200,7 +211,7 @@ _STATES = ("tokens/output for attention to states", "recurrent_1/tokens/output")
 _MATRICES = ("memory/output", "window_gated_delta_net_1/memory/output")
 _SEARCHED = {"Memorizing.layers": (-1,), "Memorizing.gate": "tanh", "Memorizing.size": 8}
 _DENSE = {"DenseMemory.layers": (-1,), "DenseMemory.gate": "tanh", "DenseMemory.size": 8}
-_TWO_BLOCKS = {"block": 2}  # in a window
+_TWO_BLOCKS = {"Window.block": 2}  # in a window
 
 
 @pytest.mark.parametrize(
@@ -214,12 +225,12 @@ _TWO_BLOCKS = {"block": 2}  # in a window
             "memory_gate", "memorizing_1/memory_gate",
         ),
         pytest.param(
-            {**_SEARCHED, "Memorizing.neighbors": 8}, {"positions": "t5", "sinks": 0},
+            {**_SEARCHED, "Memorizing.neighbors": 8}, {"positions": "t5", "Window.sinks": 0},
             "memory_gate", "memorizing_1/memory_gate", marks=pytest.mark.slow,
         ),
         (_DENSE, _TWO_BLOCKS, "memory_gate", "gated_dense_memory_1/memory_gate"),
         pytest.param(
-            _DENSE, {"positions": "t5", "sinks": 0},
+            _DENSE, {"positions": "t5", "Window.sinks": 0},
             "memory_gate", "gated_dense_memory_1/memory_gate", marks=pytest.mark.slow,
         ),
     ],
@@ -231,8 +242,9 @@ def test_a_model_begins_as_the_model_without_a_memory(
     plain = with_settings(
         MODEL,
         {
-            "Recurrence.layers": (), "layers": 2, "kv_heads": 1, "positions": "rotary",
-            "normalize_qk": False, "sinks": 2, **plain_settings,
+            "Recurrence.layers": (), "layers": 2, "SelfAttention.kv_heads": 1,
+            "positions": "rotary",
+            "SelfAttention.normalize_qk": False, "Window.sinks": 2, **plain_settings,
         },
     )  # fmt: skip
     weights = write(tmp_path / "plain", plain)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_settings import with_settings
 
 from brt import tasks
 from brt.config import Config, Data, Evaluation, Model, Training
+from brt.config.window import Window
 from brt.errors import ConfigError
 from brt.evaluate import _windows
 from brt.layers.sections import Recurrence
@@ -20,7 +22,7 @@ from brt.types import Variables
 
 MODEL = Model(
     layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=32, positions="rotary",
-    dtype="float32", sinks=2,
+    dtype="float32", sliding=Window(sinks=2),
 )  # fmt: skip
 
 
@@ -51,7 +53,8 @@ def test_each_window_gives_the_bits_of_an_evaluation_with_it(request_and_variabl
     rows = result.metrics["windows"]
     assert [row["window"] for row in rows] == [16, 32, 64]
     for row in rows:
-        model = dataclasses.replace(request.config.model, window=row["window"], block=16)
+        settings = {"window": row["window"], "Window.block": 16}
+        model = with_settings(request.config.model, settings)
         config = dataclasses.replace(request.config, model=model)
         alone = DocumentEvaluator(request._replace(config=config, windows=()))(variables)
         assert alone is not None

@@ -5,12 +5,16 @@ computes, or refused with its value.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from brt import untrusted
 from brt.config import Model
+from brt.config.embedding import Embedding
+from brt.config.mlp import MLP
 from brt.config.norm import Norm
 from brt.config.rotary import Rotary
+from brt.config.self_attention import SelfAttention
+from brt.config.window import Window
 from brt.errors import CheckpointError
 
 # The keys are values of model_type in config.json, and the values are classes of transformers.
@@ -118,7 +122,7 @@ class _Keys:
                 )
 
 
-class Window(NamedTuple):
+class Reading(NamedTuple):
     """The window and the sinks with which a pretrained model reads text.
 
     A token attends to the tokens in its window, and to the sinks: the first tokens of the document.
@@ -134,7 +138,7 @@ class Window(NamedTuple):
     sinks: int | None = None
 
 
-def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
+def from_theirs(config: Mapping[str, Any], reading: Reading) -> Model:
     """Converts the settings of a Hugging Face decoder to brt's settings.
 
     Args:
@@ -179,27 +183,21 @@ def from_theirs(config: Mapping[str, Any], reading: Window) -> Model:
         )
     settings: dict[str, Any] = {
         "layers": layers, "model_dim": width, "heads": heads,
-        "kv_heads": keys.take("num_key_value_heads", int, heads),
         "head_dim": keys.take("head_dim", int, width // max(heads, 1)),
-        "mlp_dim": keys.take("intermediate_size", int), "gated_mlp": True,
+        "mlp_dim": keys.take("intermediate_size", int),
         "activation": ACTIVATIONS[activation],
         "vocab_size": keys.take("vocab_size", int),
-        "tied_output": keys.take("tie_word_embeddings", bool),
-        "mlp_bias": keys.take("mlp_bias", bool, False),
-        "attention_bias": _biases(family, keys),
+        "attention": _attention(keys, family, heads),
+        "mlp": MLP(gated=True, bias=keys.take("mlp_bias", bool, False)),
+        "embedding": Embedding(
+            tied=keys.take("tie_word_embeddings", bool), scaled=gemma, logit_scale="one"
+        ),
         "norm": Norm(
             epsilon=keys.take("rms_norm_eps", float), offset=gemma, outputs=gemma,
             queries_keys=gemma or family == "qwen3",
         ),
-        "positions": "rotary", "normalize_qk": False, "logit_scale": "one",
-        "rotary": _rotary(keys, context, gemma),
-        "scale_embedding": gemma,
+        "positions": "rotary", "rotary": _rotary(keys, context, gemma),
     }  # fmt: skip
-    if gemma:
-        scalar = keys.take("query_pre_attn_scalar", (int, float))
-        if scalar <= 0:
-            raise CheckpointError(f"config.json: query_pre_attn_scalar = {scalar} must be above 0")
-        settings["query_scale"] = scalar**-0.5
     settings["end_ids"] = end_ids(config, settings["vocab_size"])
     settings |= _windows(keys, layers, reading, context)
     keys.refuse_rest()
@@ -244,7 +242,23 @@ def _check_structure(config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"config.json: {error}") from error
 
 
-def _biases(family: str, keys: _Keys) -> str:
+def _attention(keys: _Keys, family: str, heads: int) -> SelfAttention:
+    """Returns the settings of attention of a family of models with this number of heads."""
+    query_scale = 0.0
+    if family == "gemma3_text":
+        scalar = keys.take("query_pre_attn_scalar", (int, float))
+        if scalar <= 0:
+            raise CheckpointError(f"config.json: query_pre_attn_scalar = {scalar} must be above 0")
+        query_scale = scalar**-0.5
+    return SelfAttention(
+        kv_heads=keys.take("num_key_value_heads", int, heads),
+        normalize_qk=False,
+        query_scale=query_scale,
+        bias=_biases(keys, family),
+    )
+
+
+def _biases(keys: _Keys, family: str) -> Literal["none", "qkv", "all"]:
     if family == "qwen2":
         return "qkv"
     return "all" if keys.take("attention_bias", bool, False) else "none"
@@ -294,8 +308,8 @@ def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
-def _windows(keys: _Keys, layers: int, reading: Window, context: int) -> dict[str, Any]:
-    """Returns the windows of the layers, the length of a block, and the sinks."""
+def _windows(keys: _Keys, layers: int, reading: Reading, context: int) -> dict[str, Any]:
+    """Returns the settings `Model.window` and `Model.sliding`."""
     own = keys.take_optional("sliding_window")
     if keys.take_optional("use_sliding_window") is False:
         own = None
@@ -310,17 +324,12 @@ def _windows(keys: _Keys, layers: int, reading: Window, context: int) -> dict[st
     if own and all(local):  # All layers were trained with this window.
         window = reading.window or own
         sinks = reading.sinks if reading.sinks is not None else (4 if window < own else 0)
-        return {"window": window, "block": _block(window), "sinks": sinks}
+        return {"window": window, "sliding": Window(block=_block(window), sinks=sinks)}
     window = reading.window or min(context, 2048)
     sinks = 4 if reading.sinks is None else reading.sinks
-    result: dict[str, Any] = {
-        "window": window,
-        "block": _block(window),
-        "sinks": min(sinks, window),
-    }
-    if own and any(local):
-        result["layer_windows"] = tuple(own if one else 0 for one in local)
-    return result
+    pattern = tuple(own if one else 0 for one in local) if own and any(local) else ()
+    sliding = Window(block=_block(window), sinks=min(sinks, window), by_layer=pattern)
+    return {"window": window, "sliding": sliding}
 
 
 def _block(window: int) -> int:

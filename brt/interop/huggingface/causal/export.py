@@ -26,24 +26,24 @@ def family_of(model: Model) -> str | None:
         set(model.layer_types) == {"window"}
         and model.positions == "rotary"
         and not model.rotary.times_pi
-        and not model.normalize_qk
-        and model.gated_mlp
-        and model.logit_scale == "one"
-        and model.attend_to_self
-        and model.cache
+        and not model.attention.normalize_qk
+        and model.mlp.gated
+        and model.embedding.logit_scale == "one"
+        and model.sliding.attend_to_self
+        and model.sliding.cache
     )
-    if not plain or (model.norm.outputs, model.scale_embedding) != (model.norm.offset,) * 2:
+    if not plain or (model.norm.outputs, model.embedding.scaled) != (model.norm.offset,) * 2:
         return None
-    biases, normed = model.attention_bias != "none" or model.mlp_bias, model.norm.queries_keys
+    biases, normed = model.attention.bias != "none" or model.mlp.bias, model.norm.queries_keys
     if model.norm.offset:
         return "gemma3_text" if normed and not biases else None
-    if model.layer_windows or model.query_scale or (normed and model.mlp_bias):
+    if model.sliding.by_layer or model.attention.query_scale or (normed and model.mlp.bias):
         return None
     if normed:
         return "qwen3"
-    if model.attention_bias == "qkv":
-        return None if model.mlp_bias else "qwen2"
-    cut = 0 < model.window < model.rotary.context and not model.sinks
+    if model.attention.bias == "qkv":
+        return None if model.mlp.bias else "qwen2"
+    cut = 0 < model.window < model.rotary.context and not model.sliding.sinks
     return "mistral" if cut and not biases else "llama"
 
 
@@ -64,14 +64,14 @@ def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
         "num_attention_heads": m.heads, "num_key_value_heads": m.key_heads,
         "head_dim": m.head_dim, "intermediate_size": m.mlp_dim, "rms_norm_eps": m.norm.epsilon,
         "max_position_embeddings": m.rotary.context or m.window,
-        "tie_word_embeddings": m.tied_output, "bos_token_id": bos_id,
+        "tie_word_embeddings": m.embedding.tied, "bos_token_id": bos_id,
         "eos_token_id": list(m.end_ids) or None,
     }  # fmt: skip
     settings["hidden_activation" if family == "gemma3_text" else "hidden_act"] = activation
     if family in ("llama", "qwen3"):
-        settings["attention_bias"] = m.attention_bias == "all"
+        settings["attention_bias"] = m.attention.bias == "all"
     if family == "llama":
-        settings["mlp_bias"] = m.mlp_bias
+        settings["mlp_bias"] = m.mlp.bias
     return settings | _windows(model, family) | {"rope_parameters": _rope(m.rotary, family)}
 
 
@@ -81,9 +81,9 @@ def _windows(model: Model, family: str) -> dict[str, Any]:
     if family != "gemma3_text":
         return {"use_sliding_window": False} if family in ("qwen2", "qwen3") else {}
     local = [model.has_own_window(i) for i in range(model.layers)]
-    scale = model.query_scale or model.head_dim**-0.5
+    scale = model.attention.query_scale or model.head_dim**-0.5
     return {
-        "sliding_window": next((w for w in model.layer_windows if w), model.window),
+        "sliding_window": next((w for w in model.sliding.by_layer if w), model.window),
         "layer_types": [_LOCAL if one else _GLOBAL for one in local],
         "query_pre_attn_scalar": round(scale**-2, 6),
     }
@@ -119,10 +119,10 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 
     family, context = settings["model_type"], settings["max_position_embeddings"]
     notes = []
-    if family != "mistral" and (model.sinks or model.window < context):
+    if family != "mistral" and (model.sliding.sinks or model.window < context):
         notes.append(
             f"transformers will let every token attend to its whole context of up to {context:,} "
-            f"tokens, not to a window of {model.window:,} tokens and {model.sinks} sinks"
+            f"tokens, not to a window of {model.window:,} tokens and {model.sliding.sinks} sinks"
         )
     summary = (
         f"{family} of {model.layers} layers, width {model.model_dim}, "

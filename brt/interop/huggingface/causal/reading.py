@@ -12,7 +12,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config, weights
-from brt.interop.huggingface.causal.config import Window
+from brt.interop.huggingface.causal.config import Reading
 from brt.interop.huggingface.weights import Arrays
 
 _SAMPLING = ("temperature", "top_k", "top_p")
@@ -64,7 +64,7 @@ def is_decoder(directory: Path) -> bool:
     return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
 
 
-def describe(directory: Path, reading: Window = Window()) -> PretrainedDecoder:  # noqa: B008
+def describe(directory: Path, reading: Reading = Reading()) -> PretrainedDecoder:  # noqa: B008
     """Reads the settings and the tokenizer of a decoder, but not its arrays.
 
     Args:

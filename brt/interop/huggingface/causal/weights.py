@@ -165,7 +165,7 @@ def _full_name(name: str) -> str:
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
     """Removes the weights of the logits if they are stored although they are the embedding."""
     head, embedding = arrays.get(_TOP["output"]), arrays.get(_TOP["embedding"])
-    if not model.tied_output or head is None:
+    if not model.embedding.tied or head is None:
         return
     if embedding is None or not np.array_equal(head, embedding):
         raise CheckpointError(

@@ -67,9 +67,9 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
             f"windows of {sorted(set(model.windows))} tokens in blocks of {model.block_length} "
             "cannot be exported to Hugging Face's format; only models whose windows are blocks can"
         )
-    if model.mlp_bias:
+    if model.mlp.bias:
         raise CheckpointError(
-            "Model.mlp_bias = True cannot be exported to Hugging Face's format; only MLPs without "
+            "MLP.bias = True cannot be exported to Hugging Face's format; only MLPs without "
             "biases can"
         )
     exported = dict(arrays(trained))
@@ -113,11 +113,11 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
         "intermediate_size": m.mlp_dim,
         "logit_scale": logit_scale(m),
         "window": m.window,
-        "attend_to_self": m.attend_to_self,
-        "normalize_qk": m.normalize_qk,
+        "attend_to_self": m.sliding.attend_to_self,
+        "normalize_qk": m.attention.normalize_qk,
         "rotary": m.positions == "rotary",
         "position_bias": m.positions in ("t5", "alibi"),
-        "cache": m.cache,
+        "cache": m.sliding.cache,
         "null_keys": has_null_keys(m),
         "recurrent_layers": [i for i, kind in enumerate(m.layer_types) if kind == "recurrent"],
         "states": recurrence.states,

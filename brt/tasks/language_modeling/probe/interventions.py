@@ -117,7 +117,7 @@ def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
 
     "shuffled" takes the memory of another lane, so at least two lanes are needed.
     """
-    existing = parts(config.model) - (set() if config.model.cache else {"cache"})
+    existing = parts(config.model) - (set() if config.model.sliding.cache else {"cache"})
     methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
     return [Intervention(part, how) for part in PARTS if part in existing for how in methods]
 

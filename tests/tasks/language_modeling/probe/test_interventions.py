@@ -152,7 +152,7 @@ def test_a_part_of_the_split_can_be_read(tiny: Config, params: Any, store: Token
 def test_a_model_without_any_memory_has_nothing_to_replace(
     tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    model = with_settings(tiny.model, {"Recurrence.layers": (), "cache": False})
+    model = with_settings(tiny.model, {"Recurrence.layers": (), "Window.cache": False})
     config = dataclasses.replace(tiny, model=model)
     result = read(config, random_params(model), store, tokens=16)
     assert list(result.nats) == [None] and result.states == {} and job.memory(result) == []

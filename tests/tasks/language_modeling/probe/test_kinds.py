@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import user_kinds
-from user_kinds import token_recurrence
+from model_settings import with_settings
 
 from brt.config import Config
 from brt.data.preparation import Dataset
@@ -30,9 +30,8 @@ def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
     tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
     """Below the recurrence over tokens is a window of three blocks."""
-    model = dataclasses.replace(
-        tiny.model, layers=2, layer_windows=(12, 0), kinds=(token_recurrence.Decay(layers=(1,)),)
-    )
+    plain = dataclasses.replace(tiny.model, kinds=())
+    model = with_settings(plain, {"layers": 2, "Window.by_layer": (12, 0), "Decay.layers": (1,)})
     config, variables = dataclasses.replace(tiny, model=model), Variables(random_params(model))
     dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})
     report = job.probe_report(config, variables, dataset, "test")
