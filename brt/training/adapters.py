@@ -24,13 +24,14 @@ _KEY = 2
 ROOT = "adapters"  # The factors of all adapters are below this name in the tree of parameters.
 
 
-def added(params: PyTree[nn.Partitioned], config: Config, key: Array) -> PyTree[nn.Partitioned]:
+def added(params: PyTree, config: Config, key: Array) -> PyTree:
     """Returns the parameters of a model together with new adapters, whose products are zero.
 
     The elements of A are normal with the variance 1 / in, and those of B are zeros.
 
     Args:
-      params: the parameters, boxed with the names of their axes.
+      params: the parameters, boxed with the names of their axes. Arrays without a box have no
+        adapters.
       config: the config.
       key: random key of the run.
 
