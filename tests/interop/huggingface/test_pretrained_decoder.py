@@ -107,6 +107,35 @@ def test_training_goes_on_from_the_directory(directory: Path, book: Path, tmp_pa
     assert brt.load(tmp_path / "run").step == 3
 
 
+@pytest.mark.slow
+def test_adapters_are_merged_when_the_model_is_given_back(
+    directory: Path, book: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "Training.init_from": str(directory), "Data.train": str(book), "Data.validation": (),
+        "Data.test": (), "Model.window": 16, "Model.block": 16, "Training.segment_length": 32,
+        "Training.batch_size": 2, "Training.steps": 3, "Training.sample_every": 0,
+        "Optimizer.name": "adamw", "Optimizer.learning_rate": 0.01, "Optimizer.warmup_steps": 0,
+        "Adapter.rank": 2, "Adapter.kernels": ("*/queries", "*/output", "*/mlp_in"),
+    }  # fmt: skip
+    model = brt.train(brt.config_from_gin((), settings), tmp_path / "run")
+    back = tmp_path / "back"
+    run(convert, "--from=brt", str(tmp_path / "run"), "--to=hf", str(back), "--verify")
+    before, after = files.read_tensors(directory), files.read_tensors(back)
+    assert before.keys() == after.keys()
+    kinds = {
+        name.split(".")[-2] for name in before if np.any(np.asarray(before[name] != after[name]))
+    }
+    assert {"q_proj", "o_proj"} <= kinds and not kinds & {"k_proj", "v_proj", "embed_tokens"}
+    assert all(np.array_equal(before[name], after[name]) for name in before if "norm" in name)
+    exported = brt.load(back, bindings={"Model.window": 16, "Model.sinks": 4})
+    loaded = brt.load(tmp_path / "run").bits_per_byte(TEXT[:400])
+    assert exported.bits_per_byte(TEXT[:400]) == pytest.approx(loaded, rel=1e-5)
+    assert model.bits_per_byte(TEXT[:400]) == pytest.approx(loaded, rel=1e-5)
+    original = brt.load(directory, bindings={"Model.window": 16, "Model.sinks": 4})
+    assert abs(original.bits_per_byte(TEXT[:400]) - loaded) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
