@@ -170,6 +170,10 @@ class Task(abc.ABC):
         """Returns the initial model state: arrays that are learned without gradients."""
         return ()
 
+    def constant_model_state(self, config: Config) -> tuple[str, ...]:
+        """Returns the names of the entries of the model state that no step changes."""
+        return ()
+
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
         """Returns the model state that the next step starts from.
 

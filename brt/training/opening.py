@@ -26,7 +26,7 @@ from brt.redaction import redacted
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.evaluators import Evaluator
 from brt.training import run as runs
-from brt.training import startup, trackers, trainable
+from brt.training import startup, trackers
 from brt.training import workdir as workdirs
 from brt.training.accumulator import MetricAccumulator
 from brt.training.bad_steps import BadSteps
@@ -41,7 +41,7 @@ from brt.training.requests import Requests
 from brt.training.run import Run
 from brt.training.start import checkpoints, config_changes, data_manifest
 from brt.training.start.config_changes import ConfigChanges
-from brt.training.state import TrainState
+from brt.training.state import TrainState, constant_arrays
 from brt.training.workdir import Workdir
 
 
@@ -140,14 +140,14 @@ def open_files(
     _check_processes_agree(run, restored.step if restored else None, provenance)
     if restored:
         data_manifest.check_unchanged(workdir, run.dataset.described())
-    frozen = trainable.frozen_names(config, run.abstract.params)
-    writer.freeze(frozen, start if restored else None)
+    constant = constant_arrays(config, run.abstract)
+    writer.freeze(constant, start if restored else None)
     # The disk needs space for a checkpoint, and for a second one while the old one is replaced.
     saves = min(settings.keep, 2)
     sizes = {
         name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.abstract).items()
     }
-    once = sum(sizes[name] for name in frozen)
+    once = sum(sizes[name] for name in constant)
     check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once))
     batches = _open_batches(run, workdir, restored, changes, phases, progress, stack)
     _write_description(run, workdir, provenance, progress)

@@ -11,7 +11,7 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int, PyTree
 
-from brt import tasks
+from brt import tasks, tree_utils
 from brt.config import Config
 from brt.training import adapters, trainable
 
@@ -95,6 +95,19 @@ def initial_state(
         carry=task.initial_carry(config, config.training.batch_size),
         model_state=task.initial_model_state(config),
     )
+
+
+def constant_arrays(config: Config, state: TrainState) -> list[str]:
+    """Returns the names, as in checkpoints, of the arrays of a train state that no step changes.
+
+    Args:
+      config: config of the run.
+      state: the train state, or the shapes of its arrays.
+    """
+    _, frozen = trainable.split(state.params, trainable.patterns(config))
+    constant = tasks.from_config(config).constant_model_state(config)
+    entries = {name: state.model_state[name] for name in constant}
+    return list(tree_utils.named({"params": frozen, "model_state": entries}))
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:

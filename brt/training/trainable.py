@@ -47,17 +47,6 @@ def merge(trained: PyTree, frozen: PyTree) -> PyTree:
     return unflatten_dict(flat, sep="/")
 
 
-def frozen_names(config: Config, params: PyTree) -> list[str]:
-    """Returns the names that frozen parameters have in checkpoints.
-
-    Args:
-      config: the config.
-      params: the tree of all parameters, or of their shapes.
-    """
-    _, frozen = split(params, patterns(config))
-    return [f"params/{path}" for path in flatten_dict(frozen, sep="/")]
-
-
 def check(params: PyTree, patterns: Sequence[str]) -> None:
     """Checks that every pattern matches the path of a parameter.
 

@@ -176,6 +176,10 @@ class LanguageModeling(Task):
         teacher = distillation.new_teacher(config, partial(self.initial_params, key=key))
         return {**new_model_state(config.model), **teacher}
 
+    def constant_model_state(self, config: Config) -> tuple[str, ...]:
+        """Returns the name of the teacher's entry if the run distills."""
+        return (distillation.TEACHER,) if config.distillation.window else ()
+
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
         """Returns the model state (arrays that layers learn without gradients) for the next step,
         from the model state after the last microbatch of this step.

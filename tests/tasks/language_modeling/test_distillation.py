@@ -11,6 +11,7 @@ import pytest
 from sharded_cases import curve, worst
 from tiny_decoder import TEXT, write_decoder
 
+from brt import tree_utils
 from brt.config import Config, Data, Distillation, Mesh, Model, Optimizer, Training
 from brt.config.window import Window
 from brt.errors import ConfigError
@@ -19,6 +20,7 @@ from brt.models.decoder import Decoder, new_state
 from brt.ops.distillation import divergence
 from brt.tasks.language_modeling.distillation import TEACHER, DistillationCarry, teacher_config
 from brt.training import run as runs
+from brt.training.state import constant_arrays
 
 WINDOW, SEGMENT, LANES, STEPS = 16, 32, 2, 3
 RECURRENT = (Recurrence(layers=(1,), states=4, output_init="zero"),)
@@ -100,6 +102,16 @@ def test_the_teacher_never_changes_and_the_model_learns_from_it(place: Path) -> 
     assert isinstance(state.carry, DistillationCarry)
     _, plain = curve(config(place, 0), Mesh(), STEPS)
     assert worst(state.params, plain.params) > 1e-3
+
+
+def test_the_teacher_is_stored_once(place: Path) -> None:
+    run = runs.build(config(place, 48), progress=False)
+    constant = constant_arrays(run.config, run.abstract)
+    everything = tree_utils.named(run.abstract)
+    assert constant
+    assert set(constant) == {n for n in everything if n.startswith(f"model_state/{TEACHER}/")}
+    plain = runs.build(config(place, 0), progress=False)
+    assert not constant_arrays(plain.config, plain.abstract)
 
 
 @pytest.mark.slow
