@@ -97,6 +97,22 @@ def test_states_decay_slowly_at_first() -> None:
     np.testing.assert_allclose(a**2 + scale**2, 1, atol=1e-6)
 
 
+def test_closed_gates_give_finite_gradients() -> None:
+    """A closed gate, whose state does not decay, is where the root of 1 - a^2 has no derivative."""
+    normal = np.random.default_rng(0).normal
+    shape = (1, 4, HEADS, SIZE)
+    x = jnp.asarray(normal(size=shape), jnp.float32)
+    kernel, bias = jnp.zeros((HEADS, SIZE, SIZE)), jnp.zeros((HEADS, SIZE))
+    gates = recurrence.GateParameters(kernel, bias, kernel, bias - 200, bias)
+
+    @jax.jit
+    @jax.grad
+    def gradients(given: tuple) -> jax.Array:
+        return sum(jnp.sum(part) for part in recurrence.steps(*given))
+
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients((x, gates))))
+
+
 def test_widths_that_heads_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="RGLRU.width = 13 must be a multiple of Model.heads = 2"):
         with_settings(MODEL, {"RGLRU.width": 13})

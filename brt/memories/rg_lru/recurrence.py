@@ -70,7 +70,10 @@ def decays(
       gate: float32, the recurrence gate of a token, between 0 and 1.
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
-    return jnp.exp(log_a), jnp.sqrt(-jnp.expm1(2 * log_a))
+    rest = -jnp.expm1(2 * log_a)  # 1 - a^2
+    # The root has no derivative at 0, which rest is if the gate is closed.
+    positive = rest > 0
+    return jnp.exp(log_a), jnp.where(positive, jnp.sqrt(jnp.where(positive, rest, 1)), 0)
 
 
 def scan(
