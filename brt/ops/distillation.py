@@ -74,8 +74,9 @@ def summed_divergence(
         return jnp.sum(jnp.where(counts, nats, 0.0))
 
     def add_chunk(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        """Returns `total` plus the divergence of a chunk; and None, because `lax.scan` also expects
-        an output of each step.
+        """Returns `total` plus the divergence of a chunk, and None.
+
+        `lax.scan` expects the second result as the output of a step.
         """
         return total + chunk_divergence(piece, student_weights), None
 

@@ -23,8 +23,9 @@ def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def transpose_copy(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
-    """Returns x.transpose(axes), stored in memory; the backward pass stores the transposed gradient
-    in memory, too.
+    """Returns x.transpose(axes), stored in memory.
+
+    The backward pass stores the transposed gradient in memory, too.
     """
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x.transpose(axes))

@@ -39,8 +39,9 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Returns the softmax of the logits over the last axis, float32; only entries where the mask is
-    True count.
+    """Returns the softmax of the logits over the last axis, float32.
+
+    Only entries where the mask is True count.
 
     Entries where the mask is False are zero in the result.
     """

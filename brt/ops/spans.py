@@ -30,7 +30,9 @@ def span_nats(
     logits: Float[Array, "B T 2"], targets: Int[Array, "B 2"], scored: Bool[Array, "B 2"]
 ) -> Float[Array, "B 2"]:
     """Returns the negative log probabilities of the correct start and the correct end of each
-    sequence's span; 0 where `scored` is False.
+    sequence's span.
+
+    The values are 0 where `scored` is False.
 
     The softmax is over all T positions, including padding.
 

@@ -40,8 +40,9 @@ def spec_augment(
     lengths = valid.sum(axis=1)
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
-        """Returns a mask that is True inside the random bands of a row with `length` frames; the
-        bands are drawn with the random key `key`.
+        """Returns a mask that is True inside the random bands of a row with `length` frames.
+
+        The bands are drawn with the random key `key`.
         """
         time_key, feature_key = jax.random.split(key)
         in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)

@@ -101,8 +101,9 @@ def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns the product of the matrices a and b in float32; float32 factors are multiplied at
-    full precision.
+    """Returns the product of the matrices a and b in float32.
+
+    Float32 factors are multiplied at full precision.
 
     `axes` are the dimension numbers `NT`, `TN` or `NN`.
     """

@@ -137,8 +137,10 @@ class Task(abc.ABC):
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns a batch of one row, which has the largest number of tokens that a row of a
-        training batch can have; None if the shape of rows depends on the data.
+        """Returns a batch of one row, with the largest number of tokens that a row of a training
+        batch can have.
+
+        Returns None if the shape of rows depends on the data.
         """
         return None
 

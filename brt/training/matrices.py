@@ -26,7 +26,9 @@ TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 
 def is_kernel(axes: Names) -> bool:
     """Returns True if a parameter whose axes have these names is the matrix of a linear map, or a
-    stack of such matrices by layer; False if it is a vector or a table.
+    stack of such matrices by layer.
+
+    Returns False if the parameter is a vector or a table.
     """
     names = matrix_names(axes)
     return len(names[names[:1] == ("layers",) :]) == 2 and not TABLES & set(names)

@@ -232,8 +232,9 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number, which is the same in all processes, as a jax array [] that is replicated on
-    the devices of the run.
+    """Returns a number as a jax array [] that is replicated on the devices of the run.
+
+    All processes must pass the same number.
     """
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 

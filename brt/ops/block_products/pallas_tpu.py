@@ -192,7 +192,9 @@ def summed_matmul(
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
         """Returns the block spec with which a step reads all heads of one lane (index along B) of
-        an input [A, B, H, R, K]; `wide` is the layout of the input.
+        an input.
+
+        The input has the shape [A, B, H, R, K] and the layout `wide`.
         """
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(

@@ -58,8 +58,9 @@ class Wide(NamedTuple):
         return cls(math.prod(first), heads, width, (heads, width))
 
     def cut(self, columns: int) -> "Wide":
-        """Returns the same layout, divided into tiles of at most `columns` columns; each head of a
-        tile counts with its own columns.
+        """Returns the same layout, divided into tiles of at most `columns` columns.
+
+        The columns of all heads of a tile are counted together.
         """
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
@@ -137,7 +138,9 @@ class Weights(NamedTuple):
 
         def by_head(kernel: Array, wide: Wide) -> Array:
             """Returns P stacked kernels with the axes of groups and heads directly after the axis
-            P; `wide` is the layout of their wide side.
+            P.
+
+            `wide` is the layout of the wide side of the kernels.
 
             A kernel [C, *axes] becomes [A, H, C, K] if `narrow_first`; a kernel [*axes, C] becomes
             [A, H, K, C].

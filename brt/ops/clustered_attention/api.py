@@ -67,8 +67,9 @@ def attend(
     implementation: str | None = None,
     kmeans_implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Returns the attention output of all queries, computed for clusters of queries; the logits are
-    scale * q.k.
+    """Returns the attention output of all queries, computed for clusters of queries.
+
+    The logits are scale * q.k.
 
     The same random key gives bitwise the same result, so evaluation uses one fixed key.
 

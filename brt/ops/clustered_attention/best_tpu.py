@@ -70,8 +70,9 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def process_step(step: Any, _: None) -> None:
-        """Merges the values of the keys of a step into `lists`, the sorted lists of the largest
-        values of all steps so far; `step` is the index of the step.
+        """Merges the values of the keys of a step into the sorted lists of the largest values.
+
+        `step` is the index of the step, and `lists` has the largest values of the steps before.
         """
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 

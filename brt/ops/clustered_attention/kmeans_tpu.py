@@ -75,8 +75,10 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns the cluster of each code, int32, or C for padding; and the centroids to which the
-    last iteration assigned the codes.
+    """Returns the cluster of each code, and the centroids to which the last iteration assigned
+    codes.
+
+    The clusters are int32, and C for padding.
 
     Args:
       codes: hash codes of +1 and -1.

@@ -125,8 +125,9 @@ def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, 
 
 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
-    """Returns, for each of the tiles, the row of x that belongs to the tile's cluster; x has a row
-    for each cluster.
+    """Returns, for each of the tiles, the row of x that belongs to the tile's cluster.
+
+    x has a row for each cluster.
     """
 
     def gather_rows(x: Array, clusters: Array) -> Array:

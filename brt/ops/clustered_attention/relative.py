@@ -19,8 +19,9 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the bias between each cluster and each key, which is the mean of the biases between
-    the cluster's queries and the key.
+    """Returns the bias between each cluster and each key.
+
+    The bias of a cluster is the mean of the biases between the cluster's queries and the key.
 
     A Fourier transform computes all means at once.
 

@@ -63,8 +63,9 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the neurons
-    of `srformer`, which are None for other kinds.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
+
+    The metrics describe the neurons of `srformer`. They are None for other kinds.
 
     Training uses this function. Decoding uses `prefill` and `step`.
 

@@ -20,8 +20,9 @@ from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
 class RnnWeights(NamedTuple):
-    """Weights of the recurrence h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias), where x_z is
-    the vector of position z and h_z the state at this position; A = H * K.
+    """Weights of the recurrence h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias).
+
+    x_z is the vector of position z, h_z is the state at position z, and A = H * K.
     """
 
     input_kernel: Float[Array, "A A"]

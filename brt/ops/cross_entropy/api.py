@@ -46,7 +46,9 @@ def token_scores(
     implementation: str | None = None,
 ) -> TokenScores:
     """Returns the negative log probability of each target, and whether the target is the most
-    probable token; for evaluation only, without gradients.
+    probable token.
+
+    The function is for evaluation only and has no gradients.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.

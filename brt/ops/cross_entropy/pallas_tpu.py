@@ -95,7 +95,9 @@ def token_scores(
     interpret: Interpret = False,
 ) -> TokenScores:
     """Returns the negative log probability of each target, and whether the target is the most
-    probable token; without gradients.
+    probable token.
+
+    The function has no gradients.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T.

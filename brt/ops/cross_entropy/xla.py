@@ -111,7 +111,9 @@ def token_scores(
     chunk: int,
 ) -> TokenScores:
     """Returns the negative log probability of each target, and whether the target is the most
-    probable token; without gradients.
+    probable token.
+
+    The function has no gradients.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
@@ -127,8 +129,9 @@ def token_scores(
     )
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of a chunk's targets; `piece` has the vectors [B, C, D] and the
-        targets [B, C] of the chunk.
+        """Returns the scores of a chunk's targets.
+
+        `piece` has the vectors [B, C, D] and the targets [B, C] of the chunk.
         """
         results = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)

@@ -34,7 +34,9 @@ def state_scan(
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
     """Returns the states after the blocks of a segment, and the state keys and values that the
-    tokens read; all float32.
+    tokens read.
+
+    All results are float32.
 
     Args:
       weights: the cell's weights.

@@ -77,8 +77,9 @@ def state_taps(
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product that sums over the first `inputs` axes of a kernel; None
-        if the kernel or `inputs` is None.
+        """Returns the taps of the product that sums over the first `inputs` axes of a kernel.
+
+        Returns None if the kernel or `inputs` is None.
         """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 

@@ -28,8 +28,9 @@ def state_attention(
     null_keys: bool,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Returns the attention outputs of the states over the states and over the tokens of two
-    blocks; and the keys and values of the states.
+    """Returns the attention outputs of the states, and the keys and values of the states.
+
+    The states attend to the states and to the tokens of two blocks.
 
     Args:
       projected: keys, queries to states, queries to tokens, and values of the states, from one

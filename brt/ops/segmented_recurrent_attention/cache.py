@@ -123,8 +123,9 @@ def _cache_form(config: CrossConfig, width: int) -> str:
 
 
 def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to target position t; a cache with a table is
-    returned unchanged.
+    """Returns the cache with its neurons advanced to target position t.
+
+    A cache with a table is returned unchanged.
 
     The function `step` also advances the neurons but does not return them, so without `advance`
     every step repeats the segments since the cache's position. Positions must not decrease from

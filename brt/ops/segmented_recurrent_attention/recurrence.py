@@ -21,8 +21,9 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Float32 parameters of one layer, shared by all heads of the layer; parameters that the
-    configuration does not use are None.
+    """Float32 parameters of one layer, shared by all heads of the layer.
+
+    Parameters that the configuration does not use are None.
 
     Attributes:
       kernel: [K, K], the matrix W that maps value features to the inputs of the neurons.
@@ -135,8 +136,9 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32; without
-    neurons, returns P_j.
+    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32.
+
+    Without neurons, returns P_j.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
     `config.kv_source` is "segment".

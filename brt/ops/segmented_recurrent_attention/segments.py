@@ -100,8 +100,9 @@ def segment_index(
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Returns a source divided into segments of `size` positions; the last segment is filled up
-    with zeros.
+    """Returns a source divided into segments of `size` positions.
+
+    The last segment is filled up with zeros.
 
     `x` has a row for each source and a column for each of X positions; *R stands for any further
     axes, such as H and K. In the result, the segments are on axis 0.

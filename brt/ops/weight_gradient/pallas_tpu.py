@@ -179,7 +179,9 @@ def weight_gradient(
 
         def side_index(*tile: Any) -> tuple:
             """Returns the position of the side's block along A, B, H, R and K in a step of the
-            grid; `tile` is the position of the step along both axes of the grid.
+            grid.
+
+            `tile` is the position of the step along both axes of the grid.
             """
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column

@@ -14,8 +14,10 @@ from jaxtyping import Array, Bool, Int
 
 
 def with_cache_mask(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel, which takes the places where documents start, for callers that only say for
-    each block of W tokens whether it may read the block before it.
+    """Wraps a kernel that takes the places where documents start.
+
+    The wrapped kernel takes a cache mask instead, which says for each block of W tokens whether the
+    block may read the block before it.
     """
 
     def attend_to_blocks(

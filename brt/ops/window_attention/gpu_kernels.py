@@ -210,15 +210,18 @@ def window_attention_forward(
         return weights, shrunk, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the maximum logits and the sums of weights after key tile j, in which every key
-        counts as a zero key; `carry` has both as they are before this tile.
+        """Returns the maximum logits and the sums of weights after key tile j.
+
+        Every key of the tile counts as a zero key. `carry` has the maxima and sums before the tile.
         """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """Returns the weighted sums of values, the maximum logits and the sums of weights after key
-        tile j; `carry` has the three as they are before this tile.
+        tile j.
+
+        `carry` has the three results as they are before the tile.
         """
         read, top, total = carry
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))

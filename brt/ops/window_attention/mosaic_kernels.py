@@ -331,7 +331,8 @@ def window_attention_band(
 
 
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
-    """Returns x times the dropout factors in a slot of the shared memory `factors`; returns x if
-    there is no dropout (`factors` is None).
+    """Returns x times the dropout factors in a slot of the shared memory `factors`.
+
+    Returns x if there is no dropout (`factors` is None).
     """
     return x if factors is None else x * factors[slot]

@@ -76,8 +76,9 @@ def _tiling(itemsize: int) -> tuple[Any, ...]:
 
 
 def vector_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of the vectors in x [..., K]; each vector is split
-    into parts.
+    """Returns shared memory for `slots` tiles of the vectors in x [..., K].
+
+    Each vector is split into parts.
     """
     parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
@@ -92,8 +93,9 @@ def square_tiles(slots: int) -> Any:
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`, which has two numbers
-    for each row of a tile.
+    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`.
+
+    The array `sums` has two numbers for each row of a tile.
     """
     return SMEM((slots, 2, TILE), jnp.float32)
 
@@ -202,8 +204,9 @@ def write_vectors(
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a square tile to an array [G, H, TILE, X] in global memory, which has a strip of X
-    columns for each of G groups of query tiles and H heads.
+    """Writes a square tile to an array [G, H, TILE, X] in global memory.
+
+    The array has a strip of X columns for each of G groups of query tiles and each of H heads.
 
     Args:
       square: the numbers of the tile.
@@ -326,15 +329,17 @@ def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """Returns a square array whose row r has the r-th number of `ref` in all columns; `ref` is a
-    reference to TILE numbers in shared memory.
+    """Returns a square array whose row r has the r-th number of `ref` in all columns.
+
+    `ref` is a reference to TILE numbers in shared memory.
     """
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    """Returns a square array whose column c has the c-th number of `ref` in all rows; `ref` is a
-    reference to TILE numbers in shared memory.
+    """Returns a square array whose column c has the c-th number of `ref` in all rows.
+
+    `ref` is a reference to TILE numbers in shared memory.
     """
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])

@@ -90,8 +90,9 @@ def on_each_device(
     *,
     sharded: bool,
 ) -> AttentionPart:
-    """Returns the result of `attend`, which each device computes for its own rows of the batch,
-    heads and blocks.
+    """Returns the result of `attend`, computed on all devices of the mesh.
+
+    Each device computes the result for its own rows of the batch, heads and blocks.
 
     Args:
       attend: a function of the following arguments up to `scale`, which computes the attention

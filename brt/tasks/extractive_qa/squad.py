@@ -37,7 +37,9 @@ def score(prediction: str, answers: Sequence[str]) -> Score:
 
 def f1(prediction: str, gold: str) -> float:
     """Returns the F1 score (0 to 1) of the words that a predicted answer shares with a true answer
-    (`gold`); 1 if both answers have no words.
+    (`gold`).
+
+    The score is 1 if both answers have no words.
     """
     predicted, expected = (normalized(text).split() for text in (prediction, gold))
     if not predicted or not expected:

@@ -191,7 +191,9 @@ class LanguageModeling(Task):
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
     ) -> DecoderOutput:
         """Returns the hidden vectors of a segment, the state after the segment, the next model
-        state, auxiliary losses and metrics; see `forward.predict`.
+        state, auxiliary losses and metrics.
+
+        `forward.predict` describes the results.
         """
         return predict(config, params, options.pop("carry"), batch, **options)
 

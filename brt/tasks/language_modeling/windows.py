@@ -107,8 +107,9 @@ class WindowEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model, which reads
-        with the largest window.
+        """Returns the beginning of the first document with a continuation by the model.
+
+        The model reads with the largest window.
 
         The result is None if `control` stopped the generation. `step` seeds the random numbers.
         """

@@ -136,7 +136,9 @@ class Summarization(Task):
         self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
     ) -> Prediction:
         """Returns the hidden vectors of the summaries' tokens, the parameters that map these
-        vectors to logits, and metrics; see `forward.predict`.
+        vectors to logits, and metrics.
+
+        `forward.predict` describes the results.
         """
         return predict(config, params, batch, **options)
 
@@ -191,7 +193,8 @@ class Summarization(Task):
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns the learned scalars of each layer (means over heads) in `params`, by tag;
+            """Returns the learned scalars of each layer (means over heads) in `params`, by tag.
+
             `carry` is not used.
             """
             values = {}
