@@ -113,7 +113,8 @@ def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
         check(
             -layers <= index < layers,
             f"{field} = {indices} names layer {index}, but Model.layers = {layers} has layers 0 to "
-            f"{layers - 1}",
+            f"{layers - 1}; set Model.layers to the number of layers, also where the weights of "
+            "Training.init_from have more",
         )
         place = index % layers
         check(fields[place] != field, f"{field} = {indices} names a layer twice")

@@ -5,6 +5,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config, Data, Model
@@ -110,6 +112,16 @@ def with_model(config: Config, weights: Weights) -> Config:
     return dataclasses.replace(config, **{section: model, "data": data})
 
 
+def _equal(value: Any, old: Any) -> bool:
+    """Returns True if two values of a setting are equal, floats up to the rounding to float32.
+
+    Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
+    """
+    if isinstance(value, float) and isinstance(old, float):
+        return bool(np.float32(value) == np.float32(old))
+    return bool(value == old)
+
+
 def _merged(requested: Any, trained: Any, where: str) -> Any:
     """Returns the section `trained`, with the settings that `requested` may and does change."""
     return dataclasses.replace(trained, **_changes(requested, trained, where))
@@ -124,7 +136,7 @@ def _changes(requested: Any, trained: Any, where: str) -> dict[str, Any]:
         adaptable = setting.warm_start == "adaptable"
         if setting.warm_start == "own" or (adaptable and value != default):
             changes[name] = value
-        elif not adaptable and value not in (default, old):
+        elif not adaptable and not (value == default or _equal(value, old)):
             own = f"{section.__name__}.{name}"
             raise ConfigError(
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "

@@ -16,6 +16,7 @@ from model_settings import with_settings
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
+from brt.config.norm import Norm
 from brt.config.window import Window
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
@@ -270,3 +271,12 @@ def test_a_model_begins_as_the_model_without_a_memory(
     of_new = flatten_dict(gradients, sep="/")[f"stack/{path}"]
     read = of_new[:, 1] if "recurrent" in path else of_new
     assert np.abs(read).max() > 1e-4
+
+
+def test_a_setting_may_differ_from_the_weights_by_the_rounding_to_float32(tmp_path: Path) -> None:
+    """Files of other formats have, for example, 9.9999997e-06 for 1e-05."""
+    rounded = dataclasses.replace(MODEL, norm=Norm(epsilon=float(np.float32(1e-5))))
+    where = write(tmp_path / "rounded", rounded)
+    assert ready(config(where, norm=Norm(epsilon=1e-5))).norm == rounded.norm
+    with pytest.raises(ConfigError, match=r"Norm\.epsilon = 2e-05, but the weights"):
+        ready(config(where, norm=Norm(epsilon=2e-5)))
