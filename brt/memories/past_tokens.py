@@ -1,8 +1,8 @@
 """Layers with a window and a memory of the last M tokens before the block of a token.
 
 `PastTokensLayer` is the base class of these layers. It keeps the memory and leaves to its
-subclasses how tokens read it. Keys of the memory have no rotary positions, so a token reads them by
-their content, however far away they are.
+subclasses how tokens read it. With rotary positions, a token reads all tokens of the memory as if
+they stood right behind its window, so it finds them by their content, however far away they are.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, Q of
 tokens of a block, D of numbers of a token's vector, H of heads of queries, G of heads of keys, K of
@@ -20,12 +20,13 @@ from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.reading import document_places
+from brt.layers.reading import document_places, speeds_of
 from brt.layers.state import LayerOutput, LocalState, OpenBlock, open_block
 from brt.memories.history import tokens_before
 from brt.memories.memory_state import MemoryState, Past, extended, remembered
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.partial_attention import AttentionPart
+from brt.ops.positions import rotate, rotations
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -70,7 +71,7 @@ class PastTokensLayer(nn.Module):
         """Returns what tokens read of their window and of the memory.
 
         Args:
-          queries: the queries of the tokens of N blocks, normalised and scaled, but not rotated.
+          queries: the queries of the tokens of N blocks, as they read keys that are not rotated.
           window: the attention of the tokens to their window, which has been computed before.
           past: the memory before the first block, followed by the tokens of the blocks. Block n of
             T / N tokens sees the M tokens from index n T / N. With one block, `past` may have the
@@ -121,9 +122,22 @@ class PastTokensLayer(nn.Module):
               queries: the queries of the tokens.
               window: the attention to the windows: output [B, T, H, K] and log-sum-exp [B, T, H].
             """
+            queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
 
         return attend_beyond_window
+
+    def _behind_window(self, queries: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        """Returns the queries as they read keys of the memory, which are not rotated.
+
+        Rotary queries are rotated by the distance of the nearest key beyond the window. A
+        pretrained layer does not expect other tokens at the distance 0, that of the token itself.
+        """
+        m = self.model
+        if self.window_positions() != "rotary":
+            return queries
+        distance = m.window if m.sliding.attend_to_self else m.window + 1
+        return rotate(queries, rotations(distance, 1, speeds_of(m)))
 
     def __call__(
         self,

@@ -90,6 +90,25 @@ def test_tokens_beyond_the_window_are_read_by_their_content(
     assert np.abs(read(params, model, block, other)[0] - y).max() > 0.01
 
 
+@pytest.mark.parametrize("attend_to_self", [True, False])
+def test_the_memory_stands_right_behind_the_window(
+    attend_to_self: bool, random_params: Callable
+) -> None:
+    """The first token that leaves the window is read as by a window that is longer by a token."""
+    gated = model_of(
+        "gated_dense_memory", **{"Window.block": 1, "Window.attend_to_self": attend_to_self}
+    )
+    longer = with_settings(
+        PLAIN, {"window": WINDOW + 1, "Window.block": 1, "Window.attend_to_self": attend_to_self}
+    )
+    params = params_of(random_params, gated, gate=100.0)
+    tokens = inputs()[:, : WINDOW + (1 if attend_to_self else 2)]
+    expected, _ = read({"tokens": params["tokens"]}, longer, tokens)
+    np.testing.assert_allclose(read(params, gated, tokens)[0], expected, atol=TOLERANCE)
+    shut, _ = read({**params, "memory_gate": 0 * params["memory_gate"]}, gated, tokens)
+    assert np.abs(shut - expected)[:, -1].max() > 0.01
+
+
 def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(
     random_params: Callable,
 ) -> None:

@@ -68,7 +68,7 @@ class MemorizingLayer(PastTokensLayer):
         the results of the search.
 
         Args:
-          queries: the queries of the tokens of N blocks, normalised and scaled, but not rotated.
+          queries: the queries of the tokens of N blocks, as they read keys that are not rotated.
           window: the attention of the tokens to their window: output [B, T, H, K] and log-sum-exp
             [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.
