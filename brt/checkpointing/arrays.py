@@ -51,7 +51,8 @@ def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
             ),
         )
     for name, leaf in stored.items():
-        # Orbax returns the requested leaf itself, without an error, if its metadata lack the name.
+        # If the checkpoint has no array of this name, Orbax raises no error and returns the leaf of
+        # `stored`, which is only a description.
         array = arrays[name]
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
             leaf.shape, leaf.dtype,

@@ -238,11 +238,12 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Returns accumulators of deferred weight gradients for the layers of a run.
+    """Returns accumulators of deferred weight gradients for neighbouring recurrent layers, whose
+    parameters are stacked.
 
     Args:
       model: the settings of the model.
-      params: the parameters of the run, stacked by layer.
+      params: the parameters of the layers, with the layers on axis 0.
       blocks: the number of blocks of a segment, which is axis 0 of the accumulators.
       lanes: the number of lanes (rows of the batch).
     """

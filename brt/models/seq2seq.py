@@ -116,7 +116,8 @@ class Seq2Seq(nn.Module):
     ) -> Decoded:
         """Encodes sources and decodes targets; see `encode` and `decode` for the arguments."""
         if self.is_initializing() and not self.model.tied_logits:
-            self.lm_head(targets_in)  # Only `readout` reads it.
+            # Initialization has to call all modules, but only `readout` calls the head.
+            self.lm_head(targets_in)
         return self.decode(self.encode(source, mask, key), mask, targets_in)
 
     def encode(

@@ -64,9 +64,11 @@ class Workdir:
 
     @property
     def bad_batches(self) -> Path:
-        """Path of the record of bad steps.
+        """Path of the record of the batches of bad steps.
 
-        The record is next to the checkpoints, because all processes of a run have to read it.
+        All processes of a run read this record, but all processes except for the first have their
+        other files in a temporary directory (`_Shadow`). The record is therefore next to the
+        checkpoints, whose directory all processes share.
         """
         return self.checkpoints.parent / "bad_batches.jsonl"
 

@@ -71,7 +71,7 @@ def decays(
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
     rest = -jnp.expm1(2 * log_a)  # 1 - a^2
-    # The root has no derivative at 0, which rest is if the gate is closed.
+    # The square root has no derivative at 0, and `rest` is 0 if the gate is closed.
     positive = rest > 0
     return jnp.exp(log_a), jnp.where(positive, jnp.sqrt(jnp.where(positive, rest, 1)), 0)
 

@@ -192,7 +192,8 @@ def backward_kernel(
     """Computes the gradients of queries, keys and values.
 
     Args:
-      inputs: references to the inputs of the step.
+      inputs: references to the inputs of one step of the grid, which computes one head of one row
+        of the batch.
       d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
       sums: [C, K], float32 scratch memory for the gradient of the centroids.
       settings: static settings.

@@ -15,12 +15,14 @@ from brt.types import Variables
 
 
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
-    """Returns the loss of a batch, summed over scored tokens, and its other results.
+    """Returns the loss of a batch, summed over scored tokens, and an `Aux` with the cross-entropy
+    alone, the number of scored tokens, the new carry and model state, and metrics.
 
-    The loss includes the auxiliary losses of layers.
+    The loss is the cross-entropy, plus the auxiliary losses of layers, plus the divergence from the
+    teacher if the run distills.
 
     Args:
-      config: config of the model.
+      config: config of the run.
       params: parameters.
       inputs: batch, random key, carry and model state.
     """

@@ -119,17 +119,17 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
     chunk = jnp.cumsum(there & (rank % size == 0), axis=-1) - 1
     rows = jnp.where(there, chunk * size + rank % size, chunks * size)
 
-    def scattered(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
-        """Returns the layout of one head.
+    def head_layout(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
+        """Returns, for one head, the token in each row of the chunks and the row of each token.
 
         Args:
           order: the indices of the M tokens, sorted by group.
-          rows: the row of each of these tokens, in the same order.
+          rows: the row of the chunks into which each token of `order` is copied.
         """
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
         return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
 
-    return jax.vmap(jax.vmap(scattered))(order, rows)
+    return jax.vmap(jax.vmap(head_layout))(order, rows)
 
 
 def _with_previous_chunks(x: Array, back: int, nothing: int) -> Array:
