@@ -370,7 +370,7 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            tokenizer: Any = self.tokenizer  # Tokenizers of language models can encode text.
+            tokenizer: Any = self.tokenizer  # Its declared type, for all tasks, has no `encode`.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:

@@ -191,8 +191,13 @@ def variants(
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
-        """Returns the config of the flags with the bindings `more`, which override the files of
-        --gin_file, and with the files `includes`, as if the files of --gin_file included them.
+        """Returns the config of one variant of the run that the flags describe, such as a point of
+        a sweep.
+
+        Args:
+          more: bindings of the variant, which override those of the files of --gin_file.
+          includes: .gin files of the variant. They are read as if the first file of --gin_file
+            included them.
         """
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:

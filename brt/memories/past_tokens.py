@@ -31,11 +31,13 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class Readers(NamedTuple):
-    """The tokens of N blocks that read the memory.
+    """Which tokens read the memory, and how much of it. They are Q tokens in each of N blocks.
 
     Attributes:
-      counts: int32 [B, N], the number of last tokens before each block that its tokens may read.
-      places: int32 [Q], the place of each token of a block in the block; the same for all blocks.
+      counts: int32 [B, N]. The tokens of a block may read this number of tokens of the memory, the
+        last ones before the block.
+      places: int32 [Q], the position of each of the Q tokens within its block. All blocks have the
+        same positions.
     """
 
     counts: Int[Array, "B N"]

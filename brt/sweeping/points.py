@@ -23,8 +23,9 @@ RESERVED = ("plots", "slurm")  # Points may not have these names, because other 
 MOST = 10_000  # A sweep may have at most this many points.
 _LONGEST = 96  # The name of a directory has at most this many characters.
 _HASH = 8
-# Settings of parts of the model keep the names that they had as fields of `Model`. Without their
-# section, these names say more (`mlp_bias` and `attention_bias` instead of `bias`).
+# Names of points contain the names of settings without their sections. Settings of parts of the
+# model, such as MLP.bias and SelfAttention.bias, appear under the names that they had as fields of
+# `Model`: `mlp_bias` and `attention_bias` say more than `bias`.
 _OF_PARTS = {
     new: old.partition(".")[2]
     for old, names in RENAMED.items()

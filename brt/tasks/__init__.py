@@ -68,7 +68,8 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
       origins: for each setting that the user bound, the file and line (or flag) that bound it.
     """
     task = from_config(config)
-    # On the command line, settings of the model that come from weights are not known yet.
+    # When the command line is read, the settings that come from the weights of Training.init_from
+    # are not known yet. Once they are, `origins` is None.
     if origins is None or not config.training.init_from:
         task.check(config)
     readers = {name: _sections(other) for name, other in TASKS.items()}

@@ -212,8 +212,8 @@ def _scatter_to_keys(
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def transpose_rank(r: Any, _: None) -> None:
-        """Writes the gradients of the r-th best key and value of each cluster with the clusters
-        along the rows.
+        """Copies the gradients of the r-th best key and value of all clusters to
+        `d_best_transposed`, in which each cluster has one row.
         """
         d_best_transposed[r] = d_best[r].T
 

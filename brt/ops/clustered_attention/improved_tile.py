@@ -85,7 +85,10 @@ class ImprovedKernelInputs(NamedTuple):
 
 
 class ClusterNumbers(NamedTuple):
-    """Numbers of each cluster, or of each query's cluster.
+    """Four numbers of each cluster.
+
+    A field may also be an array over queries, which has for each query the number of the query's
+    cluster.
 
     Attributes:
       rest: log-sum-exp of the centroid's logits of all but its best keys.

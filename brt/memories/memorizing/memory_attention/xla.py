@@ -48,8 +48,8 @@ def memory_attention(
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
       counts: for each block, the number of last tokens before the block that may be neighbours.
-      window: the number of tokens of a block. There are T / N queries per block, which may be
-        several for each token.
+      window: the number of tokens of a block. If several heads of queries share a head of keys, a
+        token has several queries, and T is the number of queries instead of tokens.
       size: the number of tokens of the memory.
       neighbors: R, the number of neighbours of a query, which are the keys that a search selects.
       search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among

@@ -41,7 +41,9 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Returns the words of a text that are compared; only ASCII letters and digits count."""
+        """Splits a text into the words that ROUGE compares: in lower case, of ASCII letters and
+        digits alone, and with `stemmer` reduced to their stems.
+        """
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words
