@@ -238,8 +238,7 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Returns accumulators of deferred weight gradients for neighbouring recurrent layers, whose
-    parameters are stacked.
+    """Returns accumulators of deferred weight gradients for neighbouring layers of a kind.
 
     Args:
       model: the settings of the model.

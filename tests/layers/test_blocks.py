@@ -66,6 +66,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
 
 
+@pytest.mark.slow
 def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
     random_params: Any,
 ) -> None:

@@ -28,8 +28,7 @@ LANES, TOKENS, MIDDLE = 2, 48, 24
 # has a recurrent layer.
 QUICK = (
     "a window without the token", "windows by layer", "toy", "grouped queries, sinks",
-    "gated delta rule beside a window", "gated dense memory, grouped queries, sinks",
-    "a recurrence over tokens, blocks of a token",
+    "gated delta rule beside a window", "a recurrence over tokens, blocks of a token",
 )  # fmt: skip
 
 

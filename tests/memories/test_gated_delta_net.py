@@ -169,6 +169,7 @@ def test_bfloat16_keeps_matrices_in_float32(learned: dict[str, jax.Array]) -> No
     assert np.abs(found[0] - found[1]).max() < 0.05 * np.abs(found[0]).max()
 
 
+@pytest.mark.slow
 def test_heads_decay_at_different_rates_at_first() -> None:
     m = with_settings(MODEL, {"GatedDeltaNet.heads": 64})
     since = jnp.zeros((1, 4), jnp.int32)

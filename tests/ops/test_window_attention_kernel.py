@@ -167,6 +167,7 @@ def test_a_gpu_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
         np.testing.assert_array_equal(again[name], value, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lanes", "window", "width", "options", "without", "dtype"),
     [

@@ -172,6 +172,7 @@ def test_a_run_says_what_its_splits_are(
     assert f"sha256 {facts['test']['sha256'][:12]}" in log
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_copied_run_writes_and_is_exported_without_its_data(
     make: Callable, trained: Callable, moved: Callable

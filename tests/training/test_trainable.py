@@ -43,6 +43,7 @@ def test_only_the_named_parameters_change(
     assert not changed & {path for path in before if path.startswith("embedding")}
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("grouped_memorizing")
 @pytest.mark.parametrize("case", ["grouped_dense_memory", "grouped_memorizing"])
 def test_a_gate_that_begins_closed_is_trained_alone(case: str, tmp_path: Any) -> None:

@@ -59,6 +59,7 @@ def hidden(run: runs.Run, model: Model, params: Any, tokens: np.ndarray) -> np.n
     return np.asarray(read.hidden @ params["embedding"].T, np.float64)
 
 
+@pytest.mark.slow
 def test_the_divergence_is_that_of_whole_documents(place: Path) -> None:
     """The teacher's caches are carried from step to step, and reach its whole window."""
     run = runs.build(config(place, 48), progress=False)

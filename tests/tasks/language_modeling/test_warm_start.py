@@ -215,6 +215,7 @@ _DENSE = {"DenseMemory.layers": (-1,), "DenseMemory.gate": "tanh", "DenseMemory.
 _TWO_BLOCKS = {"Window.block": 2}  # in a window
 
 
+@pytest.mark.slow_cases("settings0*", "settings2*", "settings5*")
 @pytest.mark.parametrize(
     ("settings", "plain_settings", "new", "path"),
     [
