@@ -5,14 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tqdm import tqdm
-
 from brt import tasks
 from brt.config import Config
 from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import ConfigError, DataError, NonFiniteError
+from brt.evaluation import progress
 from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
@@ -82,11 +81,9 @@ class SplitEvaluator:
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
-        with tqdm(
-            total=evaluator.total, desc=f"reading {self._split}", unit=evaluator.unit,
-            unit_scale=evaluator.unit == "tok", disable=None,
-        ) as bar, model.on_devices():  # fmt: skip
-            result = evaluator(model.variables, Control(progress=bar.update))
+        reading = progress.shown(evaluator.total, f"reading {self._split}", evaluator.unit)
+        with reading as update, model.on_devices():
+            result = evaluator(model.variables, Control(progress=update))
         self._check_finite(result, model)
         return evaluations.write(model.workdir, model.step, self._split, result, self._on_result)
 

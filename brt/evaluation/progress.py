@@ -1,0 +1,42 @@
+"""Progress of an evaluation: a bar on a terminal, and otherwise a line per minute."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
+
+LINE_SECONDS = 60.0  # Lines of a log that is no terminal are at least this far apart.
+
+
+@contextlib.contextmanager
+def shown(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """Shows on stderr how much of a work is done. Nothing is shown before the first line is due.
+
+    Args:
+      total: the amount of work.
+      text: the name of the work, such as "reading test".
+      unit: the unit of `total`. Large numbers of "tok" (tokens) are abbreviated on terminals.
+
+    Yields:
+      A function that is called with each amount of work that has been done.
+    """
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
+        yield bar.update if not bar.disable else _lines(total, text, unit)
+
+
+def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
+    """Returns a function that prints a line if the last one is `LINE_SECONDS` old."""
+    done, last = 0, time.monotonic()
+    name = {"tok": "tokens"}.get(unit, unit)
+
+    def update(amount: int) -> None:
+        """Adds an amount of work that has been done."""
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print(f"{text}: {done:,} of {total:,} {name}", file=sys.stderr, flush=True)
+
+    return update
