@@ -23,20 +23,20 @@ from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
 def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that expects the keys of tokens as attention uses them.
+    """Wraps an implementation of `state_scan` that does not normalize the keys of tokens itself.
 
-    The wrapper normalizes the keys, which saves doing so in both blocks that read them.
+    The wrapper normalizes the keys once, although the states of two blocks attend to each token.
     """
 
     def state_scan_of_raw_keys(
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, normalize_qk: bool, **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function`.
+        """Calls `function`, the wrapped implementation of `state_scan`, and returns its result.
 
         If `normalize_qk` is True, `function` receives the tokens' keys (`keys` and the cached keys)
-        after normalization, and otherwise unchanged. The arguments are the same as for
-        `state_scan`; `others` are those after `keys`, in the same order.
+        after normalization, and otherwise unchanged. The arguments have the same meaning as in
+        `state_scan`; `others` are the positional arguments that follow `keys` there.
         """
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
@@ -88,15 +88,16 @@ def state_scan(
         normalizes these keys and the cached keys, so the caller must not.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for a segment of one block inside a caller's scan over blocks, the block's part of the
-        taps from `state_taps`. The taps collect the inputs of weight gradients that are computed
-        after the scan. None lets the function create its own taps.
-      unroll: the number of blocks in an iteration of the scan.
+      taps: arrays that collect, in the backward pass, the inputs and output gradients from which
+        weight gradients are computed after the scan (`brt.ops.deferred`). None lets the function
+        create its own taps. A caller that scans over blocks itself, and passes segments of one
+        block, passes the block's part of the result of `state_taps`.
+      unroll: the number of blocks that one iteration of the scan's loop processes.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-      options: the arguments `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of
-        `scan.state_update`, which select the gate, the bounds of its updates, the normalization of
-        keys and queries, the treatment of unreadable keys and the implementation of attention.
+      options: the arguments `kind` (of gate), `tanh` (which updates a tanh bounds), `normalize_qk`
+        (of keys and queries), `null_keys` (True keeps unreadable keys in the softmax as zeros) and
+        `attention` (the implementation of attention); `reference.state_scan` explains them.
 
     Returns:
       The states after the last block, float32; and the state keys and values that the tokens of

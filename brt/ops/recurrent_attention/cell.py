@@ -21,7 +21,7 @@ from brt.ops.normalization import l2_normalize, rms_norm
 
 
 class CellWeights(NamedTuple):
-    """Weights of the state update.
+    """Weights of the recurrent cell, with which the states are updated after each block.
 
     Attributes:
       norm: [D], scale of the norm before the projections.
@@ -30,7 +30,8 @@ class CellWeights(NamedTuple):
       keys, values: [D, H, K], projections of the states to keys and values.
       queries: [D, H, K], projection of the states to the queries that attend to states.
       cross_queries: [D, H, K], projection of the states to the queries that attend to tokens.
-      scale, cross_scale: [H], scales of `queries` and of `cross_queries`.
+      scale, cross_scale: [H], the factor of each head's queries, for `queries` and for
+        `cross_queries`.
       output: [2, H, K, D], projection of both attention outputs; None in the single layout.
       output_gate: gate of the attention's residual connection; None in the single layout.
       mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.
@@ -71,7 +72,7 @@ class TokenKV(NamedTuple):
 
 
 def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> TokenKV:
-    """Returns keys and values with the axis of heads before the axis of tokens."""
+    """Returns the keys and values of tokens with the axis of heads before the axis of tokens."""
     return TokenKV(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
 
 

@@ -2,10 +2,11 @@
 
 The grid is (head, lane); a lane is a row of the batch. A step normalizes the keys and queries of
 one head of the states of a lane, attends to the states and to the tokens of two blocks, and writes
-the outputs and the keys that tokens will read. The kernel reads the output of the projection in
-place. The backward kernel writes the gradients of its four parts as one array, as the products
-after it need them. As in window attention, all matrices are transposed, keys x states, and the
-backward pass recomputes the weights from the log-sum-exp.
+the outputs and the keys that tokens will read. The states' keys, both kinds of queries and values
+are one array, which one projection computes. The kernel reads this array without splitting it
+first, and the backward kernel writes the gradients as one array of the same form. As in window
+attention, the matrices of logits and weights are transposed, keys x states, and the backward pass
+recomputes the weights from the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
 numbers, T of tokens of a segment, and N of its blocks of W tokens.
@@ -105,7 +106,8 @@ def state_attention(
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
-      null_keys: True if unreadable tokens count as zero keys with zero values.
+      null_keys: True keeps unreadable tokens in the softmax, as zero keys with zero values; False
+        leaves them out.
       attention: None or "auto"; the kernel always computes the attention itself.
       interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
@@ -153,7 +155,7 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns the inputs of the kernels.
+        """Returns these arrays in the form in which the kernels read them.
 
         `others` are the fields of `StateKernelInputs` that only the backward kernel reads, from
         `gradient` on.

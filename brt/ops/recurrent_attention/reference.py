@@ -47,11 +47,12 @@ def state_scan(
         keys of all tokens are already normalized.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
-      tanh: the updates that a tanh bounds. 'original' bounds the update of the single layout,
-        'paper' the updates of lstm gates.
+      kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
+      tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
+        update of the single layout (`CellWeights`), and 'paper' the updates of lstm gates.
       normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True makes unreadable keys count as zero keys with zero values.
+      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
+        leaves them out.
       taps, unroll, attention: ignored.
 
     Returns:

@@ -1,8 +1,9 @@
-"""The scan of the state update over blocks.
+"""The scan over blocks that updates the states of the recurrent cell.
 
-The weight gradients of large products are computed once, after the scan, from taps: arrays that
-collect the inputs and output gradients of a product from all steps (`brt.ops.deferred`). The
-kernels of lstm and gru gates are an exception: their gradients are summed block by block.
+The weight gradients of the projection, of the output projection and of the MLP are computed once,
+after the scan, from taps: arrays that collect the inputs and output gradients of a product from all
+steps (`brt.ops.deferred`). Only the gradients of the kernels of lstm and gru gates are summed block
+by block.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
 numbers, T of tokens of a segment, and N of its blocks of W tokens; *M stands for the axes of the
@@ -59,10 +60,12 @@ def _input_axes(kernels: _Kernels) -> _Kernels:
 def state_taps(
     weights: CellWeights, blocks: int, vectors: tuple[int, int], dtype: jnp.dtype
 ) -> _Kernels:
-    """Returns the taps for `state_scan` if a scan over blocks contains a scan over layers.
+    """Returns the taps of several layers for a caller that scans over blocks and, in each block,
+    over layers.
 
-    The taps collect, from all blocks, the inputs and output gradients of the products whose weight
-    gradients are computed after the scan.
+    The taps collect, from all blocks, the inputs and output gradients of matrix products, whose
+    weight gradients are computed after the scan. `state_scan` gets the part for its block and layer
+    as the argument `taps`.
 
     Args:
       weights: the weights of all layers, stacked on axis 0.
@@ -71,15 +74,15 @@ def state_taps(
       dtype: dtype of the products.
 
     Returns:
-      The taps of the four large products. A field is None if the cell has no such product, or if
-      the product has no taps.
+      The taps of the products with the projection, the output projection and both kernels of the
+      MLP. A field is None if the cell has no such product, or if taps would move more memory than
+      ordinary gradients.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product that sums over the first `inputs` axes of a kernel.
-
-        Returns None if the kernel or `inputs` is None.
+        """Returns the taps of the product with a kernel [layers, *inputs, *outputs], one for each
+        layer; None if `kernel` is None. `inputs` is the number of axes that the product sums over.
         """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
@@ -101,7 +104,8 @@ def state_update(
     read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Returns the states after one block, float32, and the state keys and values before the block.
+    """Returns the states after one block, float32, and the keys and values of the states before the
+    block, which the tokens of the block read.
 
     Args:
       weights: the cell's weights.
@@ -109,11 +113,12 @@ def state_update(
       before: keys and values of the tokens of the previous block.
       own: keys and values of the tokens of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: the kernels of the large products and their taps, which `state_scan` passes;
-        other callers leave both None.
-      kind: the kind of gate, 'fixed', 'lstm' or 'gru'.
-      tanh: the updates that a tanh bounds. 'original' bounds the update of the single layout, as in
-        the original code; 'paper' bounds the updates of lstm gates, as in the paper.
+      kernels, taps: kernels taken from `weights` and the taps for their gradients, which
+        `state_scan` prepares once for all blocks; other callers leave both None.
+      kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
+      tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
+        update of the single layout (`CellWeights`), as in the original code; 'paper' bounds the
+        updates of lstm gates, as in the paper.
       read: the function that computes the attention of the states to states and to tokens, such as
         `xla.state_attention`.
       options: passed to `read`, such as `normalize_qk` and `null_keys`.
@@ -148,8 +153,8 @@ def _apply_gates(
     inputs = _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        """Returns the next states: the gate combines the states `vectors` with their update, which
-        is the result of the MLP for its input x.
+        """Returns the next states: a gate mixes the states `vectors` with the output of the MLP for
+        its input x.
         """
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
@@ -191,9 +196,9 @@ def state_scan(
       keys, values: keys and values of the tokens of the segment.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for a segment of one block inside a caller's scan over blocks, the block's part of the
-        taps from `state_taps`; None lets the function create its own taps.
-      unroll: the number of blocks in an iteration of the scan.
+      taps: None lets the function create its own taps. A caller that scans over blocks itself, and
+        passes segments of one block, passes the block's part of the result of `state_taps`.
+      unroll: the number of blocks that one iteration of the scan's loop processes.
       options: the arguments of `state_update` from `kind` on.
 
     Returns:
@@ -209,8 +214,9 @@ def state_scan(
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
-    # The kernels of the projection are stacked, converted and stored once, before the scan. With
-    # taps this is allowed, because no gradient flows through the stacked copy.
+    # If the projection has a tap, its kernels are stacked, converted to the dtype of the keys and
+    # stored once, before the scan. The weight gradient is then computed from the tap, so no
+    # gradient flows through the converted copy.
     if taps.projection is not None:
         kernels = kernels._replace(
             projection=materialized(_stacked_projection(weights, keys.dtype))
@@ -240,8 +246,8 @@ def state_scan(
 
     starts = tokens_by_head(*cached)
     flags = cache_mask.T, document_start.T
-    # A scan needs blocks as the first axis of its arrays. The code below is unrolled completely
-    # instead, and so needs no transposes.
+    # `jax.lax.scan` needs the blocks on axis 0 of its arrays, which takes transposes. If all blocks
+    # are unrolled, a Python loop over slices is used instead, which needs no transposes.
     if unroll >= blocks:
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]
@@ -252,7 +258,7 @@ def state_scan(
         return carry[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *state_kvs)
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
-        """Returns the keys or values x, divided into N blocks on a new first axis."""
+        """Returns the tokens' keys or values x, divided into N blocks on a new first axis."""
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
 
     xs = tokens_by_head(split_blocks(keys), split_blocks(values)), *flags, taps

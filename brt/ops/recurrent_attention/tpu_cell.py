@@ -87,7 +87,8 @@ def state_scan(
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True makes unreadable keys count as zero keys with zero values.
+      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
+        leaves them out.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
       **_: the other arguments of `api.state_scan`, which `refusal` has checked.
 
@@ -135,8 +136,8 @@ def _forward(
     weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
     def block_array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
-        """Returns the shape and the dtype of an array [B, N, *shape], with an entry for each lane
-        and block.
+        """Returns the description of an output array [B, N, *shape] of the kernel, which has an
+        entry for each lane and block.
         """
         return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
 
@@ -168,7 +169,7 @@ def _backward(
     arguments, final, residuals = saved
     gradient, state_kvs = gradients
     results = _gradients(arguments, gradient, final, residuals, state_kvs, settings)
-    # The transpose has the axes [B, N, S, 4, H, K].
+    # The axes of `by_row` are [B, N, S, 4, H, K].
     by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)
     attended = residuals.y.transpose(0, 1, 4, 3, 2, 5)
     keys, queries, cross_queries, values = jnp.unstack(

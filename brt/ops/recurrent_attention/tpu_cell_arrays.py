@@ -1,8 +1,12 @@
-"""Inputs and outputs of the kernels of the complete cell, or their block specs.
+"""Named tuples for the inputs and outputs of the kernels of the complete cell.
 
-The module `tpu_cell` describes the algorithm. In shapes, B is the number of lanes (rows of the
-batch), N of blocks of a segment, W of tokens of a block, S of states, D of numbers of a state, H of
-heads, and K of numbers of a head.
+Their fields hold arrays outside of a kernel, references to a grid step's part of the arrays inside
+of a kernel, or the block specs that select these parts. The module `tpu_cell` describes the
+algorithm.
+
+The shapes are the shapes that a grid step sees: B is the number of lanes (rows of the batch), N of
+blocks of a segment, W of tokens of a block, S of states, D of numbers of a state, H of heads, and K
+of numbers of a head.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +50,7 @@ class CellKernelWeights(NamedTuple):
 
 
 class TokenBlocks(NamedTuple):
-    """Keys, or values, of tokens for one head; each field is [W, K].
+    """Keys, or values, of the tokens that a grid step reads, for one head; each field is [W, K].
 
     Attributes:
       cached: the tokens of the cached block, which is the block before the segment.
@@ -59,7 +63,8 @@ class TokenBlocks(NamedTuple):
     own: Any
 
     def both(self, first: Array) -> tuple[Array, Any]:
-        """Returns the tokens of the previous block, as an array, and the reference `own`.
+        """Returns the tokens of the previous block as an array, and the tokens of this block as the
+        kernel's reference `own`.
 
         Args:
           first: True for the first block of the segment, whose previous block is in the cache.

@@ -31,7 +31,7 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 from brt.ops.recurrent_attention.tpu_kernels import VALUES, StateKernelOutputs, StateKernelSettings
 from brt.ops.tpu import NN, NT, dot_float32, l2_normalize_rows_backward
 
-# The norm and the gate process this many states at once.
+# The norm and the gate are computed for groups of at most this many states.
 _ROWS = 64
 
 
@@ -40,7 +40,7 @@ def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
     rows = math.gcd(_ROWS, x.shape[0])
 
     def call_body(i: Array, _: None) -> None:
-        """Calls `body` with the slice of the rows of x that are in the i-th group."""
+        """Calls `body` with the slice that selects the rows of x in the i-th group."""
         body(pl.ds(pl.multiple_of(i * rows, rows), rows))
 
     jax.lax.fori_loop(0, x.shape[0] // rows, call_body, None)

@@ -19,12 +19,13 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 
 
 class CellGrid(NamedTuple):
-    """The kernels' grid of lanes, blocks and heads, and the block specs of arrays for its steps.
+    """The grid (lane, block, head) of the kernels, whose methods return the block specs of arrays.
 
-    The methods take an array or a description of its shape, such as a `ShapeDtypeStruct`.
+    A block spec tells Pallas which part of an array a grid step reads or writes. The methods take
+    the array or a description of its shape, such as a `ShapeDtypeStruct`.
 
     Attributes:
-      blocks: the number of blocks, N.
+      blocks: N, the number of blocks of tokens in a segment.
       backward: True if blocks are processed in reverse order.
     """
 
@@ -32,7 +33,7 @@ class CellGrid(NamedTuple):
     backward: bool = False
 
     def block_of_step(self, n: Any) -> Any:
-        """Returns the index of the block that step n of the grid's second axis processes."""
+        """Returns the index of the block of tokens that step n of the grid's axis 1 processes."""
         return self.blocks - 1 - n if self.backward else n
 
     def whole_array(self, x: Any) -> pl.BlockSpec:
@@ -45,7 +46,7 @@ class CellGrid(NamedTuple):
         return pl.BlockSpec((None, *rest), lambda b, *_: (b, *(0 for _ in rest)))
 
     def by_block(self, x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its lane and block of x [B, N, ...]."""
+        """Returns the block spec with which a step reads x [B, N, ...] at its lane and block."""
         rest = x.shape[2:]
         return pl.BlockSpec(
             (None, None, *rest), lambda b, n, *_: (b, self.block_of_step(n), *(0 for _ in rest))
@@ -57,8 +58,8 @@ class CellGrid(NamedTuple):
         return pl.BlockSpec((None, *rest), lambda b, n, h, *_: (h, *(0 for _ in rest)))
 
     def by_step(self, x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its lane, block and head of x [B, N, H,
-        ...].
+        """Returns the block spec with which a step reads x [B, N, H, ...] at its lane, block and
+        head.
         """
         rest = x.shape[3:]
         return pl.BlockSpec(
@@ -70,7 +71,8 @@ class CellGrid(NamedTuple):
         """Returns the block specs of the tokens' keys, or of their values.
 
         Only the first block of a segment reads the cached tokens. In the steps of all other blocks,
-        the spec of the cache names the same head, so that the cache is not copied again.
+        the block spec of the cache selects the same part, so that Pallas does not copy the cache
+        again.
 
         Args:
           cached: [B, H, W, K], the keys or values of the cached tokens.
@@ -86,8 +88,8 @@ class CellGrid(NamedTuple):
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 
         def segment_spec(place: Callable[[Any], Any]) -> pl.BlockSpec:
-            """Returns a block spec for the segment's tokens: the step for block n reads the tokens
-            of block `place(n)`.
+            """Returns the block spec with which the step for block n reads the tokens of block
+            `place(n)` of the segment.
             """
             return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.block_of_step(n)), 0))
 

@@ -31,7 +31,8 @@ from brt.ops.tpu import (
 # These are the indices of the parts of `StateKernelInputs.projected`. The queries at index 1 attend
 # to states, and the queries at index 2 attend to tokens.
 KEYS, QUERIES, VALUES = 0, (1, 2), 3
-# A tile has at most this many rows. The compiler's schedules are shortest with this number.
+# The kernels process the queries of the states in tiles of at most this many rows. The compiler
+# generates the shortest schedules of instructions with this number.
 ROWS = 256
 
 
@@ -40,7 +41,8 @@ class StateKernelSettings(NamedTuple):
 
     Attributes:
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True makes unreadable keys count as zero keys with zero values.
+      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
+        leaves them out.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -61,7 +63,7 @@ class StateKernelInputs(NamedTuple):
       keys, values: two arrays [W, K], for the tokens of the previous block and of this block.
       gradient: [2, S, K], gradient of `StateKernelOutputs.y`.
       d_states: two arrays [S, K], gradients of the state keys and values that tokens read.
-      y, lse: outputs of the forward pass.
+      y, lse: the fields of these names that the forward pass wrote to `StateKernelOutputs`.
     """
 
     projected: Any
@@ -163,10 +165,11 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the results of both attentions of the states of one head and lane to `outputs`.
+    """Computes attention of the states of one head and lane, to states and to tokens, and writes
+    the results to `outputs`.
 
     Args:
-      cache_mask: [B] for each lane, not zero if the lane's previous block is readable.
+      cache_mask: [B], not zero if the lane's previous block is readable.
       inputs: references to the inputs of the step.
       outputs: references to the outputs.
       settings: static settings.
@@ -180,10 +183,10 @@ def attend_states(
     outputs: StateKernelOutputs,
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the results of both attentions of the states of one head and lane to `outputs`.
+    """Computes attention of the states of one head and lane, to states and to the tokens of two
+    blocks, and writes the results to `outputs`.
 
-    The states attend to themselves, and to the tokens of two blocks. This function is the forward
-    pass of two kernels: of `forward_kernel` and of the kernel of the complete cell.
+    Two kernels call this function: `forward_kernel` and the kernel of the complete cell.
 
     Args:
       seen: True if the previous block is readable.
@@ -217,7 +220,7 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the gradients of one head and lane to `results`.
+    """Computes the gradients of both attentions of one head and lane, and writes them to `results`.
 
     Args:
       cache_mask: [B], not zero if the lane's previous block is readable.
@@ -245,13 +248,15 @@ def add_gradients(
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the gradients of the states, and adds this lane's contribution to the scales'
-    gradients.
+    """Writes the gradients of the states' keys, queries and values, and adds this lane's
+    contribution to the gradients of the scales.
+
+    Two kernels call this function: `backward_kernel` and the kernel of the complete cell.
 
     Args:
       seen: True if the previous block is readable.
-      inputs: the kernel's inputs.
-      results: references to the gradients.
+      inputs: the inputs of the step, including the gradients of its outputs.
+      results: references to the gradients, of which `projected` and `scales` are written.
       sums: two arrays, float32 [S + 2 W, K], to which the gradients of keys and of values are
         written: first for the states, then for the tokens of both blocks.
       settings: static settings.

@@ -33,15 +33,16 @@ def state_attention(
     The states attend to the states and to the tokens of two blocks.
 
     Args:
-      projected: keys, queries to states, queries to tokens, and values of the states, from one
-        product.
-      scales: the scales of the queries to states, then of the queries to tokens.
+      projected: keys, queries to states, queries to tokens, and values of the states, in this order
+        on the axis of size 4.
+      scales: the factors of each head's queries to states, then of its queries to tokens.
       before: keys and values of the tokens of the previous block.
       own: keys and values of the tokens of this block. If `normalize_qk` is True, the keys of all
         tokens are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.
       normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True makes unreadable keys count as zero keys.
+      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
+        leaves them out.
       attention: the name of the implementation of both attentions; None or "auto" select the best.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Attention to one segment of the source, plus a recurrence over all other segments."""
+"""Cross-attention to one segment of the source, plus a recurrence over all other segments."""
 
 from brt.ops.segmented_recurrent_attention.api import DecodingCache as DecodingCache
 from brt.ops.segmented_recurrent_attention.api import NeuronMetrics as NeuronMetrics

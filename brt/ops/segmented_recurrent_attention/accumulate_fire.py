@@ -1,4 +1,4 @@
-"""The recurrent accumulate-and-fire neuron (section 3.3, appendix A.2).
+"""The recurrent accumulate-and-fire neuron (SRformer, section 3.3 and appendix A.2).
 
 A neuron has a membrane potential U, which adds up the inputs X_j of segments j. Its output R is the
 amount by which the potential exceeds the threshold, relative to the threshold:
@@ -74,8 +74,11 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
     def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the potential after the input x of a segment is added to `membrane`, twice: as
-        the scan's carry and as the segment's output.
+        """Returns the potential U of a segment twice, as the scan's carry and as an output.
+
+        Args:
+          membrane: the potential of the previous segment, before its reset.
+          x: the input X of the segment.
         """
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane
@@ -106,8 +109,8 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
     direct = jnp.where(fired, gradient / threshold, 0)
 
     def add_segment(later: Array, direct: Array) -> tuple[Array, Array]:
-        """Returns the gradient of a segment's potential U, twice: as the scan's carry and as the
-        segment's output.
+        """Returns the gradient of a segment's potential U twice, as the scan's carry and as an
+        output.
 
         Args:
           later: the gradient of the next segment's potential.
@@ -116,8 +119,8 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
         d_membrane = direct + leak * later
         return d_membrane, d_membrane
 
-    # The derivative of U_{j+1} with respect to U_j is the leak. U_{j+1} also depends on the
-    # threshold, because the reset subtracts the threshold from U_j.
+    # Gradients flow back from segment to segment, because the derivative of U_{j+1} with respect to
+    # U_j is the leak. U_{j+1} also depends on the threshold, which the reset subtracts from U_j.
     _, d_inputs = jax.lax.scan(add_segment, jnp.zeros_like(direct[0]), direct, reverse=True)
     later, before = d_inputs[1:], _reset(membranes, threshold)[:-1]
     d_leak = _dot(later, before)

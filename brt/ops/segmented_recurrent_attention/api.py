@@ -79,12 +79,12 @@ def attend(
       windows: the keys and values that the queries of each segment read.
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
-      t0: the first target position. If t0 is an array, every query is multiplied with all segments
-        and the result of its own segment is selected; multiplying a query with its own segment only
-        requires positions that are known at trace time.
+      t0: the first target position. If t0 is an array, every query is multiplied with the keys of
+        all segments, and all but its own segment are masked, because the segments of the queries
+        are not known at trace time.
       target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
         None in decoding.
-      dropout: dropout of the softmax weights.
+      dropout: dropout of the softmax weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -104,11 +104,12 @@ def attend(
 def prefill(
     windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
-    """Returns the cache that `step` reads, computed once for each source.
+    """Returns the cache that `step` reads in decoding, computed once for each source.
 
     `config.cache` selects the form of the cache. "table" stores the states R of all segments.
-    "carry" stores the neurons at the current segment. "auto" selects the table if the table is not
-    larger than the keys and values (S >= K / 2 for segments of S positions), and otherwise "carry".
+    "carry" stores the accumulate-and-fire neurons as they are at the current segment. "auto"
+    selects the table if the table is not larger than the keys and values (S >= K / 2 for segments
+    of S positions), and otherwise "carry".
 
     Args:
       windows: the keys and values of each segment.
@@ -119,11 +120,11 @@ def prefill(
 
 
 def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to target position t.
+    """Returns the cache with its neurons advanced to the segment that target position t reads.
 
     The function `step` also advances the neurons but does not return them. Without `advance`, every
-    step therefore repeats the segments since the cache's position. A cache with a table of all
-    states is returned unchanged.
+    step therefore advances the neurons again from the segment of the cache. A cache with a table of
+    all states is returned unchanged.
 
     Args:
       cache_: the cache from `prefill` or from an earlier call of `advance`.

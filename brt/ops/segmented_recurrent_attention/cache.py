@@ -64,13 +64,14 @@ class DecodingCache(NamedTuple):
 
     Attributes:
       keys, values: the keys and values that the queries of each segment read.
-      mask: False for padding.
+      mask: True for usable keys, False for padding.
       counts: the number of segments of each source.
-      shared: keys that queries of all segments see; None if there are none.
+      shared: keys and values that queries of all segments read, too; None if there are none.
       table: the states R of all segments; None if the cache has the form "carry".
       carry: the neurons at the current segment; None if the cache has the form "table".
-      scale: the factor of the recurrence for each output feature; None for factor 1.
-      sigma: the weight of the segment's softmax attention; None if it is added with weight 1.
+      scale: the factor of each output feature of the recurrence; None for factor 1.
+      sigma: the learned weight of the segment's softmax attention, while the recurrence has the
+        weight 1 - sigma; None if both have the weight 1.
     """
 
     keys: Float[Array, "B M H S K"]
@@ -123,13 +124,13 @@ def _cache_form(config: CrossConfig, width: int) -> str:
 
 
 def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to target position t.
+    """Returns the cache with its neurons advanced to the segment that target position t reads.
 
     A cache with a table is returned unchanged.
 
     The function `step` also advances the neurons but does not return them, so without `advance`
-    every step repeats the segments since the cache's position. Positions must not decrease from
-    call to call. `config` has the settings of cross-attention.
+    every step advances the neurons again from the segment of the cache. Positions must not decrease
+    from call to call. `config` has the settings of cross-attention.
     """
     if cache.carry is None:
         return cache
@@ -196,7 +197,7 @@ def step(
       config: settings of cross-attention.
     """
     batch, beams, length, heads, width = queries.shape
-    # If there is only one segment, all queries of a source read the same window.
+    # If there is only one segment, all queries of a source read the same keys and values.
     if cache.keys.shape[1] == 1:
         positions = t[None]
         rows = queries.reshape(batch, 1, beams * length, heads, width).swapaxes(2, 3)
@@ -240,9 +241,9 @@ def _states_at(
     def advance_to(
         carry: NeuronCarry, t: Int[Array, ""]
     ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
-        """Advances the neurons `carry` to target position t.
+        """Advances the neurons `carry` to the segment that target position t reads.
 
-        Returns the neurons there as the scan's carry, and their states R as the output for the
+        Returns the advanced neurons as the scan's carry, and their states R as the output for the
         position.
         """
         carry = _advance(cache, carry, t, config)

@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossConfig:
-    """How the target reads the source (segmented recurrent transformer, section 3).
+    """Settings of cross-attention, by which target tokens read the source (segmented recurrent
+    transformer, section 3).
 
     Attributes:
       kind: the kind of cross-attention. "full" attends to the complete source, and all other kinds
@@ -15,7 +16,7 @@ class CrossConfig:
         "transformer_xl" reads the previous segment itself, and "local_global" reads the means of
         all segments.
       segment_size: the number of source tokens in a segment.
-      q_ref: the target length over which the segments are spread.
+      q_ref: the number of target positions over which the segments are distributed (`index_mode`).
       index_mode: how a target position selects its segment. "fixed" distributes the segments evenly
         over `q_ref` target positions, and "batch" over the target positions of the padded batch.
         With "stride", every `stride` positions read the next segment.
@@ -28,18 +29,20 @@ class CrossConfig:
       kv_source: the segments that the recurrence of a segment sums up: "remaining" stands for all
         others, "segment" for the segment itself.
       norm: "feature" divides the recurrence by the norm of the keys, for each output feature.
-      norm_epsilon: a number whose square is added to the squared norm.
-      clamp: the bound of the recurrence's sums; 0 stands for no bound.
+      norm_epsilon: a number whose square is added to the squared norm of the keys.
+      clamp: the largest absolute value of the recurrence's sums, to which larger sums are clipped;
+        0 stands for no bound.
       mix: how the segment's attention and the recurrence are added up. "sum" adds both, "sigma"
-        takes learned shares, and "gated" multiplies the recurrence by a learned factor.
-      leak_init, threshold_init: the initial values of the neurons' parameters.
+        gives them the learned weights sigma and 1 - sigma, and "gated" multiplies the recurrence by
+        a learned factor.
+      leak_init, threshold_init: the initial values of the neurons' parameters leak and threshold.
       raf_parameters: "bounded" maps the stored parameters so that the leak is in (0, 1) and the
         threshold is above its minimum; "raw" uses the stored parameters unchanged.
       smallest_threshold: the minimum of a bounded threshold.
       kernel_init: the initializer of the neurons' kernel: "uniform" is PyTorch's default for linear
         layers, and "normal" has the standard deviation 0.02.
       raf_bias: True gives the neurons a bias.
-      mask_kv: True means that padding adds nothing to the sums.
+      mask_kv: True means that padding adds nothing to the recurrence's sums.
       cache: the form in which decoding stores the recurrence: "table" has the states of all
         segments, and "carry" has the neurons at the current segment. "auto" selects the table
         unless it is larger than the keys and values.

@@ -80,7 +80,8 @@ def refusal(
         return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
-    # The kernel needs two buffers in VMEM for the block of each input and of each output.
+    # The blocks of inputs and outputs take two buffers each in VMEM, because Pallas copies one
+    # block while the kernel computes another.
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
     return vmem_refusal(taken, "a source")
@@ -95,8 +96,8 @@ def recurrence(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:
-    """Returns the states R of every segment, the factor by which the output of the states is
-    multiplied, and the firing rate of the neurons.
+    """Returns the states R of every segment, the factor of the recurrence's output (`scale`), and
+    the firing rate of the neurons, the fraction of entries of R above 0.
 
     Args:
       keys, values: keys and values of each segment; zeros where a source is padded.
@@ -201,8 +202,8 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the block spec and the shape of an output [groups of heads, `rows`, 128] that is
-        a sum over all sources.
+        """Returns the block spec and the shape of a gradient [groups of heads, rows, 128] that is
+        summed over all sources.
         """
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)

@@ -21,7 +21,7 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Float32 parameters of one layer, shared by all heads of the layer.
+    """Learned parameters of the recurrence of one layer, float32, shared by all heads of the layer.
 
     Parameters that the configuration does not use are None.
 
@@ -29,10 +29,10 @@ class RecurrenceParameters(NamedTuple):
       kernel: [K, K], the matrix W that maps value features to the inputs of the neurons.
       leak, threshold: scalars, as they are stored; the neurons use the result of
         `leak_and_threshold`.
-      bias: [K], added to the product with W.
+      bias: [K], a bias that is added to the inputs of the neurons.
       sigma: a scalar, the weight of the segment's softmax attention; the recurrence has the weight
         1 - sigma.
-      gate: a scalar, the factor of the recurrence.
+      gate: a scalar, by which the output of the recurrence is multiplied.
     """
 
     kernel: Float[Array, "K K"] | None = None
@@ -44,8 +44,8 @@ class RecurrenceParameters(NamedTuple):
 
 
 class RecurrentStates(NamedTuple):
-    """The states of a source's segments, from which queries compute the recurrent part of
-    attention.
+    """The states of the segments of each source, with which queries are multiplied to get the
+    output of the recurrence.
 
     Attributes:
       states: the states R, in the dtype of the keys.
@@ -90,8 +90,8 @@ def recurrence(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> RecurrentStates:
-    """Returns the states R of all segments (equations 13 and 16), the factor that the attention
-    output of the states is multiplied by (`RecurrentStates.scale`), and the firing rate.
+    """Returns the states R of all segments (equations 13 and 16), the factor of the recurrence's
+    output, and the firing rate of the neurons.
 
     Sums and neurons are float32.
 
@@ -117,8 +117,8 @@ def key_value_sums(
 ) -> Float[Array, "*B K K"]:
     """Returns the product A_j = K_j^T V_j of each segment's keys and values, in float32.
 
-    With neurons, the values are first multiplied by the matrix W. If `config.clamp` is set, they
-    are not, because sums of the products have to be clamped before the multiplication by W.
+    With neurons, the values are first multiplied by the matrix W, unless `config.clamp` is set: the
+    sums of the products must then be clamped before they are multiplied by W, in `neuron_inputs`.
 
     Args:
       keys, values: the keys and values of each segment.
@@ -136,12 +136,11 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32.
-
-    Without neurons, returns P_j.
+    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32; without
+    neurons, returns P_j.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
-    `config.kv_source` is "segment".
+    `config.kv_source` is "segment". The products already contain W unless `config.clamp` is set.
 
     Args:
       products: the products A_j of all segments, from `key_value_sums`.
@@ -168,10 +167,11 @@ def output_scale(
     """Returns the factor by which each feature of the recurrence's output is multiplied, or None
     for the factor 1.
 
-    The factor is the gate, divided by the norm of the feature over all keys of the source.
+    The factor is the gate (1 without a gate), divided by the norm of the feature over all keys of
+    the source if `config.norm` is "feature".
 
     Args:
-      keys: the keys.
+      keys: the keys of each segment.
       parameters: the layer's parameters.
       config: settings of cross-attention.
       squares: the result of `key_squares`, if it is already known.
@@ -188,7 +188,9 @@ def output_scale(
 
 
 def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
-    """Returns, for each feature, the sum of the squared keys over all positions, in float32."""
+    """Returns, for each feature of the keys, the sum of its square over all source positions, in
+    float32.
+    """
     squares = jnp.square(keys.astype(jnp.float32))
     # The sum over positions is a matrix product with ones, which is faster on XLA's CPU backend.
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)
@@ -262,7 +264,7 @@ def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     keys, values = residuals
-    # The products below would mix two dtypes without the conversion of the gradient.
+    # The gradient is float32, and the products with keys and values should have their dtype.
     gradient = gradient.astype(keys.dtype)
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),

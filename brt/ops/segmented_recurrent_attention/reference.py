@@ -41,7 +41,7 @@ def attend(
       t0: the first target position.
       target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
         None in decoding.
-      dropout: None, because dropout is not supported.
+      dropout: must be None, because dropout is not supported.
 
     Returns:
       The output; and the metrics, which are None for kinds of cross-attention without neurons.
@@ -96,7 +96,7 @@ def _run_neurons(
     c: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
     """Computes section 3.3 segment by segment."""
-    # If a configuration has neurons, its parameters always include the kernel.
+    # Only configurations with neurons call this function, and their parameters have a kernel.
     assert p.kernel is not None
     leak, threshold = leak_and_threshold(p, c)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []

@@ -1,11 +1,12 @@
-"""The segment of the source that a target position reads, computed with integers (section 3.4).
+"""Functions that compute which segment of the source a target position reads (SRformer, section
+3.4).
 
 In shapes, B is the number of sources, X of source positions after padding, M of segments, S of
 source positions of a segment (M * S >= X), T of target positions, N of beams of a source, H of
 heads, and K of numbers of a head.
 
-The computation uses integers because in float32 t * (m / q) gives another segment than t * m / q in
-every fortieth case.
+If q target positions read m segments, position t reads segment t * m / q. The computation uses
+integers, because in float32 t * (m / q) gives another segment in every fortieth case.
 """
 
 from typing import NamedTuple
@@ -17,13 +18,13 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Pace(NamedTuple):
-    """How fast the target moves through the segments of a source; known at trace time.
+    """The rule by which target positions are distributed over the segments of a source, known at
+    trace time.
 
     Attributes:
-      positions: a number of target positions. If `over_all` is True, these positions read all
-        segments of a source, and each segment has an equal share of them. Otherwise, each segment
-        is read by this many positions.
-      over_all: see `positions`.
+      positions: the number of target positions that read all segments of a source together, if
+        `over_all` is True, or that read each single segment, if `over_all` is False.
+      over_all: True divides `positions` evenly among the segments of a source.
     """
 
     positions: int
@@ -45,15 +46,17 @@ class Pace(NamedTuple):
 
         Args:
           count: the number of segments of the source.
-          end: only target positions before this one are counted.
+          end: the end of the target; only positions before `end` are counted.
         """
         usual = -(-self.positions // count) if self.over_all else self.positions
         return min(max(usual, end - int(self.first_position(count - 1, count))), end)
 
 
 def pace(config: CrossConfig, target_length: int | None) -> Pace:
-    """Returns the pace for targets that are padded to `target_length` positions, or the pace of
-    decoding if `target_length` is None.
+    """Returns the rule by which target positions read segments, as `config.index_mode` selects it.
+
+    `target_length` is the number of positions to which the targets of a batch are padded, or None
+    in decoding.
     """
     if config.index_mode == "stride":
         return Pace(config.stride, over_all=False)
@@ -83,13 +86,14 @@ def segment_index(
 ) -> Int[Array, "B T"]:
     """Returns the index of the segment that each target position reads, int32.
 
-    If all segments of a source are read by q positions, position t reads segment min(floor(t m /
-    q), m - 1) of m. If each segment is read by p positions, it reads min(floor(t / p), m - 1).
+    If q positions together read all m segments of a source, position t reads segment
+    min(floor(t m / q), m - 1). If p positions read each segment, position t reads segment
+    min(floor(t / p), m - 1).
 
     Args:
       positions: target positions t, counted from the start of the target.
       counts: m, the number of segments of each source.
-      pace: q or p, the number of target positions that read all segments or each segment.
+      pace: the rule with the number q (`over_all` is True) or p of target positions.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     if pace.over_all:
@@ -104,8 +108,8 @@ def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B 
 
     The last segment is filled up with zeros.
 
-    `x` has a row for each source and a column for each of X positions; *R stands for any further
-    axes, such as H and K. In the result, the segments are on axis 0.
+    `x` has the sources on axis 0 and their X positions on axis 1; *R stands for any further axes,
+    such as H and K. In the result, the segments are on axis 0.
     """
     batch, length, *rest = x.shape
     count = -(-length // size)

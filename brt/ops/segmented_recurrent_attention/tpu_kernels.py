@@ -1,10 +1,10 @@
 """Bodies of the TPU kernels of the recurrence, for one source and a group of heads.
 
 The module `pallas_tpu` describes the algorithm. Segment j of the source has the product A_j =
-K_j^T V_j W of its keys, its values and the neurons' matrix W. The accumulate-and-fire neurons add
-up such products over the segments in a membrane potential U_j. A potential above the threshold
-fires: the state R_j of the segment is the excess, and the potential is reset by subtracting the
-threshold.
+K_j^T V_j W of its keys, its values and the neurons' matrix W. Accumulate-and-fire neurons add up
+their inputs, which are sums of such products, from segment to segment in a membrane potential U_j.
+A potential above the threshold fires: the state R_j of the segment is U_j / threshold - 1, and the
+threshold is subtracted from the potential (the reset).
 
 In shapes, M is the number of segments, S of source positions of a segment, and K of numbers of a
 head. P is the total width of the heads of a group, 128. Their matrices K x K lie side by side as K
@@ -221,10 +221,10 @@ def _segment_sums(
     """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes A_j of segment j to `own[j]`.
+        """Writes A_j of segment j to `own[j]`, and adds A_j and the squared keys to two sums.
 
-        Returns `carry`, the sum of A_j and the sum of the squared keys over earlier segments, plus
-        those of segment j.
+        The carry and the result have both sums over the segments so far: of A_j, and of the squared
+        keys.
         """
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)

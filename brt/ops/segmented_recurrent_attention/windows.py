@@ -31,7 +31,9 @@ class SharedKeys(NamedTuple):
 
 
 class SegmentWindows(NamedTuple):
-    """Keys and values that the queries of each segment read; S may be larger than a segment.
+    """Keys and values that the queries of each segment read (the segment's window).
+
+    A window has S keys, which may be more than the segment has positions.
 
     Attributes:
       keys, values: the window of each segment. Segments are the first axis, because the recurrence
@@ -62,7 +64,7 @@ def with_shared(
       keys, values, mask: the windows; S is the number of keys of a window.
       shared: the keys and values to append, whose mask is appended to `mask`. With None, keys,
         values and mask are returned unchanged.
-      axis: the axis of keys, values and mask along which the windows are.
+      axis: the axis of keys, values and mask that has the windows of a source.
 
     Returns:
       The keys, values and mask of the longer windows.
@@ -110,8 +112,8 @@ def attend_to_window(
       keys, values: keys and values of the windows.
       mask: True for usable keys, for all queries of a window or for each query.
       dropout: dropout of the softmax weights.
-      lanes: the index of the queries' axis that is the rows of the batch. Dropout draws separate
-        random numbers for each row.
+      lanes: the axis of `queries` that has the rows of the batch. Dropout draws separate random
+        numbers for each row.
     """
     factors = None
     if dropout is not None:
@@ -127,10 +129,11 @@ def attend_to_window(
 def combine_outputs(
     attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
 ) -> Float[Array, "*B"]:
-    """Returns the sum of `attended` (O_S) and `recurrent` (O_R), or the one that is not None.
+    """Returns the sum of `attended` (O_S) and `recurrent` (O_R); if one of them is None, returns
+    the other.
 
-    `sigma` is a learned scalar or None. With a scalar, O_S is multiplied by sigma and O_R by 1 -
-    sigma.
+    `sigma` is a learned scalar or None. If both outputs exist and `sigma` is a scalar, O_S is
+    multiplied by sigma and O_R by 1 - sigma.
     """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)

@@ -1,15 +1,14 @@
 """Segmented recurrent attention of all target positions of a batch, in plain XLA.
 
-There are two forms:
+A window is the keys and values that the queries of one segment read. There are two forms:
 
   dense: every query is multiplied with the windows of all segments. Then the windows of all
     segments other than the query's own are masked. This is as much work as full attention.
-  slots: every query is multiplied with the window of its own segment only. Each source has M rows
-    of G slots. A source of m <= M segments repeats each of its segments M // m times, so that the
-    segments of all sources fill M rows. The queries of a segment are gathered into the slots of the
-    segment's rows. Keys and values are never gathered for a query.
-
-A window is the keys and values that the queries of one segment read.
+  slots: every query is multiplied with the window of its own segment only. For this, the queries of
+    a source are sorted into M rows, and all queries of a row read the same segment. A row has G
+    places for queries, its slots. A source of m <= M segments has M // m rows for each of its
+    segments, and the last segment also has the remaining rows. Keys and values are never gathered
+    for a query.
 
 In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
 H of heads, and K of numbers of a head.
@@ -64,8 +63,8 @@ def attend(
       target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
         None in decoding.
       dropout: dropout of the softmax weights; None for no dropout.
-      recur: the function that computes the states of the recurrence, with the arguments of
-        `recurrence.recurrence`.
+      recur: the function that computes the states of the recurrence, with the arguments and the
+        result of `recurrence.recurrence`.
 
     Returns:
       The output; and the metrics, which are None unless `config.kind` is "srformer" and
@@ -100,8 +99,8 @@ def _attend_by_form(
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
-        # The form with slots is impossible, because the assignment of queries to slots would depend
-        # on t0, which is not known at trace time.
+        # The form with slots is impossible, because the number of slots of a row depends on t0,
+        # whose value is not known at trace time.
         form = "dense"
     elif count == 1:
         form = "slots"
@@ -113,19 +112,19 @@ def _attend_by_form(
 
 
 def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
-    """Returns G, the number of slots of a row, which suffices for every source of 1 to `count`
-    segments.
+    """Returns G, the number of slots that each row of queries needs so that the rows have room for
+    all queries of a source with any number of segments from 1 to `count`.
 
     Args:
-      count: M, the number of rows of a source.
+      count: M, the largest number of segments of a source, and the number of its rows.
       length: T, the number of target positions.
       t0: the first target position.
-      pace: the number of target positions that read a segment.
+      pace: the rule by which target positions read segments.
     """
 
     def needed_slots(segments: int) -> int:
-        """Returns the number of slots that each row of a source needs if the source has this many
-        segments.
+        """Returns the number of slots that a row of a source with this many segments needs: the
+        largest number of queries of a segment, divided by the number of rows of a segment.
         """
         stay = min(pace.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
@@ -134,7 +133,8 @@ def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
 
 
 class SlotAssignment(NamedTuple):
-    """The assignment of the queries of each source to slots; a source has M rows of G slots.
+    """The assignment of the queries of each source to slots, which are places for queries in rows
+    that each read one segment; a source has M rows of G slots.
 
     Attributes:
       segment: for each row, the index of the segment that the row reads.
@@ -153,21 +153,22 @@ def plan_slots(
 ) -> SlotAssignment:
     """Returns the assignment of queries to slots.
 
-    A source with m segments has `rows` // m rows for each segment. The queries of a segment are
-    assigned to the slots of the segment's rows.
+    A slot is a place for a query in a row. A source with m segments has `rows` // m rows for each
+    segment, and the last segment also has the remaining rows. The queries of a segment are assigned
+    to the slots of the segment's rows.
 
     Args:
       counts: m, the number of segments of each source.
       rows: M, the number of rows of a source.
       length: T, the number of target positions.
       t0: the first target position.
-      pace: the number of target positions that read a segment.
+      pace: the rule by which target positions read segments.
     """
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
-    # A slot is a place for one query in a row of queries that read the same segment. Only target
-    # positions from t0 on are computed, so only their queries have slots.
+    # `first` is the index of the query in the first slot of each row. Only target positions from t0
+    # on have queries, so the position of the first query that reads the segment is reduced by t0.
     first = (
         jnp.maximum(pace.first_position(segment, each) - t0, 0) + (row - segment * repeats) * size
     )
@@ -194,7 +195,8 @@ def _attend_by_slots(
     if count > 1:
         segment, held, slot = plan_slots(windows.counts, count, length, t0, pace)
         queries = _gather_once(queries, held, slot)
-        # With `segment_count = "static"`, row r reads segment r, so no segment is repeated.
+        # With `segment_count = "static"`, every source has M segments and row r reads segment r, so
+        # no segment has to be repeated.
         if config.segment_count == "per_example":
             keys, values, mask = (
                 _repeat_segments(x, segment) for x in (windows.keys, windows.values, windows.mask)
@@ -318,8 +320,8 @@ def _attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        # The axes of `masked_queries` are [B, H, T, M, K]. A query is zero for all segments except
-        # its own.
+        # A query is zero for all segments except its own, so that one product with the states of
+        # all segments reads only the state of its own. The axes are [B, H, T, M, K].
         masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
         recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
