@@ -1,4 +1,4 @@
-"""Reads arrays, after their stored form was checked; a forged file cannot exhaust memory.
+"""Reads the arrays of a checkpoint, so that a forged file cannot exhaust the memory.
 
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
 a zstd stream. Both are entries of a key-value store (OCDBT). Somebody who can write a checkpoint
@@ -19,7 +19,8 @@ import tensorstore
 
 from brt import untrusted
 
-# A chunk's stream may unpack to at most RATIO times the bytes of the chunk, plus _SLACK bytes.
+# `unpacked_bytes` returns a coarse upper bound. A chunk is accepted if this bound is at most RATIO
+# times the bytes of the array elements in the chunk, plus _SLACK bytes.
 RATIO = 64
 _SLACK = 1 << 20
 _BLOCK = 1 << 17  # One block of a zstd stream unpacks to at most this many bytes.
@@ -31,14 +32,18 @@ _ZARRAY = {
 
 
 def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads arrays, after their stored form was checked.
+    """Reads arrays of a checkpoint, after `check` has accepted the files in which they are stored.
 
     Args:
-      path: the directory that orbax wrote.
-      stored: the shapes, dtypes and shardings of the arrays, none of which is empty, by name.
+      path: the directory of a checkpoint that orbax wrote, `state` or `frozen`.
+      stored: the shape, dtype and sharding of every array to read, by the array's name. Arrays
+        without elements are not allowed, because orbax does not store them.
+
+    Returns:
+      The arrays, by name.
 
     Raises:
-      ValueError: an array is not stored as it should be.
+      ValueError: an array is missing, or `check` does not accept its files.
     """
     check(path, stored)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -62,10 +67,10 @@ def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 
 
 def check(directory: Path, leaves: Mapping[str, Any]) -> None:
-    """Compares the stored form of arrays with their metadata, without unpacking the arrays.
+    """Checks that the files of arrays agree with meta.json, without unpacking the arrays.
 
     Args:
-      directory: the directory `state` of a checkpoint.
+      directory: the directory `state` or `frozen` of a checkpoint.
       leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
 
     Raises:
@@ -77,11 +82,11 @@ def check(directory: Path, leaves: Mapping[str, Any]) -> None:
 
 
 def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
-    """Compares the stored form of arrays in an open key-value store with their metadata, without
+    """Checks that the entries of arrays in an open key-value store agree with meta.json, without
     unpacking the arrays.
 
     Args:
-      store: the key-value store.
+      store: the key-value store to which orbax wrote the arrays.
       leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Arrays that no training step changes, which all checkpoints of a run share on disk.
+"""Shares the files of frozen arrays, which no training step changes, between checkpoints of a run.
 
-The frozen arrays of a checkpoint are in its directory `frozen`, beside `state`. The files of this
-directory are hard links to the files of the checkpoint before, so that they need space only once.
-Every checkpoint nevertheless is a complete directory, which can be copied or deleted on its own.
+The frozen arrays of a checkpoint are in its directory `frozen`, and all other arrays in its
+directory `state`. The files in `frozen` are hard links to the files of the previous checkpoint, so
+that the frozen arrays take disk space only once. Every checkpoint nevertheless is a complete
+directory, which can be copied or deleted on its own.
 """
 
 import errno
@@ -14,8 +15,8 @@ from pathlib import Path
 from brt.checkpointing import manifest, reader
 from brt.errors import CheckpointError
 
-# With these errors, a file system says that it has no hard links or none between these places, or
-# that the source has been removed.
+# A file system reports one of these errors if it has no hard links, if it cannot link the two
+# directories, or if the file to link has been removed.
 _NO_LINKS = {
     errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK,
     errno.EXDEV, errno.ENOENT,

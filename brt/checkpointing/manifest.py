@@ -1,7 +1,7 @@
 """Writes and verifies MANIFEST.sha256, the checksums of all files of a checkpoint.
 
-`sha256sum` writes and reads the same format. The array store notices missing files, but not flipped
-bits.
+The command `sha256sum` writes and reads the same format. The checksums are needed because the
+library that stores the arrays notices missing files, but not flipped bits.
 """
 
 import hashlib
@@ -21,8 +21,9 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
     """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
 
     Args:
-      directory: the directory.
-      known: checksums of files that are not read again, by their paths in the directory.
+      directory: the directory of a checkpoint.
+      known: SHA-256 checksums (hexadecimal) that are already known, by the path of the file
+        relative to `directory`. These files are not read.
     """
     lines = []
     for path in _files(directory):
@@ -37,7 +38,7 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
 
 
 def verify(directory: Path) -> list[str]:
-    """Compares all files below `directory` with the manifest.
+    """Compares all files below `directory` with the checksums in its MANIFEST.sha256.
 
     Returns:
       A phrase for each problem; [] if all files are intact.
@@ -55,7 +56,13 @@ def verify(directory: Path) -> list[str]:
 
 
 def read(directory: Path) -> dict[str, str]:
-    """Returns the checksum of each file that the manifest lists, by the path of the file.
+    """Returns the SHA-256 checksum of each file that MANIFEST.sha256 lists.
+
+    Args:
+      directory: the directory of a checkpoint, which contains MANIFEST.sha256.
+
+    Returns:
+      The checksums (hexadecimal), by the path of the file relative to `directory`.
 
     Raises:
       ValueError: the manifest is missing or damaged; the message says how.

@@ -34,7 +34,7 @@ from brt.errors import CheckpointError, NonFiniteError
 FORMAT = 3
 _PARAMETER_FORMATS = (2, FORMAT)  # Parameters can be read from these versions.
 META = "meta.json"
-# last_checkpoint.txt has the step that was saved last, even if the checkpoint was removed since.
+# This file contains the step that was saved last, even if its checkpoint has been removed since.
 LAST = "last_checkpoint.txt"
 STATE, FROZEN = "state", "frozen"
 _META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}, "frozen?": [str]}
@@ -44,8 +44,8 @@ _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
 _LAST_BYTES = 1 << 10  # At most this many bytes of last_checkpoint.txt are read.
 _SHOWN = 3  # An error names at most this many problems.
 
-# Orbax logs every save and restore, which this filter suppresses. This package reports what users
-# need to know.
+# Orbax logs every save and restore. The filter suppresses these messages, because brt itself
+# reports what users need to know.
 absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
@@ -141,7 +141,11 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Returns the content of a checkpoint's meta.json, without verifying checksums.
 
     The content is the metadata that the trainer saved, and the entries `step`, `format` and
-    `arrays`.
+    `arrays` (the dtype and shape of each array).
+
+    Args:
+      directory: the `checkpoints` directory of a run.
+      step: the step of the checkpoint.
 
     Raises:
       CheckpointError: the file cannot be read, or is not as brt writes it.
@@ -159,12 +163,13 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_json(content: Any, schema: Any, where: str) -> None:
-    """Raises CheckpointError if JSON does not match a schema of `untrusted.check`.
+    """Raises CheckpointError if a JSON value does not have the expected types.
 
     Args:
-      content: parsed JSON.
-      schema: the expected types, in the notation of `untrusted.check`.
-      where: the place of the JSON, for the error message.
+      content: the parsed JSON value.
+      schema: the expected types, such as {"step": int}, as the function `untrusted.check` takes
+        them.
+      where: the file that contains the value, for the error message.
     """
     try:
         untrusted.check(content, schema)
@@ -208,23 +213,26 @@ def find(
     warn: Callable[[str], None] = warn_on_stderr,
     warned: Collection[str] = (),
 ) -> VerifiedCheckpoint:
-    """Verifies checksums, and returns the newest intact checkpoint or the one that is requested.
+    """Verifies checksums, and returns the newest intact checkpoint, or the checkpoint of `step`.
 
     Args:
       directory: the `checkpoints` directory of a run.
       step: the requested step; None for the newest intact checkpoint.
       warn: a function that is called with a sentence about every damaged checkpoint that is passed
         over, if an older checkpoint is intact.
-      warned: `problems` of an earlier result, for which `warn` is not called again.
+      warned: sentences about damaged checkpoints (`problems` of an earlier result of `find`), for
+        which `warn` is not called again.
 
     Raises:
       CheckpointError: there is no intact checkpoint; the requested checkpoint is missing or
         damaged; or the checkpoint was written by a version of brt that is too old.
     """
     problems: dict[int, str] = {}
-    # The directory is listed again in every round, because a trainer may remove old checkpoints.
+    # Every round of the loop lists the directory again, because a trainer may be removing old
+    # checkpoints at the same time.
     while True:
-        # While a trainer replaces its only checkpoint, one listing may show neither of the two.
+        # While a trainer replaces its only checkpoint, a listing may show neither the old nor the
+        # new one. If nothing is listed, the directory is therefore listed a second time.
         listed = present(directory) or present(directory)
         candidates = [s for s in listed if s not in problems and step in (None, s)]
         if not candidates:
@@ -267,9 +275,10 @@ def restore(
 
     Args:
       directory: the `checkpoints` directory of a run.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays. An array without a
-        sharding is restored to the default device. None restores all arrays, as a dictionary by
-        name, to the default device.
+      target: pytree of `jax.ShapeDtypeStruct`, or of arrays, which has the structure of the result
+        and says the shape, dtype and sharding of each array. An array without a sharding is
+        restored to the default device. None restores all arrays to the default device, as a
+        dictionary from names to arrays.
       step: the requested step; None for the newest intact checkpoint.
       checkpoint: the result of `find`, whose checksums are not verified again; None finds the
         checkpoint of `step`.
@@ -280,7 +289,8 @@ def restore(
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
       NonFiniteError: an array holds NaN or infinity, which no trainer saves.
-      Exception: the memory is exhausted (`allocator.exhausted`).
+      Exception: there is not enough memory; the function `brt.allocator.exhausted` recognizes
+        errors of this kind.
     """
     while True:
         checkpoint = checkpoint or find(directory, step, warn=warn)
@@ -304,7 +314,7 @@ def restore(
         # JAX raises this error if the memory of a device is full.
         except jax.errors.JaxRuntimeError:
             raise
-        # Orbax and tensorstore raise errors of no more specific class.
+        # For damaged files, orbax and tensorstore raise errors of many classes, so all are caught.
         except Exception as error:
             if allocator.exhausted(error):
                 raise
@@ -326,10 +336,11 @@ def restore(
 def _has_content(path: Path) -> bool:
     try:
         return bool(os.listdir(path))
-    # A trainer may have removed the directory in the meantime.
+    # A trainer may have removed the directory since it was listed.
     except (FileNotFoundError, NotADirectoryError):
         return False
-    # A directory that cannot be listed is damaged; `verify` will say how.
+    # A checkpoint that cannot be listed is damaged. It counts as present, so that `verify` reports
+    # the damage.
     except OSError:
         return True
 
@@ -383,6 +394,6 @@ def _no_checkpoint(
 
 
 def join(phrases: list[str]) -> str:
-    """Returns the first few phrases as one text, followed by the number of the other phrases."""
+    """Returns the first three phrases, joined by "; ", and the number of the remaining phrases."""
     more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
     return "; ".join([*phrases[:_SHOWN], *more])

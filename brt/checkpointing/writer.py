@@ -55,20 +55,21 @@ def check_disk(directory: Path, needed: int) -> None:
 
 
 class CheckpointWriter:
-    """Saves checkpoints in the background; the next call raises an error of a background save.
+    """Saves checkpoints in a background thread.
 
-    Creating a writer removes the files that killed runs left behind, so only a trainer that holds
-    the workdir's lock may create a writer. With several processes, each process writes its shards
-    of the arrays, and the first process writes everything else. A writer is a context manager that
-    closes itself.
+    If a save fails in the background, the next call of `check`, `wait`, `save` or `close` raises
+    the error. Creating a writer removes the files that killed runs left behind, so only a trainer
+    that holds the lock of the run directory may create a writer. With several processes, each
+    process writes its shards of the arrays, and the first process writes everything else. A writer
+    is a context manager that closes itself.
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.
       keep: number of the newest checkpoints that are not removed.
       keep_every: checkpoints at multiples of this number of steps are never removed, either; 0 for
         no such checkpoints.
-      in_background: a function that is called with the name of a phase; it returns a context that
-        is active while the background thread is in that phase.
+      in_background: a function that is called with the name of a phase ("committing"), and returns
+        a context. The background thread enters this context while it completes a checkpoint.
 
     Raises:
       CheckpointError: the directory cannot be written.
@@ -124,15 +125,16 @@ class CheckpointWriter:
         except CheckpointError as close_error:
             if error is None:
                 raise
-            # The error within the context came first and is raised, so the error of closing is only
-            # reported.
+            # The error that ended the context came first and is raised. The error of closing is
+            # therefore only reported.
             warn_on_stderr(str(close_error))
 
     def freeze(self, names: Collection[str], step: int | None) -> None:
         """Declares arrays that no step changes, so that checkpoints share their files.
 
         Args:
-          names: names of the arrays in the trees that are saved.
+          names: names of these arrays, such as "params/embedding": their paths in the pytrees that
+            are passed to `save`.
           step: the step of a checkpoint in this directory that has just these arrays; None if there
             is none.
         """
@@ -142,13 +144,13 @@ class CheckpointWriter:
         """Starts to save a checkpoint.
 
         The method first waits for the previous save. It returns when the arrays have been copied,
-        so that the caller may donate the arrays. If the step has been saved before, the method does
-        nothing.
+        so that the caller may then donate the arrays to a jitted function. If the step was saved by
+        the previous call, the method does nothing.
 
         Args:
           step: the number of completed training steps, which is the name of the checkpoint.
           state: pytree of arrays.
-          meta: JSON content of meta.json, to which `step`, `format` and `arrays` are added.
+          meta: JSON content of meta.json, to which the method adds `step`, `format` and `arrays`.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
@@ -177,7 +179,7 @@ class CheckpointWriter:
             checksums = self._save_frozen(partial, arrays) if self._frozen else {}
             changing = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
             self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
-        # Orbax reports a full disk by errors of various classes.
+        # Orbax reports a full disk by errors of various classes, so all classes are caught.
         except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
@@ -270,7 +272,8 @@ class CheckpointWriter:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""
         error = _system_error(error)
-        # The free space is measured before files are removed.
+        # The free space is measured before the files of the failed save are removed, so that the
+        # message says how full the disk was.
         shortage = durable.shortage(self._directory, error)
         free = durable.free_space(self._directory, error)
         _discard(self._directory / f"{step}.partial")
@@ -339,7 +342,8 @@ def _delete(path: Path) -> None:
 
 def _clean(directory: Path) -> None:
     """Removes files that a killed run left behind, and renames a checkpoint that is complete."""
-    # The order is reversed, so that 9.partial comes before 9.deleted.
+    # In reverse order, a complete 9.partial is renamed to 9 before the checkpoint 9.deleted, which
+    # it replaces, is deleted.
     for path in sorted(directory.iterdir(), reverse=True):
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue

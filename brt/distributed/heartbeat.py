@@ -18,8 +18,8 @@ HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds w
 # After a process has announced its end, the other processes have this many seconds to end by
 # themselves.
 GRACE_SECONDS = 15
-# A thread may hang if the key-value service is gone. Code that waits for the end of a thread waits
-# at most this many seconds.
+# A thread may never end if the key-value service is gone. Code that waits for the end of a thread
+# therefore waits at most this many seconds.
 JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
@@ -30,10 +30,10 @@ class Heartbeat:
     This process exits if the heartbeat of another process stops.
 
     Args:
-      client: the key-value service of JAX.
-      index: the index of this process.
+      client: the client of JAX's key-value service, through which processes exchange short texts.
+      index: the index of this process, from 0.
       count: the number of processes.
-      peer: a function that returns the name of a process for messages.
+      peer: a function from the index of a process to its name in messages.
 
     Attributes:
       doing: a function that returns the current activity of this process, such as "stepping after
@@ -92,8 +92,8 @@ class Heartbeat:
                     self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        # This method runs in a thread of its own, because the requests that `_beat` sends to
-        # process 0 do not return if process 0 is stopped.
+        # This method and `_beat` run in different threads, because the requests that `_beat` sends
+        # to process 0 do not return while process 0 is suspended.
         while not self._over.wait(_BEAT_SECONDS):
             for index, (beat, last_time) in sorted(self._seen.items()):
                 silent = time.monotonic() - last_time

@@ -1,7 +1,8 @@
 """Builds the mesh of devices and places arrays on the mesh.
 
-The mesh has the axes "data", "fsdp", "tensor" and "sequence". The table `RULES` maps the name of an
-array's axis to the axes of the mesh that shard it. A lane is a row of the batch.
+The mesh has the axes "data", "fsdp", "tensor" and "sequence". Every axis of an array has a name,
+such as "heads". The table `RULES` in `brt.distributed.rules` maps this name to the axes of the mesh
+over which the array's axis is sharded. A lane is a row of the batch.
 """
 
 import contextlib
@@ -19,8 +20,9 @@ from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
-# A mapping of this type has sizes that must be divisible by the number of devices that shard them.
-# It maps the name of an array's axis in RULES to the name of a setting and the setting's value.
+# A mapping of this type lists sizes that must be divisible by the number of devices that shard
+# them. It maps the name of an array's axis, as in RULES, to the name of a setting and the setting's
+# value, for example {"heads": ("Model.heads", 8)}.
 Needs = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")
@@ -29,11 +31,11 @@ AXES = ("data", "fsdp", "tensor", "sequence")
 def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
     """Returns the number of devices along each axis of the mesh, by the axis's name.
 
-    An axis whose setting is -1 gets all devices that remain: the number of devices divided by the
-    sizes of the other axes.
+    An axis whose setting is -1 gets all remaining devices: its size is the number of devices
+    divided by the product of the sizes of the other axes.
 
     Args:
-      mesh: the settings of the mesh.
+      mesh: the settings of the mesh, which give the size of each axis.
       devices: the number of devices.
 
     Raises:
@@ -67,12 +69,12 @@ def nearest(wanted: int, number: int) -> int:
 def build(
     mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the mesh, which uses the first devices of the list `devices`.
+    """Returns the JAX mesh that the settings describe, made of the first devices of a list.
 
     Args:
-      mesh: the settings of the mesh, which say the number of devices along each axis.
-      needs: sizes that must be divisible by the number of devices that shard them.
-      devices: the devices; None stands for all devices.
+      mesh: the settings of the mesh, which give the number of devices along each axis.
+      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
+      devices: the list of devices; None stands for all devices.
 
     Raises:
       ConfigError: there are too few devices, a size is not divisible, or only one of several
@@ -91,12 +93,12 @@ def build(
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
-    """Returns a sentence about a size that is not divisible by the number of devices that shard it;
-    None if all sizes are divisible.
+    """Returns an error message about a size that is not divisible by the number of devices that
+    shard it; None if all sizes are divisible.
 
     Args:
-      shape: the number of devices along each axis of the mesh.
-      needs: sizes that must be divisible by the number of devices that shard them.
+      shape: the number of devices along each axis of the mesh, by the axis's name.
+      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
     """
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
@@ -111,7 +113,8 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Checks that a mesh uses all devices if there are several processes.
+    """Checks that a mesh uses all devices if there are several processes, so that no process is
+    without devices.
 
     Args:
       used: the number of devices of the mesh.
@@ -130,8 +133,8 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context in which the mesh is the current mesh of traced code. For a mesh of one device, no
-    mesh is set.
+    """Context in which `mesh` is JAX's current mesh (`jax.set_mesh`), over whose devices traced
+    code is partitioned. For a mesh of one device, no mesh is set.
     """
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
@@ -143,13 +146,18 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
-    """Returns the arrays of `tree`, committed to the device of the parameters.
+    """Returns the arrays of `tree`, committed to the device of the parameters (`jax.device_put`).
 
     If the parameters are on several devices, `tree` is returned unchanged.
 
     The function prevents a second compilation. jax.jit compiles a program again if an argument that
-    was not committed to a device becomes committed. A new state is not committed, but the state
-    that a program returns is, so a loop over segments would otherwise compile its program twice.
+    was not committed to a device becomes committed. The initial state of a loop over segments is
+    not committed, but the state that the program returns for the next segment is, so the loop would
+    otherwise compile its program twice.
+
+    Args:
+      tree: arrays, such as the initial caches and recurrent states of a model.
+      params: the parameters of the model.
     """
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:
@@ -160,32 +168,36 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays whose first axis has the lanes."""
+    """Returns the sharding of arrays whose first axis is lanes (rows of the batch)."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
     """Returns the indices of the lanes that are on this process's devices, in ascending order.
 
-    `lanes` is the number of lanes of all processes, which are sharded over `mesh`.
+    Args:
+      mesh: the mesh over which the lanes are sharded.
+      lanes: the number of lanes of all processes.
     """
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
-    """Returns the global array of all lanes, made from the rows of every process.
+    """Returns the global array of all lanes, to which every process contributes its own rows.
 
     Args:
-      mesh: the mesh.
-      x: the rows of this process.
-      own: for each row of x, the index of its lane in the global array.
-      lanes: the number of lanes of all processes.
+      mesh: the mesh over which the lanes are sharded.
+      x: the rows of this process, one for each of its lanes.
+      own: the index of each row of x in the global array, as `local_lanes` returns them.
+      lanes: the number of lanes of all processes, which is the length of the global array.
     """
     row = {lane: place for place, lane in enumerate(own)}
 
     def rows_of_device(cut: tuple[slice, ...]) -> np.ndarray:
-        """Returns the rows of one device; `cut` is the device's slice of the global array."""
+        """Returns the rows of one device of this process. The first element of `cut` is the range
+        of lanes that the device holds.
+        """
         return x[[row[lane] for lane in range(lanes)[cut[0]]]]
 
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), rows_of_device)
@@ -200,8 +212,8 @@ def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
     devices, and finally returns a mesh of one device.
 
     Args:
-      mesh: the settings of the run's mesh.
-      needs: sizes that must be divisible by the number of devices that shard them.
+      mesh: the settings of the mesh with which the run was trained.
+      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
     """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}

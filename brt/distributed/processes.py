@@ -149,7 +149,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def several() -> bool:
-    """Returns True if this process is one of several."""
+    """Returns True if this process is one of several processes of a run."""
     return jax.process_count() > 1
 
 
@@ -159,8 +159,8 @@ def is_first() -> bool:
 
 
 def service() -> Any:
-    """Returns the client of JAX's key-value service, which all processes share; None if there is
-    only one process.
+    """Returns this process's client of JAX's key-value service, through which the processes of a
+    run exchange short texts; None if there is only one process.
     """
     # JAX has no public interface to its key-value service.
     from jax._src import distributed
@@ -184,8 +184,8 @@ def _exchange_hosts(address: str | None) -> None:
 
 
 def peer(index: int) -> str:
-    """Returns the name of the process with the given index for messages, such as "process 1 of 4 on
-    host-b".
+    """Returns the name that messages give to the process with this index, such as "process 1 of 4
+    on host-b".
     """
     host = f" on {_hosts[index]}" if index < len(_hosts) else ""
     return f"process {index} of {jax.process_count()}{host}"
@@ -196,6 +196,10 @@ def gather(name: str, text: str) -> list[str]:
     of the processes' indices.
 
     The call waits until all processes have called the function with this name.
+
+    Args:
+      name: a name of the exchange, which must be equal on all processes.
+      text: the text of this process.
 
     Raises:
       PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
@@ -253,8 +257,8 @@ def report_activity(doing: Callable[[], str]) -> None:
 
 
 def last_activities() -> list[str]:
-    """Returns a phrase for each other process, such as "process 1 of 2 was stepping after step 3",
-    for messages.
+    """Returns a phrase about the last known activity of each other process, such as "process 1 of 2
+    was stepping after step 3", for messages.
     """
     return _heartbeat.last_activities() if _heartbeat else []
 
@@ -278,7 +282,8 @@ def check_same(facts: Mapping[str, str]) -> None:
     """Checks that all processes have the same values, such as the same version of a library.
 
     Args:
-      facts: the values of this process as texts, by a description of each value for the message.
+      facts: the values of this process as texts, by a name for each value ("config", "versions"),
+        which the error message mentions.
 
     Raises:
       ConfigError: two processes have different values. All processes raise the error.
@@ -304,6 +309,9 @@ def check_shared(directory: Any) -> None:
     """Checks that all processes see the same files in a directory.
 
     For the check, process 0 writes a file to the directory and removes the file again.
+
+    Args:
+      directory: path (`pathlib.Path`) of the directory.
 
     Raises:
       ConfigError: a process does not see the file of process 0.
@@ -355,8 +363,9 @@ def _wait_for_others_to_leave() -> None:
 def explained() -> Iterator[None]:
     """Context that raises PeerError if a collective operation fails because another process ended.
 
-    If this process fails inside the context, it tells the other processes. All processes must stay
-    connected inside the context, and may end independently after leaving the context.
+    If this process fails inside the context, it tells the other processes. At the end of the
+    context, this process disconnects from the other processes; process 0 first waits until the
+    others have disconnected.
     """
     try:
         yield

@@ -2,8 +2,8 @@
 
 The code that creates an array names the array's axes; for parameters this is
 `brt.layers.basic.parameter`. An axis is not sharded if the number of devices does not divide its
-size. A lane is a row of the batch. The current mesh is the mesh that `mesh.use` has set for the
-traced code.
+size. A lane is a row of the batch. The current mesh is the mesh that the context
+`brt.distributed.mesh.use` has set for the traced code.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, PyTree
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
 
-# Parameters are replicated along the axis "data" of the mesh.
+# Parameters are replicated along this axis of the mesh.
 REPLICAS = "data"
 
 # RULES maps the name of an array's axis to the axes of the mesh that shard it.
@@ -57,7 +57,8 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
       mesh: the mesh.
 
     Raises:
-      ValueError: a name is not in the table, or the same mesh axis would shard two axes.
+      ValueError: a name is not in RULES, or the same axis of the mesh would shard two axes of the
+        array.
     """
     if len(names) != len(shape):
         raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
@@ -78,8 +79,8 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter: the result of `spec` for matrices, and replication
-    for vectors.
+    """Returns the partition spec of a parameter: a matrix is sharded as `spec` says, and a vector
+    is replicated.
 
     Args:
       names: the names of the parameter's axes.
@@ -126,16 +127,20 @@ def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def shard_count(name: str, size: int) -> int:
-    """Returns the number of devices over which an axis with this name and size is sharded on the
-    current mesh; 1 if the axis is not sharded.
+    """Returns the number of devices of the current mesh over which an array's axis is sharded; 1 if
+    the axis is not sharded.
+
+    Args:
+      name: the name of the axis, as in RULES.
+      size: the size of the axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
 def round_up(name: str, size: int) -> int:
-    """Returns the size, rounded up to a multiple of the number of devices that shard axes of this
-    name.
+    """Returns `size`, rounded up to a multiple of the number of devices of the current mesh that
+    shard axes called `name`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
@@ -143,7 +148,9 @@ def round_up(name: str, size: int) -> int:
 
 
 def is_sharded(name: str) -> bool:
-    """Returns True if several devices of the current mesh shard axes of this name."""
+    """Returns True if array axes called `name` are sharded over several devices of the current mesh
+    (unless the number of devices does not divide their size).
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
@@ -152,32 +159,47 @@ def can_merge_axes(axes: int) -> bool:
     """Returns True if the first `axes` axes of an array can be merged to one axis without moving
     data between devices.
 
-    The first axis must be the axis of lanes. If one of the other merged axes can be sharded, the
-    compiler might move data, and the result is False.
+    The first axis must be the axis of lanes. The result is False if one of the other merged axes
+    might be sharded, because the compiler might then move data.
+
+    Args:
+      axes: the number of axes that are merged.
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Returns True if the traced code computes for a single replica of the parameters, in a
-    `shard_map` over replicas (see `brt.training.replicas`).
+    """Returns True if the traced code is inside a `shard_map` over the replicas of the parameters,
+    where it sees only the lanes of one replica (see `brt.training.replicas`).
     """
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def lane_indices(count: int) -> Int[Array, " count"]:
-    """Returns the indices in the global batch, int32, of the `count` lanes that the traced code
-    processes.
+    """Returns the index in the global batch of each of the lanes that the traced code processes.
+
+    Inside a `shard_map` over replicas, the traced code processes only the lanes of one replica.
+
+    Args:
+      count: the number of lanes that the traced code processes.
+
+    Returns:
+      int32 [count].
     """
     indices = jnp.arange(count)
     return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
 
 
 def lane_keys(key: Array, count: int) -> Array:
-    """Returns a random key for each of the `count` lanes that the traced code processes.
+    """Returns a random key for each of the lanes that the traced code processes.
 
-    The key of a lane does not depend on the number of lanes or of devices.
+    The key of a lane depends on `key` and on the lane's index in the global batch, but not on the
+    number of lanes or of devices.
+
+    Args:
+      key: the random key from which the keys are derived.
+      count: the number of lanes that the traced code processes.
     """
     return jax.vmap(jax.random.fold_in, (None, 0))(key, lane_indices(count))
 
@@ -185,8 +207,9 @@ def lane_keys(key: Array, count: int) -> Array:
 def constrain(x: Array, *names: str | None) -> Array:
     """Returns x, constrained to the sharding that RULES gives to axes of these names.
 
-    Without several devices, x is returned unchanged. A name of None stands for an axis that is not
-    sharded.
+    Args:
+      x: an array. If the traced code is not partitioned over devices, x is returned unchanged.
+      *names: the names of the axes of x; None stands for an axis that is not sharded.
     """
     if not partitioned():
         return x

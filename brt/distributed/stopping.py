@@ -14,15 +14,16 @@ from brt.errors import PeerError
 
 
 class AgreedRequest:
-    """A request to one process that all processes carry out at the same step.
+    """A request to one process, such as a signal to stop, that all processes carry out at the same
+    step.
 
-    Every process calls `due` equally often. A process that receives the request publishes it. A
-    thread of each process then publishes how often its process has called `due`; the largest of
-    these numbers is the call at which all processes carry out the request. After `done`, which all
-    processes call at the same step, another request may follow.
+    Every process calls `due` equally often, for example once per step. The process that receives a
+    request publishes the request. A thread of each process then publishes how often its process has
+    called `due`. If the largest of these numbers is n, all processes carry out the request at their
+    call number n + 1. They call `done` afterwards, and then another request may follow.
 
     Args:
-      name: the name of the request.
+      name: the name of the request, which must be equal on all processes.
       requester: a function that returns a phrase about who or what has made the request to this
         process, such as the name of a signal; None if there is no request.
       announce: a function that is called with the reason if the request was made to another
@@ -47,7 +48,7 @@ class AgreedRequest:
 
     def due(self) -> str | None:
         """Returns the reason of the request if this process must carry out the request now, and
-        None otherwise.
+        None otherwise. All processes must call the method equally often.
 
         Raises:
           PeerError: a process did not answer.
@@ -98,7 +99,7 @@ class AgreedRequest:
             if (request := self._requester()) and not published:
                 published = True
                 # The key-value service raises an error if another process has already published a
-                # request. The error is ignored, because the first request counts.
+                # request. The error is ignored, because only the first request counts.
                 with contextlib.suppress(Exception):
                     texts.key_value_set(place, f"{request} to {peer(jax.process_index())}")
             try:
@@ -120,7 +121,7 @@ class AgreedRequest:
         try:
             self._last_call = max(int(n) for n in gather(self._name, str(calls)))
             self.reason = reason
-        # The error is raised by the next call of `due`, in the thread of the caller.
+        # The error is stored, so that the next call of `due` raises it in the thread of the caller.
         except PeerError as error:
             self._lost = error
         finally:
