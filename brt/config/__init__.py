@@ -1,10 +1,12 @@
 """All settings of brt, as frozen dataclasses that check their values.
 
-Each dataclass is a section of .gin files. The comment next to a field or above it is the field's
-documentation, which `--print_config` shows. The functions of `fields` declare what a field means
-for a resumed run, a warm start and prepared data. `__post_init__` of a section checks the settings
-of the section, and `Config.__post_init__` checks settings of two sections against each other. A
-task checks the settings that it reads.
+Each dataclass is a section of .gin files, and its fields are settings. The comment next to a field
+or above it is the field's documentation, which `--print_config` shows. The default of a field is
+written with a function of `brt.config.fields`, which also declares whether a resumed run may change
+the setting, whether a run that starts from weights takes its value from them, and whether prepared
+data depend on it. `__post_init__` of a section checks the settings of the section, and
+`Config.__post_init__` checks settings of two sections against each other. A task checks the
+settings that it reads.
 """
 
 import dataclasses
@@ -41,7 +43,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run, checked against each other."""
+    """All settings of a run. Each field is a section of .gin files."""
 
     model: Model = Model()
     data: Data = Data()
@@ -68,7 +70,8 @@ class Config:
     def __post_init__(self) -> None:
         check(
             self.optimizer.schedule not in ("cosine", "linear")
-            or bool(self.training.epochs)  # With epochs, the number of steps is not known yet.
+            # With `epochs`, the number of steps depends on the data, which have not been read yet.
+            or bool(self.training.epochs)
             or self.optimizer.warmup_steps < self.training.steps,
             f"Optimizer.warmup_steps = {self.optimizer.warmup_steps} must be below "
             f"Training.steps = {self.training.steps}",
@@ -76,7 +79,7 @@ class Config:
 
     @property
     def evaluation_segment_length(self) -> int:
-        """Number of tokens of a lane that evaluation reads at a time."""
+        """Number of tokens of each document that evaluation reads at a time."""
         return self.evaluation.segment_length or self.training.segment_length
 
 
@@ -84,4 +87,4 @@ SECTIONS = {
     field.type.__name__: field.name
     for field in dataclasses.fields(Config)
     if isinstance(field.type, type)
-}  # The keys are names of sections, the values the fields of Config: {"Model": "model", ...}.
+}  # The keys are names of sections, the values the fields of `Config`: {"Model": "model", ...}.

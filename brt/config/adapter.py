@@ -8,12 +8,16 @@ from brt.config.fields import fixed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters of kernels (Hu et al. 2021), which are trained instead of the kernels."""
+    """Settings of low-rank adapters (LoRA, Hu et al. 2021).
+
+    Adapters are added to weight matrices, which Flax calls kernels. The adapters are trained, and
+    the kernels are frozen.
+    """
 
     # A kernel W of size [in, out] gets the factors A [in, rank] and B [rank, out], and the model
-    # computes with W + alpha / rank * A B. 0 adds no adapters.
+    # computes with W + alpha / rank * A B. Rank 0 adds no adapters.
     rank: int = fixed(0)
-    alpha: float = fixed(16.0)  # The products of adapters are multiplied by alpha / rank.
+    alpha: float = fixed(16.0)  # The product A B of an adapter is multiplied by alpha / rank.
     # Patterns of the paths of kernels that get an adapter, such as ('*/queries', '*/mlp_*'). These
     # kernels are frozen, and so are all parameters that Training.trainable does not name.
     kernels: tuple[str, ...] = fixed(())

@@ -25,7 +25,7 @@ class Attention:
         oracle_top_k        exact attention of each query to its keys with the largest logits
     """
 
-    # The encoder has this kind of attention; the docstring describes the kinds.
+    # The encoder has this kind of attention; the docstring of the section describes the kinds.
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = free("full")
@@ -73,7 +73,8 @@ class Attention:
           length: the length of the longest sequence.
           phrase: a phrase that names this length and its origin, for the error message.
         """
-        if length < self.min_length:  # All sequences use exact attention.
+        # Sequences shorter than `min_length` use exact attention, which reads neither setting.
+        if length < self.min_length:
             return
         clustered = self.kind in ("clustered", "improved_clustered")
         chosen = self.kind in ("improved_clustered", "oracle_top_k")

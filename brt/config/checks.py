@@ -11,8 +11,8 @@ from brt.config.fields import fill_held_out
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 
-PART = "part:"  # A held-out split with this prefix is a share of the training rows.
-LARGEST = 2**31 - 1  # Counts are at most this number, because indices and steps are int32.
+PART = "part:"  # The source 'part:0.05' of a held-out split is this share of the training rows.
+LARGEST = 2**31 - 1  # Settings that count are at most this number: indices and steps are int32.
 DEEPEST = 1024  # Models have at most this number of layers. Compiling more would take hours.
 
 
@@ -39,7 +39,9 @@ def check_finite(section: Any) -> None:
 
 
 def check_positive(section: object, *names: str) -> None:
-    """Refuses a section in which one of the named fields is not above 0 or exceeds an int32."""
+    """Refuses a section in which one of the named fields is not above 0, or is an integer that
+    exceeds an int32.
+    """
     for name in names:
         value = getattr(section, name)
         if not value > 0:
@@ -48,7 +50,9 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
-    """Refuses a section in which one of the named fields is negative or exceeds an int32."""
+    """Refuses a section in which one of the named fields is negative, or is an integer that exceeds
+    an int32.
+    """
     for name in names:
         value = getattr(section, name)
         if not value >= 0:
@@ -57,11 +61,10 @@ def check_not_negative(section: object, *names: str) -> None:
 
 
 def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
-    """Refuses a tuple with items that are not in `known`, and sorts the items of the tuple without
-    duplicates.
+    """Refuses a tuple with items that are not in `known`. Otherwise, sets the field to the tuple in
+    the order of `known` and without duplicates.
 
-    Two tuples with the same items are then equal, whatever the order in which the user wrote the
-    items.
+    Sections in which users wrote the same items in another order are then equal.
 
     Args:
       section: the section.
@@ -94,7 +97,9 @@ def _check_counts(section: object, name: str) -> None:
 
 
 def check_buckets(section: Any) -> None:
-    """Refuses a section whose field `buckets` does not ascend from above 0 to `max_length`."""
+    """Refuses a section with buckets (lengths to which batches are padded) unless the buckets are
+    above 0, ascend, and end with the section's `max_length`. A section without buckets is allowed.
+    """
     buckets, limit = section.buckets, section.max_length
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),
@@ -107,7 +112,11 @@ def check_buckets(section: Any) -> None:
 
 
 def fill_held_out_rows(section: Any) -> None:
-    """Holds out 5 % of the rows for each split if the user named training rows but no such split.
+    """Sets and checks the sources of the validation and the test split.
+
+    If the user named training rows but no rows for a split, the split becomes 5 % of the training
+    rows. If the training rows are the default or generated, a split has the default sources that
+    the section declares.
 
     Raises:
       ConfigError: the share of a split is not between 0 and 0.5.
@@ -126,7 +135,8 @@ def share_of(section: Any, split: str) -> float:
         sources.
 
     Raises:
-      ConfigError: the split names a part together with sources, or the share is not valid.
+      ConfigError: the split names "part:SHARE" together with other sources, or the share is not
+        between 0 and 0.5.
     """
     names = getattr(section, split)
     if not any(name.startswith(PART) for name in names):

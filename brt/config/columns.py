@@ -1,4 +1,8 @@
-"""The columns of documents and rows, which `Data.columns` names."""
+"""Functions for the setting `Data.columns`, which names the columns of files with texts.
+
+Its items have the form ROLE=COLUMN: the item "text=article" says that the column `article` contains
+the texts.
+"""
 
 from typing import Any
 

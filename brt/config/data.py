@@ -13,12 +13,13 @@ from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sour
 class Data:
     """Settings that name the documents of a language model and make tokens of them.
 
-    A source is a file, a directory (its text and source code), a pattern, `corpus:NAME/SPLIT`
+    A source is a file, a directory (its text and source code), a glob pattern, `corpus:NAME/SPLIT`
     (part of brt), `tfds:NAME/SPLIT` (prepared on this machine), or
-    `memory:TASK/SPLIT/COUNT?SETTINGS` (generated: docs/memory.md). Files may be compressed (.gz,
-    .xz, .zst). If validation and test name no sources, a part of the training documents is held
-    out: whole documents, or the ends of documents if there are fewer than three. If the training
-    documents are memory tasks, further documents are generated instead.
+    `memory:TASK/SPLIT/COUNT?SETTINGS` (documents that brt generates to test a model's memory, as
+    docs/memory.md describes). Files may be compressed (.gz, .xz, .zst). If validation and test name
+    no sources, a part of the training documents is held out: whole documents, or the ends of
+    documents if there are fewer than three. If the training documents are memory tasks, further
+    documents are generated instead.
     """
 
     # The training documents are read from these sources.
@@ -39,7 +40,8 @@ class Data:
     columns: tuple[str, ...] = free((), cached=("text_field",))
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
-    # At most this number of unreadable documents is left out; quarantine.jsonl lists them.
+    # This number of unreadable documents may be left out. They are listed in quarantine.jsonl. More
+    # unreadable documents are an error.
     max_bad_records: int = free(0, cached=True)
     # A record, and the content of a compressed file, has at most this number of bytes.
     max_document_bytes: int = free(1 << 30)
@@ -74,7 +76,7 @@ class Data:
 
     @property
     def text_field(self) -> str:
-        """Name of the field that holds the text."""
+        """Name of the JSON field, the column or the TFDS feature that contains the text."""
         return column(self, "text", "text")
 
     def _check_curriculum(self) -> None:

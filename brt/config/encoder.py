@@ -30,7 +30,8 @@ class Encoder:
     # converted weights takes the number from the weights (1 for RoBERTa).
     token_types: int = derived(0)
     classes: int = derived(2, inherited=False)  # The classifier has this many outputs.
-    # Positions are encoded in this way. 'convolution' mixes each token with its neighbours.
+    # Positions are encoded by learned or sinusoidal embeddings, by a convolution that mixes each
+    # token with its neighbours, or not at all.
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     # The encoder has this number of learned positions, which limits the length of a sequence.
     max_positions: int = inherited(4096)

@@ -1,8 +1,9 @@
 """Functions that declare the fields of config sections.
 
-A field is declared by one of these functions. The second column says whether a resumed run may
-change the field. The third column says which value the field has in a run that starts from weights
-(Training.init_from):
+Each function takes the default of a field and returns a `dataclasses.field` whose metadata contain
+the declaration. In this table, the first column is the function that declares a field. The second
+column says whether a resumed run may change the field. The third column says which value the field
+has in a run that starts from weights (Training.init_from):
 
              resumed run         run that starts from weights
 free         may change it       the value of the run's own config
@@ -10,15 +11,16 @@ fixed        must not change it  the value of the run's own config
 inherited    must not change it  the value of the weights; another value is an error
 adaptable    must not change it  the value of the weights, unless the config sets another value
 
-A `derived` field is no setting: the data or converted weights determine it. Saved configs contain
-it, and .gin files cannot bind it.
+A `derived` field is no setting: the data or converted weights determine its value. Saved configs
+contain derived fields, and .gin files cannot bind them.
 
-`cached` marks settings that determine prepared data, which are cached under a hash of these
-settings. It is True for the value of the field itself, or the names of properties to use instead.
+The argument `cached` marks settings that determine prepared data (tokens and features), which are
+cached under a hash of these settings. True hashes the value of the field itself. Names of
+properties of the section hash the values of these properties instead.
 
 The argument `path` marks settings that name files or directories, because the config of a
-stranger's run may name any path. It is "read" if brt reads the files, and "written" if brt writes
-them, which only commands that train or prepare do.
+stranger's run may name any path. The argument is "read" if brt reads the files, and "written" if
+brt writes them, which only commands that train or prepare do.
 """
 
 import dataclasses
@@ -70,28 +72,38 @@ def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path
 
 
 def sources(default: T) -> T:
-    """Declares a free field with this default that names the sources of data to prepare."""
+    """Declares a field, which a resumed run may change, that names the sources of training data.
+
+    Args:
+      default: the default of the field.
+    """
     return _field(default, Setting(True, "own", _SOURCES, "read"))
 
 
 def held_out(usual: T) -> T:
-    """Declares the sources of a held-out split. The default is ("auto",), which `fill_held_out`
-    replaces when the section is made.
+    """Declares a field that names the sources of a held-out split (validation or test).
+
+    The default of the field is ("auto",), which `fill_held_out` replaces when the section is made.
 
     Args:
-      usual: the sources that replace "auto" if `train` has its default or is generated.
+      usual: the sources that replace ("auto",) if the section's field `train` has its default or
+        names only generated data.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
 
 
 def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
-    """Sets the held-out sources that the user did not name. `__post_init__` calls this function.
+    """Sets the held-out sources that the user did not name. `__post_init__` of a section calls this
+    function.
+
+    If the section's field `train` has its default or names only generated data, a field that is
+    declared by `held_out` gets its argument `usual`.
 
     Args:
-      section: the section, whose fields declared by `held_out` are set in place.
-      otherwise: the held-out sources if `train` names data of the user, and not its default or
-        generated data. Users want to be evaluated on data like their own.
+      section: the section, whose fields that `held_out` declares are set in place.
+      otherwise: the held-out sources if `train` names other data. These are data of the user, who
+        wants to evaluate on data of the same kind.
     """
     made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
@@ -102,23 +114,37 @@ def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
 
 
 def fixed(default: T, *, cached: bool | str = False) -> T:
-    """Declares a field that a resumed run must keep, and that does not belong to the weights.
+    """Declares a field that a resumed run must not change. A run that starts from weights does not
+    take the value from them.
 
     Args:
       default: the default of the field.
-      cached: True if the value determines prepared data; see `free`.
+      cached: True if the value determines prepared data; or the name of a property of the section
+        that determines prepared data instead of the value itself.
     """
     return _field(default, Setting(False, "own", cached))
 
 
 def inherited(default: T) -> T:
-    """Declares a field with this default that belongs to the weights, such as a layer's width."""
+    """Declares a field that describes the weights of a model, such as the width of a layer.
+
+    A resumed run must not change the field, and a run that starts from weights takes the value that
+    the weights were trained with.
+
+    Args:
+      default: the default of the field.
+    """
     return _field(default, Setting(False, "inherited", False))
 
 
 def adaptable(default: T) -> T:
-    """Declares a field with this default that belongs to the weights. A run that starts from the
-    weights may nevertheless change the value, such as the window.
+    """Declares a field that weights were trained with but that can be changed, such as a window.
+
+    A resumed run must not change the field. A run that starts from weights takes the value that
+    the weights were trained with, unless the config sets another value.
+
+    Args:
+      default: the default of the field.
     """
     return _field(default, Setting(False, "adaptable", False))
 
@@ -127,15 +153,17 @@ def derived(default: T, *, inherited: bool = True) -> T:
     """Declares a field that no .gin file binds, because data or converted weights determine it.
 
     Args:
-      default: the value as long as it is not determined.
-      inherited: True if the field belongs to the weights.
+      default: the value before the data or weights are read.
+      inherited: True if a run that starts from weights takes the value from them.
     """
     return _field(default, Setting(False, "inherited" if inherited else "own", False, derived=True))
 
 
 def nested(default: T) -> T:
-    """Declares a field whose default is a section or a tuple of sections, and which is no setting
-    itself.
+    """Declares a field that contains a section or a tuple of sections, and is no setting itself.
+
+    Args:
+      default: the default of the field.
     """
     return dataclasses.field(default=default, metadata={_NESTED: True})
 
@@ -154,9 +182,13 @@ def settings(section: type) -> dict[str, Setting]:
 
 
 def cached_settings(section: Any) -> dict[str, Any]:
-    """Returns the values of a section that determine prepared data, by name.
+    """Returns the values of a section that determine prepared data: {name of the field or property:
+    value}.
 
-    The sources are left out, because the hashes of their files identify them.
+    The fields that name sources are left out, because hashes of the files represent them.
+
+    Args:
+      section: an instance of a section, such as `Config.data`.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():
@@ -167,10 +199,12 @@ def cached_settings(section: Any) -> dict[str, Any]:
 
 
 def _field(default: T, setting: Setting) -> T:
-    # The annotated return type is the type of the default, as for dataclasses.field.
+    # The annotated return type is the type of the default and not dataclasses.Field, so that type
+    # checkers accept the field, as they accept dataclasses.field.
     return dataclasses.field(default=default, metadata={_DECLARED: setting})
 
 
-# Rematerialisation stores no results, the results of all matrix products, or the results of matrix
+# Rematerialisation recomputes activations in the backward pass. These are the results that it
+# stores instead of recomputing them: none, those of all matrix products, or those of the matrix
 # products of activations with weights (and not of products between activations).
 RematPolicy = Literal["nothing", "products", "products_with_weights"]

@@ -1,8 +1,9 @@
-"""Sections of kinds of layers.
+"""The base class and the registry of the settings of kinds of layers.
 
-Every kind of layer except the sliding window has a section of its own. The section is declared next
-to the kind's module, and both are registered together (`brt.layers.kinds`). `Model.kinds` holds the
-sections of the kinds of layers that a model has.
+Every kind of layer except the sliding window has a section of settings in .gin files, such as
+`Recurrence`. The section's class is written next to the layer's Flax module, and both are
+registered together (`brt.layers.kinds`). `Model.kinds` contains the sections of the kinds of layers
+that a model has.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ class KindSection:
       kind: the name of the kind, which is part of the names of its parameters.
       any_window: True if a layer of this kind may see more or fewer tokens than a block has, or
         has no window at all.
-      grouped_keys: True if a layer of this kind can have fewer heads of keys than of queries, and
-        sinks.
+      grouped_keys: True if a layer of this kind supports fewer heads of keys than of queries
+        (`SelfAttention.kv_heads`) and sinks (`Window.sinks`).
     """
 
     kind: ClassVar[str]
@@ -40,12 +41,14 @@ class KindSection:
         check_finite(self)
 
     def places(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of layers by the name of the layers' kind: {"recurrent": (-3,)}."""
+        """Returns the indices of the layers that the section names, by the name of their kind:
+        {"recurrent": (-3,)}.
+        """
         layers: tuple[int, ...] = getattr(self, "layers", ())
         return {self.kind: layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the setting that lists the indices of the layers of a kind, such as
+        """Returns the name of the setting that lists the indices of the layers of a kind, such as
         "Recurrence.layers".
 
         Args:
@@ -67,7 +70,7 @@ class KindSection:
         """Refuses lengths of segments that layers of this kind cannot read.
 
         Args:
-          name: the setting that gives the length.
+          name: the setting that gives the length, for the error message.
           length: the number of tokens in a segment.
 
         Raises:
@@ -81,6 +84,9 @@ _SECTIONS: dict[str, type[KindSection]] = {}
 def register_section(section: type[KindSection]) -> None:
     """Allows .gin files and saved configs to have settings of a section.
 
+    Args:
+      section: the class of the section.
+
     Raises:
       ConfigError: another section has the same name.
     """
@@ -90,7 +96,7 @@ def register_section(section: type[KindSection]) -> None:
 
 
 def kind_sections() -> Mapping[str, type[KindSection]]:
-    """Returns the sections of all registered kinds by their names."""
+    """Returns the classes of the sections of all registered kinds, by the names of the classes."""
     if not _SECTIONS:
         raise AssertionError("no kinds of layers are registered: import brt.models first")
     return _SECTIONS
@@ -102,7 +108,7 @@ def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
     Layers that no section names have the kind "window".
 
     Args:
-      kinds: the sections of the model.
+      kinds: the sections of the kinds of layers that the model has (`Model.kinds`).
       layers: the number of layers.
 
     Raises:

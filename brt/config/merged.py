@@ -1,7 +1,7 @@
 """Settings of earlier versions that became a part of another setting.
 
-Saved configs and .gin files may still name them: their values are translated to values of the
-setting that replaces them.
+Saved configs and .gin files may still name these settings. Their values are translated to values of
+the settings that replace them.
 """
 
 from collections.abc import Callable

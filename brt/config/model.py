@@ -1,4 +1,4 @@
-"""The decoder of a language model."""
+"""Settings of the decoder of a language model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,15 +19,17 @@ T = TypeVar("T", bound=KindSection)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The decoder of a language model, without the settings of its kinds of layers.
+    """Settings of the decoder of a language model: the section `Model` of .gin files.
 
-    XL, sliding-window and block-recurrent models differ in their data and in `kinds`.
+    All layers are sliding-window layers unless a section in `kinds` says otherwise. A
+    Transformer-XL is a model of sliding-window layers whose segments (`Training.segment_length`)
+    are as long as the window.
 
     Attributes:
-      embedding, attention, sliding, mlp, rotary, norm: the sections `Embedding`, `SelfAttention`,
-        `Window`, `MLP`, `Rotary` and `Norm` of .gin files (`Window.cache = False`).
-      kinds: the sections of the kinds of layers that the model has besides sliding windows, such
-        as `Recurrence`; a .gin file binds their fields (`Recurrence.layers = (-3,)`).
+      embedding, attention, sliding, mlp, rotary, norm: further sections, which .gin files call
+        `Embedding`, `SelfAttention`, `Window`, `MLP`, `Rotary` and `Norm`: `Window.cache = False`.
+      kinds: a section for each kind of layers that the model has besides sliding windows, such as
+        `Recurrence`. A .gin file binds the fields of these sections: `Recurrence.layers = (-3,)`.
     """
 
     layers: int = inherited(12)  # Number of layers.
@@ -108,7 +110,9 @@ class Model:
         )
 
     def _check_kinds(self) -> None:
-        """Every layer has one kind; the sections are sorted, so that their order means nothing."""
+        """Refuses layers with two kinds, and sorts `kinds`, so that the order of sections in a
+        .gin file makes no difference.
+        """
         ordered = tuple(sorted(self.kinds, key=lambda section: type(section).__name__))
         object.__setattr__(self, "kinds", ordered)
         types = [type(section) for section in ordered]
@@ -161,18 +165,18 @@ class Model:
 
     @property
     def block_length(self) -> int:
-        """Number of tokens of a block: `Window.block`, or `window` if that is 0."""
+        """Number of tokens of a block: `Window.block`, or `Model.window` if `Window.block` is 0."""
         return self.sliding.block or self.window
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window of every layer, lowest first."""
+        """The window of every layer in tokens, lowest layer first."""
         pattern = self.sliding.by_layer or (0,)
         return tuple(pattern[i % len(pattern)] or self.window for i in range(self.layers))
 
     @property
     def window_is_block(self) -> bool:
-        """True if `window` is the length of a block."""
+        """True if `Model.window` is the length of a block."""
         return self.window == self.block_length
 
     @property
@@ -188,7 +192,9 @@ class Model:
         return bool(pattern[layer % len(pattern)])
 
     def beyond_context(self) -> str:
-        """Returns a sentence which says that tokens read more than in pretraining; "" if not."""
+        """Returns a warning if a token attends to more tokens than the context of pretraining has
+        (`Rotary.context`), and "" otherwise.
+        """
         reach, context = self.window + self.sliding.sinks, self.rotary.context
         if not context or reach <= context:
             return ""
@@ -199,10 +205,10 @@ class Model:
         )
 
     def for_layer(self, layer: int) -> "Model":
-        """Returns the settings that the layer with this index, counted from 0, reads.
+        """Returns a copy of the settings for the layer with this index, counted from 0.
 
-        In the result, `window` is the window of the layer; the length of a block does not change.
-        If Window.by_layer sets the window of the layer, the result has no sinks, and rotary
+        In the copy, `window` is the window of the layer; the length of a block does not change.
+        If Window.by_layer sets the window of the layer, the copy has no sinks, and rotary
         angles with the base `Rotary.local_base`.
         """
         if not self.sliding.by_layer:
@@ -223,11 +229,18 @@ class Model:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The kind of every layer, lowest first."""
+        """The name of the kind of every layer, lowest layer first: ("window", "recurrent", ...)."""
         return placed_kinds(self.kinds, self.layers)
 
     def of(self, section: type[T]) -> T:
-        """Returns the model's section of a kind, or its defaults if the model has no such layer."""
+        """Returns the model's settings of a kind of layers.
+
+        Args:
+          section: the class of the kind's section, such as `Recurrence`.
+
+        Returns:
+          The instance of this class in `kinds`, or one with all defaults if there is none.
+        """
         return next((own for own in self.kinds if type(own) is section), section())
 
     def with_kinds(self, *sections: KindSection) -> "Model":
@@ -258,7 +271,8 @@ class Model:
         )
 
 
-# The sections that belong to every decoder, and the fields of Model that hold them.
+# The keys are the names of the sections that every decoder has besides `Model`. The values are the
+# fields of `Model` that contain these sections.
 PARTS: Mapping[str, str] = {
     "Embedding": "embedding",
     "SelfAttention": "attention",

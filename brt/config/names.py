@@ -1,7 +1,8 @@
 """Functions that look up settings by name.
 
-A setting is a name that .gin files give a value, such as `Model.layers`. It is a field of a
-section, or a field that the sections of several tasks have in common (`brt.config.shared`).
+A setting is a name to which .gin files give a value, such as `Model.layers`. Most settings stand
+for one field of one section. Some stand for a field that the sections of several tasks have in
+common: `Data.train` stands for `Pairs.train` in summarisation (`brt.config.shared`).
 """
 
 import functools
@@ -31,7 +32,11 @@ def section_types() -> Mapping[str, type]:
 
 
 def _kinds() -> tuple[tuple[str, type], ...]:
-    """Returns the sections of all registered kinds; what is cached in this file depends on them."""
+    """Returns the sections of all registered kinds.
+
+    The cached functions of this file take them as an argument, because kinds may be registered
+    after the first call.
+    """
     return tuple(kind_sections().items())
 
 
@@ -41,9 +46,10 @@ def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns the section of a config by its name.
+    """Returns the section of a config with a name, such as "Model" or "Recurrence".
 
-    If the model has no layers of the section's kind, a section with all defaults is returned.
+    If the section is for a kind of layers that the model does not have, the result is a section
+    with all defaults.
     """
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
@@ -55,8 +61,8 @@ def section_of(config: Config, name: str) -> Any:
 def has_section(config: Config, name: str) -> bool:
     """Returns True if the model of a config uses the section `name`.
 
-    A section is not used if it is for a kind of layers, or of positions, that the model does not
-    have.
+    A section is not used if it is for a kind of layers that the model does not have, or if it is
+    `Rotary` and the model has no rotary positions.
     """
     if name in SECTIONS or name in PARTS:
         return name != "Rotary" or config.model.positions == "rotary"
@@ -73,11 +79,12 @@ def field_types() -> dict[str, Any]:
 
 
 def own_types() -> dict[str, Any]:
-    """Returns the type of every field by the section that has it: {"Seq2Seq.dropout": float, ...}.
+    """Returns the type of every field by its name: {"Seq2Seq.dropout": float, ...}.
 
-    `field_types` has the names that .gin files use instead. A setting of several tasks has only one
-    such name, such as "Data.buckets" for the fields "Pairs.buckets" and "Speech.buckets". The
-    result includes derived fields, which .gin files cannot bind; `field_types` does not.
+    The result differs from that of `field_types` in two ways. Here, the names are those of the
+    classes' fields, such as "Pairs.buckets" and "Speech.buckets"; `field_types` has the only name
+    that .gin files use for both, "Data.buckets". Here, derived fields are included, which .gin
+    files cannot bind.
     """
     return _field_types(_kinds())
 
@@ -125,17 +132,19 @@ def _union(kinds: list[Any]) -> Any:
 
 
 def fields_of(name: str) -> list[str]:
-    """Returns the fields that a setting may refer to, one for each section that has the setting.
-
-    For "Data.buckets", the result is ["Pairs.buckets", "Speech.buckets", ...].
+    """Returns the names of the fields that a setting may stand for, one for each section that has
+    the setting: ["Pairs.buckets", "Speech.buckets", ...] for "Data.buckets".
     """
     return [own for own in field_names(name) if own in own_types()]
 
 
 def task_field(name: str, task: str) -> str | None:
-    """Returns the field that a setting refers to in runs of a task: "Pairs.train" for "Data.train".
+    """Returns the name of the field that a setting stands for in runs of a task, such as
+    "Pairs.train" for "Data.train"; None if the sections of the task do not have the setting.
 
-    The result is None if the sections of the task do not have the setting.
+    Args:
+      name: the name of the setting in .gin files.
+      task: the name of the task, such as "summarization".
     """
     own = field_name(name, task)
     return own if own in own_types() else None
@@ -153,8 +162,10 @@ def declaration(name: str) -> Setting:
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of a field or setting, such as "Pairs.train" or "Data.train". If several
-    sections have the setting, their defaults may differ, and the first section's is returned.
+    """Returns the default of a field or setting, such as "Pairs.train" or "Data.train".
+
+    If several sections have the setting, their defaults may differ. The result is then the default
+    of the first section that has the setting.
     """
     section, _, field = fields_of(name)[0].partition(".")
     return getattr(_defaults(section_types()[section]), field)
@@ -170,6 +181,9 @@ def current_names(name: str) -> tuple[str, ...]:
 
     A setting that was never renamed keeps its name. A setting that was split has several names. A
     setting that became a part of another setting has the name of the other setting.
+
+    Args:
+      name: a present or earlier name of the setting, or the name of one of its fields.
     """
     if name in MERGED:
         return (public_name(MERGED[name].into),)

@@ -8,9 +8,9 @@ from brt.config.fields import inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """RMS normalization of the decoder (Zhang and Sennrich 2019)."""
+    """Settings of the RMS normalization of the decoder (Zhang and Sennrich 2019)."""
 
-    epsilon: float = inherited(1e-6)  # Number that is added to the mean square.
+    epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
     # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
     offset: bool = inherited(False)
     # True also normalizes the output of attention and of the MLP before it is added to the residual

@@ -64,12 +64,12 @@ REMOVED = {
 
 
 def refusal(name: str, value: Any) -> str:
-    """Returns the reason why a removed setting cannot have a value, or "" if it can.
-
-    A setting can have a value if brt behaves as the value says, or if the setting is ignored.
+    """Returns an error message if an old config gives a removed setting a value that brt no longer
+    supports, and "" otherwise.
 
     Args:
-      name: a key of `REMOVED`.
+      name: the setting, a key of `REMOVED`.
+      value: the value in the old config.
     """
     removed = REMOVED[name]
     value = tuple(value) if isinstance(value, list) else value
@@ -79,8 +79,12 @@ def refusal(name: str, value: Any) -> str:
 
 
 def note(name: str, value: Any) -> str:
-    """Returns a sentence which says that a value of a removed setting has no effect; "" if it has
-    the effect that brt always has.
+    """Returns a warning that the value which an old config gives a removed setting has no effect.
+    The result is "" if brt always behaves as the value says, or if `refusal` judges the value.
+
+    Args:
+      name: the setting, a key of `REMOVED`.
+      value: the value in the old config.
     """
     removed = REMOVED[name]
     if not removed.ignored or value == removed.value:
@@ -89,7 +93,8 @@ def note(name: str, value: Any) -> str:
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config without the removed settings whose values are allowed.
+    """Returns a saved config without the removed settings, except those whose values brt no longer
+    supports, so that readers of the config still see and refuse them.
 
     Args:
       saved: the values of a saved config by section and field: {"Model": {"layers": 2}}.
@@ -107,5 +112,9 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_removed(field: str) -> bool:
-    """Returns True if saved configs no longer contain a field; they do contain derived fields."""
+    """Returns True if brt has no such field any more.
+
+    `REMOVED` also contains fields that became derived (the data determine them). .gin files cannot
+    set derived fields, but saved configs still contain them, so the result is False for them.
+    """
     return field in REMOVED and field not in own_types()

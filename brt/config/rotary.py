@@ -9,9 +9,10 @@ from brt.config.fields import inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary position embeddings (Su et al. 2021), used where Model.positions = 'rotary'.
+    """Settings of rotary position embeddings (Su et al. 2021), for Model.positions = 'rotary'.
 
-    A pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
+    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token,
+    or by pi times this angle if `times_pi` is True.
     """
 
     base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
@@ -52,7 +53,9 @@ class Rotary:
         )
 
     def local(self) -> "Rotary":
-        """Returns the settings of layers with a window of their own."""
+        """Returns the settings of layers whose window Window.by_layer sets: with `local_base` as
+        the base and without scaling, or these settings if `local_base` is 0.
+        """
         if not self.local_base:
             return self
         return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)

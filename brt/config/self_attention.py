@@ -9,7 +9,7 @@ from brt.config.fields import adaptable, inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """How the decoder computes queries, keys, values and the logits of attention."""
+    """Settings of the queries, keys, values and logits of the decoder's attention."""
 
     # Number of heads of keys and values; each serves heads / kv_heads heads of queries (grouped
     # queries). 0 takes Model.heads.
@@ -18,10 +18,11 @@ class SelfAttention:
     normalize_qk: bool = inherited(True)
     # Initial value of the learned scale of normalize_qk. Larger values make attention sharper.
     scale_init: float = adaptable(1.0)
-    # Factor of the queries where SelfAttention.normalize_qk = False. 0 takes 1 / sqrt(head_dim).
+    # Queries are multiplied by this factor if SelfAttention.normalize_qk = False. 0 takes
+    # 1 / sqrt(head_dim).
     query_scale: float = inherited(0.0)
-    # Products that add a bias: none, queries, keys and values ('qkv'), or these and the output
-    # ('all').
+    # Projections that add a bias: none ('none'), those of queries, keys and values ('qkv'), or also
+    # the output projection ('all').
     bias: Literal["none", "qkv", "all"] = inherited("none")
     # True computes logits as (q.k + position bias) * scale, as the original code does.
     bias_before_scale: bool = inherited(False)

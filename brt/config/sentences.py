@@ -49,7 +49,8 @@ class Sentences:
     # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
     # max_length.
     buckets: tuple[int, ...] = fixed(())
-    # If a row has no sentence or an unknown label, the file is refused or the row is skipped.
+    # If a row has no sentence or an unknown label, the file is refused ('refuse') or the row is
+    # skipped ('skip').
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
@@ -77,7 +78,7 @@ class Sentences:
 
     @property
     def first_field(self) -> str:
-        """Column of the sentence; "" tries the usual names."""
+        """Column of the first or only sentence; "" tries the usual names."""
         return column(self, "first")
 
     @property

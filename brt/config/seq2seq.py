@@ -138,7 +138,9 @@ class CrossAttention:
     # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
     # the segment of the position itself ('remaining').
     without: tuple[str, ...] = fixed(())
-    norm_epsilon: float = fixed(1e-6)  # The square of this constant is added to the squared norm.
+    # The square of this constant is added to the squared norm of a key feature, by which the
+    # recurrence divides.
+    norm_epsilon: float = fixed(1e-6)
     # The sums of the recurrence have at most this absolute value; 0 sets no limit, and the authors'
     # BART has 2.
     clamp: float = fixed(0.0)
@@ -147,14 +149,16 @@ class CrossAttention:
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
     leak_init: float = fixed(0.1)  # The neurons have this initial leak. The authors' BART has 0.5.
     threshold_init: float = fixed(0.1)  # A neuron has this initial threshold at which it fires.
-    # 'bounded' keeps the leak in (0, 1) and the threshold above 0; 'raw' does not restrict them.
+    # 'bounded' keeps the neurons' leak in (0, 1) and their threshold above 0; 'raw' does not
+    # restrict them.
     raf_parameters: Literal["raw", "bounded"] = fixed("raw")
     # The initial weights of the recurrence are uniform within +-head_dim ** -0.5, or normal with
     # standard deviation 0.02 as in the authors' BART.
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
     raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
-    # A decode step takes the recurrent states from a table with the states of all segments, or from
-    # the state that the previous step carries to it, which needs less memory.
+    # A decode step takes the recurrent states from a table with the states of all segments
+    # ('table'), or from the state that the previous step hands to it ('carry'). 'auto' chooses the
+    # one that needs less memory.
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Checks the types of values, and finds names that are similar to a wrong one."""
+"""Functions that check the types of values that users write, and that suggest a known name when a
+name is unknown.
+"""
 
 import difflib
 import typing
@@ -17,9 +19,11 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is.
+    """Returns the known name that is most similar to `wrong`, ignoring case; None if no known name
+    is similar.
 
-    Known names with which `wrong` ends, after an underscore, are preferred.
+    Known names with which `wrong` ends, after an underscore, are preferred: "layers" for
+    "number_layers".
     """
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
@@ -30,10 +34,12 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 def converted(name: str, annotation: Any, value: Any) -> Any:
     """Returns a value converted to the type of a setting.
 
+    For example, an int becomes a float if the setting is a float, and a list becomes a tuple.
+
     Args:
       name: the name of the setting, for error messages.
-      annotation: the type.
-      value: the value.
+      annotation: the type of the setting: bool, int, float, str, a Literal or a tuple of these.
+      value: the value that the user wrote.
 
     Raises:
       ConfigError: the value has another type.

@@ -8,16 +8,17 @@ from brt.config.fields import adaptable, inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window:
-    """Details of sliding windows, whose length is `Model.window`, and of blocks of tokens."""
+    """Settings of sliding windows, whose length is `Model.window`, and of blocks of tokens."""
 
     # Number of tokens of a block. Documents start at the start of a block, and recurrent states
     # change at its end. 0 takes Model.window.
     block: int = adaptable(0)
-    # Windows of the layers, lowest first; the pattern repeats up to the highest layer. 0 stands for
-    # Model.window, and an empty pattern gives all layers Model.window.
+    # Windows of the layers in tokens, lowest layer first; the pattern repeats up to the highest
+    # layer. 0 stands for Model.window, and an empty pattern gives all layers Model.window.
     by_layer: tuple[int, ...] = adaptable(())
     # Number of first tokens of a document that the layers with the window Model.window can always
-    # attend to (Xiao et al. 2023). Pretrained models without a window break without them.
+    # attend to (Xiao et al. 2023). Models that were pretrained without a window predict badly
+    # in a window without these tokens.
     sinks: int = adaptable(0)
     # False lets a block attend only to itself, as in a vanilla transformer.
     cache: bool = adaptable(True)

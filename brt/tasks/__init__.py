@@ -68,8 +68,9 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
       origins: for each setting that the user bound, the file and line (or flag) that bound it.
     """
     task = from_config(config)
-    # When the command line is read, the settings that come from the weights of Training.init_from
-    # are not known yet. Once they are, `origins` is None.
+    # If a run starts from weights, the weights determine some settings. These settings are not
+    # known when the command line calls this function (with `origins`). The run calls the function
+    # again (without `origins`) when they are known, and the task checks them then.
     if origins is None or not config.training.init_from:
         task.check(config)
     readers = {name: _sections(other) for name, other in TASKS.items()}

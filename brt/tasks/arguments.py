@@ -20,7 +20,7 @@ class Dataset(Protocol):
     Attributes:
       directory: the directory of the prepared data.
       tokenizer: the tokenizer, or another object that encoded the data.
-      splits: the store of each split, by the name of the split.
+      splits: the opened documents or rows of each split, by the name of the split.
     """
 
     directory: Path
@@ -28,11 +28,13 @@ class Dataset(Protocol):
     splits: dict[str, Any]
 
     def split(self, name: str) -> Any:
-        """Returns the store of a split; raises DataError if there is no such split."""
+        """Returns the opened documents or rows of a split; raises DataError if there is no such
+        split.
+        """
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by name: the number of documents or rows, the
-        size in bytes, the fingerprint, and the source files.
+        size in bytes, a hash of the data, and the source files.
         """
 
 
@@ -79,8 +81,8 @@ class EvaluationRequest(NamedTuple):
       dataset: opened data that contain the split.
       split: name of the split.
       trained: config that the model was trained with; None if it equals `config`.
-      ablate: part of the carry ("cache", "state" or "memory") that a second evaluation resets
-        before every segment; None for no second evaluation.
+      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
+        evaluation resets before every segment; None for no second evaluation.
       compare_exact: True also evaluates the whole split with the exact attention that the model's
           attention approximates.
       windows: window sizes in tokens. A language model is evaluated once with each of them; an

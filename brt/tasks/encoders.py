@@ -51,7 +51,11 @@ class EncoderTask(Task):
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report that are logged as curves, by name.
 
-        If the report has the primary metric with exact attention, this metric is included.
+        These are the metrics in `Task.metrics` and, if the report has it, the primary metric with
+        exact attention, such as "accuracy_full".
+
+        Args:
+          report: the report of an evaluation, as JSON.
         """
         exact_metrics = {
             name: value
@@ -124,7 +128,9 @@ class EncoderTask(Task):
         )
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step; None if the attention is not exact."""
+        """Returns the FLOPs of a training step on a batch, which are three times those of the
+        forward pass; None if the attention is not exact.
+        """
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
@@ -309,8 +315,8 @@ def own_data_binding(section: str, ending: str) -> str:
     """Returns the flag of an example command that names the user's own training data.
 
     Args:
-      section: name of the config section of the data.
-      ending: suffix of the file.
+      section: name of the config section of the data, such as "Data".
+      ending: suffix of the file of training data, such as "tsv".
     """
     return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 

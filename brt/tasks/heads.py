@@ -1,6 +1,7 @@
-"""Evaluates encoders with a head, with their kind of attention and optionally with exact attention.
+"""Base class of the evaluators of encoders with a head, such as a classifier.
 
-Exact attention is the kind that the model's kind of attention approximates.
+A model is evaluated with the kind of attention that its config names, and on request also with the
+exact attention that this kind approximates.
 """
 
 import abc
@@ -22,7 +23,7 @@ class HeadResult(NamedTuple):
     """Result of the evaluation of a split, or of its first rows, with one kind of attention.
 
     Attributes:
-      kind: kind of attention.
+      kind: kind of attention, a value of Attention.kind.
       metrics: the metrics as JSON.
       summary: a phrase with the most important metrics.
       rows: the predictions as JSON, in the order of the data.
@@ -46,7 +47,8 @@ class HeadEvaluator(abc.ABC):
       request: the split, and True in `compare_exact` if it is also evaluated with exact attention.
 
     Attributes:
-      summary: name and format of the metric that a summary shows for the exact attention.
+      summary: name and format of the metric with exact attention, which is appended to the phrase
+        that summarises the result.
       sampled: number of rows that `sample` reads.
       task: the task of the model.
       dataset: the opened data.
@@ -74,14 +76,17 @@ class HeadEvaluator(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns the function that is compiled and evaluated for each batch.
+        """Returns the forward pass, a function that is compiled and called for each batch.
 
         The function's arguments are params, a batch, and the results of `extra_inputs`. Its results
         are arrays whose first axis is the rows of the batch.
+
+        Args:
+          config: config of the model, with the kind of attention to evaluate.
         """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """Returns arrays that the function of `forward` needs in addition to the batch."""
+        """Returns the arguments of the forward pass (`forward`) that follow the batch."""
         return ()
 
     @abc.abstractmethod
@@ -97,7 +102,7 @@ class HeadEvaluator(abc.ABC):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the result of all rows.
+        """Returns the metrics and the predictions, computed from the model's outputs.
 
         Args:
           config: config of the model, with the evaluated kind of attention.

@@ -105,7 +105,9 @@ class Task(abc.ABC):
         return tokenizers.load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with the values that depend on the data and the machine filled in."""
+        """Returns the config with the settings filled in that depend on the data and the machine,
+        such as the size of the vocabulary and the dtype.
+        """
         return config
 
     @abc.abstractmethod
@@ -137,10 +139,8 @@ class Task(abc.ABC):
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns a batch of one row, with the largest number of tokens that a row of a training
-        batch can have.
-
-        Returns None if the shape of rows depends on the data.
+        """Returns a batch of one row with the largest number of tokens that a row of a training
+        batch can have, or None if the shape of rows depends on the data.
         """
         return None
 
@@ -165,7 +165,9 @@ class Task(abc.ABC):
         return ()
 
     def carry_axes(self, config: Config) -> PyTree[Names]:
-        """Returns the names of the axes of each array in `initial_carry`."""
+        """Returns the names of the axes of each array in `initial_carry`, such as "lanes". They
+        determine how the array is sharded.
+        """
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:
@@ -267,7 +269,8 @@ class Task(abc.ABC):
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the name of a simpler method, such as xz, and its metric on the validation data.
+        """Returns the name of a simpler method, such as the compressor xz, and the value of the
+        primary metric that it reaches on the validation data.
 
         The result is None if there is no such method.
         """
@@ -319,6 +322,10 @@ class Task(abc.ABC):
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns weights that brt.convert wrote.
+
+        Args:
+          config: config of the run that starts from the weights.
+          where: the directory of the weights.
 
         Raises:
           CheckpointError: the directory `where` contains no weights that this task can start from.

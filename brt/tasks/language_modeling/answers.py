@@ -61,6 +61,11 @@ def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[Answ
     """Returns the positions of the answers in each document of a memory task, by document index.
 
     Documents that do not belong to a memory task are left out.
+
+    Args:
+      store: the documents.
+      tokenizer: the tokenizer of the documents, which turns positions in bytes into positions in
+        tokens.
     """
     documents = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
     return {d: list(_spans(store, d, tokenizer)) for d in documents}
@@ -165,8 +170,8 @@ def table_lines(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns the lines of a table of answers, or no lines if the reports contain no answers.
 
     Args:
-      columns: metrics of an evaluation by the part of the memory that the evaluation reset, such as
-        "state"; the key "" stands for the unchanged model.
+      columns: the metrics of each pass over the documents. The key "" is the pass of the unchanged
+        model, and "without state", for example, is a pass in which the states were reset.
     """
     first, *_ = columns.values()
     if not first.get("answers"):
@@ -200,8 +205,8 @@ def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Returns a plot of the share of exact answers against distance, as the content of a PNG file.
 
     Args:
-      columns: metrics of an evaluation by the part of the memory that the evaluation reset, such as
-        "state"; the key "" stands for the unchanged model.
+      columns: the metrics of each pass over the documents. The key "" is the pass of the unchanged
+        model, and "without state", for example, is a pass in which the states were reset.
     """
     from brt.drawing import distance_plot, png
 

@@ -41,12 +41,14 @@ class DistillationCarry(NamedTuple):
 
 
 def distills(config: Config) -> bool:
-    """Returns True if the config asks for distillation."""
+    """Returns True if the trained model also learns from a teacher (Distillation.window > 0)."""
     return config.distillation.window > 0
 
 
 def teacher_config(config: Config) -> Config:
-    """Returns the config of the teacher: all layers have windows and no other memory."""
+    """Returns the config of the teacher: the same decoder with the larger window, without dropout,
+    and with sliding-window layers only.
+    """
     sliding = dataclasses.replace(config.model.sliding, block=config.model.block_length)
     model = dataclasses.replace(
         config.model, window=config.distillation.window, sliding=sliding, kinds=(),
@@ -56,7 +58,10 @@ def teacher_config(config: Config) -> Config:
 
 
 def check_distillation(config: Config) -> None:
-    """Raises ConfigError if the run cannot have the teacher that it asks for."""
+    """Raises ConfigError if the config asks for distillation, but names no weights for the teacher,
+    gives the teacher a smaller window than the trained model, or has other settings that the
+    teacher cannot have.
+    """
     window = config.distillation.window
     if not window:
         return
@@ -74,7 +79,9 @@ def check_distillation(config: Config) -> None:
 
 
 def student_state(carry: StackState | DistillationCarry) -> StackState:
-    """Returns the caches and recurrent states of the trained model."""
+    """Returns the caches and recurrent states of the trained model from the carry of a run, which
+    may also contain those of a teacher.
+    """
     return carry.student if isinstance(carry, DistillationCarry) else carry
 
 
@@ -105,15 +112,18 @@ def with_teacher_axes(config: Config, axes: StackState) -> StackState | Distilla
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Returns two parts of the model state: the arrays that layers of the trained model learn
-    without gradients, and the entry with the teacher's parameters.
+    """Splits the model state (arrays that are not trained by gradients) into two parts.
+
+    Returns:
+      A tuple: the arrays that layers of the trained model learn without gradients; and the entry
+      with the teacher's parameters, which is empty if there is no teacher.
     """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
 
 
 def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> PyTree[Array]:
-    """Returns the parameters of the teacher.
+    """Returns the parameters of the teacher, which are taken from the weights.
 
     Args:
       config: config of the run.
@@ -173,7 +183,7 @@ def extra_flops_per_token(config: Config) -> int:
     if not distills(config):
         return 0
     logits = 2 * config.model.model_dim * config.model.vocab_size
-    # The backward pass also computes the teacher's logits again.
+    # The fifth product is the teacher's logits, which the backward pass computes again.
     return forward_flops_per_token(teacher_config(config).model) + 5 * logits
 
 

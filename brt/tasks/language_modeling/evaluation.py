@@ -328,7 +328,9 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns a report as text for people: the protocol, followed by a table of the metrics."""
+    """Returns the report of an evaluation as text for people: the conditions under which the
+    documents were read (the protocol), followed by a table of the metrics.
+    """
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
@@ -353,9 +355,10 @@ def text(report: dict[str, Any]) -> str:
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """Returns the bits per byte of `xz -9e`, applied to each document separately.
+    """Returns the bits per byte of the compressor `xz -9e`, applied to each document separately.
 
-    The result is None if the documents are too large, or if the tokens do not reproduce the text.
+    Models are compared with this number. The result is None if the documents are too large, or if
+    the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

@@ -1,5 +1,5 @@
-"""The training loss of a segment: next-token cross-entropy, auxiliary losses of layers, and the
-divergence from a teacher if the run distills.
+"""The training loss of a segment: next-token cross-entropy, auxiliary losses of layers, and, in
+runs with distillation, the KL divergence from the teacher, a model with a larger window.
 """
 
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     """Returns the loss of a batch, summed over scored tokens, and an `Aux` with the cross-entropy
     alone, the number of scored tokens, the new carry and model state, and metrics.
 
-    The loss is the cross-entropy, plus the auxiliary losses of layers, plus the divergence from the
-    teacher if the run distills.
+    The loss is the cross-entropy, plus the auxiliary losses of layers, plus, in runs with
+    distillation, the weighted divergence from the teacher.
 
     Args:
       config: config of the run.

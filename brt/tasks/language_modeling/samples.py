@@ -18,11 +18,11 @@ _PURPOSE = 2
 
 
 class Sampler:
-    """Generates a continuation of the beginning of a store's first document.
+    """Generates a continuation of the beginning of the first document of a split.
 
     Args:
       config: config of the model.
-      store: the documents.
+      store: the documents of the split.
       tokenizer: the tokenizer of the documents.
     """
 

@@ -97,6 +97,8 @@ class LanguageModeling(Task):
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the documents of all splits; tokenizes and stores them first if necessary.
 
+        If `progress` is True, warns if training segments are too short to learn a memory task.
+
         Args:
           config: the config, which names the sources.
           progress: True reports the progress of preparing the data on stderr.
@@ -160,9 +162,8 @@ class LanguageModeling(Task):
         return distillation.with_teacher_axes(config, state_axes(config.model))
 
     def sharded_sizes(self, config: Config) -> Needs:
-        """Returns the sizes that are sharded over axes of the mesh; see `Task.sharded_sizes`.
-
-        They include the number of blocks in a segment.
+        """Returns the sizes that the mesh of devices has to divide, including the number of blocks
+        in a segment; see `Task.sharded_sizes`.
         """
         blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
@@ -170,14 +171,16 @@ class LanguageModeling(Task):
 
     def initial_model_state(self, config: Config) -> ModelState:
         """Returns the initial arrays that layers learn without gradients, and the parameters of the
-        teacher if the run distills.
+        teacher if the config asks for distillation.
         """
         key = jax.random.key(config.training.seed)
         teacher = distillation.new_teacher(config, partial(self.initial_params, key=key))
         return {**new_model_state(config.model), **teacher}
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Returns the name of the teacher's entry if the run distills."""
+        """Returns the name of the entry with the teacher's parameters, which no step changes, if
+        the run has a teacher.
+        """
         return (distillation.TEACHER,) if config.distillation.window else ()
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
@@ -193,14 +196,19 @@ class LanguageModeling(Task):
         """Returns the hidden vectors of a segment, the state after the segment, the next model
         state, auxiliary losses and metrics.
 
-        `forward.predict` describes the results.
+        Args:
+          config: config of the model.
+          params: the learned arrays of the model, as `Variables`.
+          batch: a segment of every lane.
+          options: `carry`, the caches and recurrent states before the segment; and optionally
+            `dropout`, a random key.
         """
         return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a segment, summed over its scored tokens, and its other results.
+        """Returns the loss of a segment, summed over its scored tokens, and further results.
 
         Args:
           config: config of the model.
@@ -215,18 +223,24 @@ class LanguageModeling(Task):
         return batch.inputs.size * (trained + distillation.extra_flops_per_token(config))
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
-        """Returns an evaluator that reads whole documents and measures their bits."""
+        """Returns an evaluator that reads whole documents and measures their bits, with each of
+        `request.windows` if there are any, and otherwise with Model.window.
+        """
         return WindowEvaluator(request) if request.windows else DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report, including the differences that an ablation made."""
+        """Returns the metrics of a report that are logged as curves, including the rise of the bits
+        when a part of the memory was reset ("ablation_costs_...").
+        """
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
         return super().select_metrics(report) | costs
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns the function that computes the metrics of recurrent states and gates."""
+        """Returns a function that computes metrics of recurrent states and gates, which training
+        logs.
+        """
         return StateProbe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:

@@ -88,7 +88,7 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss, summed over the masked tokens of a batch, and its other results.
+        """Returns the loss, summed over the masked tokens of a batch, and further results (`Aux`).
 
         Args:
           config: config of the model.

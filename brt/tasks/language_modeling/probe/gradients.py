@@ -28,7 +28,7 @@ from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Batch, Variables
 
-States: TypeAlias = dict[int, list[Array]]  # It maps layer indices to recurrent states.
+States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by layer index.
 
 
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
         not_finite  names of parameters with a gradient that is not finite
         states      an entry for every layer with a recurrent state. Its `blocks` has, for each
                     block n, the norm of the gradient of the nats of block n with respect to the
-                    state before the segment. A gradient of norm 1 at the state after the segment
-                    flows back to the state before it, through this layer alone; `through` is the
-                    norm that remains.
+                    layer's state before the segment. Its `through` has the norm that a gradient of
+                    norm 1 at the layer's state after the segment has when it has flowed back to
+                    the layer's state before the segment.
         verdict     a sentence that sums up the other entries
     """
     config = _without_dropout(config)
@@ -80,7 +80,8 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Returns a sentence that says whether all parameters of the model receive gradients.
+    """Returns a sentence that says whether all parameters of the model receive finite gradients,
+    and whether gradients flow back through the recurrent states.
 
     Args:
       report: the other entries of the result of `gradient_reach`.
@@ -99,10 +100,13 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the parameters of a model by name, with a name for each layer.
+    """Returns the parameters of a model by name, such as `layer_3/tokens/keys`.
 
-    Parameters of layers that are stacked for a scan are separated. A name is, for example,
-    `layer_3/tokens/keys`.
+    Parameters of consecutive layers, which the model stacks for a scan, are separated.
+
+    Args:
+      config: config of the model.
+      params: parameters, or arrays in a tree of the same structure, such as gradients.
     """
     first, places = 0, {}
     for name, _, count, _ in runs(config.model):

@@ -82,7 +82,9 @@ class InterventionResult:
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns bool [B, M], True for the blocks in which an intervention took place."""
+        """Returns bool [B, M], True for the blocks in which an intervention took place, and False
+        for padding.
+        """
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
 

@@ -1,4 +1,8 @@
-"""Runs all probes of a checkpoint, which measure how the predictions depend on the memory."""
+"""Runs all probes of a checkpoint, which measure how the predictions depend on the memory.
+
+The probes are interventions (a text is read while a part of the memory is replaced before every
+segment), gradients through the recurrent states, and the retention of perturbed states.
+"""
 
 import math
 from typing import Any
@@ -22,7 +26,7 @@ from brt.tasks.language_modeling.probe.states import fixed_gate_decay, half_life
 from brt.tasks.language_modeling.probe.text import text
 from brt.types import Variables
 
-TOKENS = 1_000_000  # By default, each intervention reads this number of tokens.
+TOKENS = 1_000_000  # By default, this number of tokens is read with each intervention.
 # Positions in a document are grouped into bins. The bins begin at these numbers of tokens.
 EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
@@ -45,14 +49,15 @@ def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
 def probe_report(
     config: Config, variables: Variables, dataset: Dataset, split: str, tokens: int = 0
 ) -> dict[str, Any]:
-    """Returns the results of all probes as JSON: protocol, memory, positions, gradients and layers.
+    """Returns the results of all probes as JSON.
 
-    `memory` has a row for each intervention, and `layers` a row for each layer with a recurrent
-    state.
+    The entries `memory`, `positions`, `layers` and `gradients` are the results of the functions
+    `memory`, `positions`, `layers` and `gradient_reach`. The entry `protocol` has the conditions
+    under which the text was read, and `verdicts` has a sentence for each part of the memory.
 
     Args:
       config: config of the model.
-      variables: the learned values of the model.
+      variables: the learned arrays of the model.
       dataset: opened data with the split and, if possible, the training data.
       split: name of the split to read.
       tokens: approximate number of tokens to read; 0 reads all.

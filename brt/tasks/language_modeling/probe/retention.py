@@ -38,6 +38,14 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
 
     The model reads blocks of the longest document in `store`. If the document is too short for
     BLOCKS blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
+
+    Args:
+      config: config of the model.
+      variables: the learned arrays of the model.
+      store: the documents.
+
+    Returns:
+      {index of a layer: [share after 1 block, share after 2 blocks, ...]}.
     """
     model = config.model
     batches = evaluation_batches(

@@ -75,6 +75,10 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
 
     The recurrent state of a layer consists of the floating-point arrays in the part "state" of its
     carried state (`LayerKind.parts`): state vectors that change with every block or token.
+
+    Args:
+      model: config of the model.
+      carried: the carried state (caches and recurrent states) of all layers.
     """
     states: dict[int, list[Array]] = {}
     first = 0
