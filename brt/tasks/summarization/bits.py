@@ -1,4 +1,7 @@
-"""Bits of held-out summaries: each token is predicted from the true tokens before it.
+"""Computes the bits of reference summaries: -log2 of the probability that a model assigns to them.
+
+Each token of a summary is predicted from the document and from the true tokens before it (teacher
+forcing).
 
 In shapes, B is the number of summaries in a batch and T their padded number of tokens.
 """
@@ -32,7 +35,7 @@ class Bits(NamedTuple):
     Attributes:
       pairs: number of summaries.
       tokens: number of scored tokens. They include the end token of every summary, even if the
-        summary was cut, and BART's start token.
+        summary was cut, and the token <s> with which BART begins a summary.
       bytes: number of UTF-8 bytes of the scored tokens' text.
       bits_per_token: total bits divided by `tokens`.
       bits_per_byte: total bits divided by `bytes`; None if the tokens do not reproduce the text.
@@ -47,7 +50,15 @@ class Bits(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
-    """Returns True if every summary that was not cut can be decoded from its tokens exactly."""
+    """Returns True if the tokens of summaries reproduce their text.
+
+    Every summary that was not cut must equal the text that is decoded from its tokens, and no
+    summary may contain the id of unknown text. Only then can bits per byte be computed.
+
+    Args:
+      store: the documents and summaries of a split.
+      tokenizer: the tokenizer that encoded them.
+    """
     uncut = np.flatnonzero(store.target_uncut <= store.target.lengths)
     return all(
         tokenizer.decode(store.target[row]).encode() == store.reference[row].tobytes()
@@ -56,7 +67,13 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
-    """Returns the number of UTF-8 bytes of a store's summaries, without parts that were cut off."""
+    """Returns the number of UTF-8 bytes of all summaries of a split, without parts that were cut
+    off because a summary had too many tokens.
+
+    Args:
+      store: the documents and summaries of a split.
+      tokenizer: the tokenizer that encoded them.
+    """
     cut = np.flatnonzero(store.target_uncut > store.target.lengths)
     size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
     return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
@@ -65,11 +82,12 @@ def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
 class TeacherForcing:
     """Computes the bits of reference summaries with teacher forcing.
 
-    One program is compiled for each padded length of documents.
+    With teacher forcing, each token is predicted from the true tokens before it. One program is
+    compiled for each padded length of documents.
 
     Args:
       config: config of the model.
-      tokenizer: the tokenizer.
+      tokenizer: the tokenizer that encoded the summaries.
     """
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):

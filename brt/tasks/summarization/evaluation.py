@@ -12,12 +12,13 @@ from brt.types import Variables
 
 
 class SummaryEvaluator:
-    """Evaluates the bits of reference summaries, and the ROUGE scores of generated summaries.
+    """Evaluates a model on one split: bits of reference summaries, ROUGE of generated summaries.
 
-    `brt.tasks.evaluators.Evaluator` describes the interface.
+    Bits are -log2 of the probability that the model assigns to the tokens of the true summaries.
+    The class implements the interface `brt.tasks.evaluators.Evaluator`.
 
     Args:
-      request: the config and the split.
+      request: the config of the model, and the split.
     """
 
     unit, partial = "row", False
@@ -59,9 +60,15 @@ class SummaryEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a text with the reference summary and the generated summary of a document.
+        """Returns the reference summary and the generated summary of the split's first document, as
+        text for people.
 
-        The result is None if `control` stopped the work. `step` has no effect.
+        The result is None if `control` stopped the work.
+
+        Args:
+          variables: the learned arrays of the model.
+          step: number of training steps of the model; not used.
+          control: functions that interrupt the work and report its progress.
         """
         summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:

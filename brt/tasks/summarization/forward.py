@@ -14,8 +14,8 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
-# These numbers are folded into the random key of a step, the first for dropout and the second for
-# attention.
+# The random keys of a step for dropout and for attention are made from the key of the step by
+# folding in the first and the second of these numbers.
 _PURPOSES = 0, 1
 
 
@@ -23,8 +23,9 @@ class Prediction(NamedTuple):
     """Output of the forward pass.
 
     Attributes:
-      hidden: [B, T, D], hidden vectors of the summaries' tokens.
-      out: parameters that map hidden vectors to logits.
+      hidden: [B, T, D], the decoder's last hidden vectors, from which each token of a summary is
+        predicted.
+      out: parameters that map the hidden vectors to logits.
       metrics: scalars that training logs, by name.
     """
 
@@ -34,7 +35,9 @@ class Prediction(NamedTuple):
 
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
-    """Returns the encoder-decoder that a config describes; `training` enables dropout."""
+    """Returns the Flax module of the encoder-decoder that a config describes; `training` enables
+    dropout.
+    """
     return seq2seq.Seq2Seq(
         config.seq2seq, config.cross_attention, training, config.attention, config.kernels
     )
@@ -43,7 +46,10 @@ def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
 def predict(
     config: Config, params: PyTree[Array], batch: PairBatch, key: jax.Array | None = None
 ) -> Prediction:
-    """Returns hidden vectors of the summaries' tokens, each predicted from the tokens before it.
+    """Returns the hidden vectors from which the tokens of summaries are predicted.
+
+    Each vector depends on the document and on the true tokens of the summary before the predicted
+    token.
 
     Args:
       config: config of the model.

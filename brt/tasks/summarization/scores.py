@@ -1,4 +1,4 @@
-"""The report of generated summaries: scores with their protocol, lengths, and truncation."""
+"""Scores generated summaries with ROUGE, and reports scores, lengths and truncation."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from brt.formatting import counted
 from brt.tasks.summarization.rouge import Aggregate, RougeProtocol, Score, aggregate
 from brt.tasks.summarization.rouge.aggregation import TEXT
 
-# Each of the two columns of an example has this width in characters and this height in lines.
+# The report shows examples in two columns. A column has this width in characters, and at most this
+# number of lines.
 _WIDTH, _LINES = 46, 12
 
 
@@ -20,10 +21,11 @@ class Summary(NamedTuple):
 
     Attributes:
       id: id of the document in its source.
-      source: text of the document.
-      reference: reference summary.
+      source: text of the document as the model reads it: after Pairs.prefix, and without parts
+        that were cut off.
+      reference: reference summary, which was not cut.
       prediction: generated summary, which may be empty.
-      source_tokens: number of tokens of the whole document.
+      source_tokens: number of tokens of the whole document, including tokens that were cut off.
       cut_tokens: number of tokens of the document that were cut off.
       prediction_tokens: number of tokens that the model generated, without start and end tokens.
     """
@@ -38,13 +40,14 @@ class Summary(NamedTuple):
 
 
 class ScoredSummaries(NamedTuple):
-    """Scores of all documents.
+    """The generated summaries of a split, with their ROUGE scores.
 
     Attributes:
       summaries: the summaries that were scored.
-      protocol: protocol of the scores.
-      scores: scores of each summary by name, in [0, 1].
-      report: metrics of all documents as JSON, in percent; see `score`.
+      protocol: the definition of the scores.
+      scores: for each summary, its scores by name (such as "rougeL"), in [0, 1].
+      report: metrics of all summaries together as JSON, with scores in percent. The docstring of
+        the function `score` lists the entries.
     """
 
     summaries: list[Summary]
@@ -54,7 +57,7 @@ class ScoredSummaries(NamedTuple):
 
 
 def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
-    """Returns the scores of summaries, and a report with their averages.
+    """Computes the ROUGE scores of generated summaries, and a report about all of them.
 
     The report has these entries; scores and shares are percentages:
 
@@ -62,10 +65,17 @@ def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummar
         rouge                            for each score, the means `precision`, `recall` and `f1`,
                                          and the confidence interval `low` to `high` of the F1
         protocol                         the definition of the scores
-        truncation                       numbers of documents and tokens that were cut
-        lengths                          statistics of lengths, in several units
-        empty, distinct, copied_bigrams  numbers of empty and of distinct predictions, and the share
-                                         of their bigrams that occur in the document
+        truncation                       numbers and shares of the documents that were cut and of
+                                         the tokens that were cut off
+        lengths                          mean, median, minimum and maximum of the lengths of
+                                         documents, references and predictions
+        empty, distinct                  numbers of empty and of distinct predictions
+        copied_bigrams                   share of the predictions' bigrams that occur in the part of
+                                         the document that the model read
+
+    Args:
+      summaries: the generated summaries with their references.
+      protocol: the definition of the scores.
 
     Raises:
       DataError: there are no summaries.
@@ -86,8 +96,9 @@ def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummar
 
 
 def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
-    """Returns a JSON row for each of the scored summaries: the summary, its reference and its
-    scores in percent.
+    """Returns a JSON object for each of the scored summaries, for a file of predictions.
+
+    The object contains the summary, its reference, its scores in percent and its lengths.
     """
     return [
         {
@@ -105,7 +116,7 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """Returns the report of scored summaries as text for people: scores, lengths, three examples.
+    """Returns the report about scored summaries as text for people: scores, lengths and examples.
 
     The examples are the summaries of the first, the middle and the last document.
     """

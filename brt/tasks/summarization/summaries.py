@@ -1,4 +1,4 @@
-"""Generation of summaries for the documents of a store.
+"""Generates summaries of the documents of a store, which has the prepared data of a split.
 
 In shapes, B is the number of documents in a batch and X their padded number of tokens.
 """
@@ -29,14 +29,14 @@ from brt.types import PairBatch
 
 
 class Summarizer:
-    """Generates summaries by beam search or sampling.
+    """Generates summaries of documents by greedy search, beam search or sampling.
 
     One program is compiled for each padded length of documents.
 
     Args:
       config: config of the model; the section Decoding has the settings of the search.
-      tokenizer: the tokenizer.
-      sampling: settings for drawing tokens at random; None for a search.
+      tokenizer: the tokenizer that the model was trained with.
+      sampling: settings for drawing tokens at random; None selects a search.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Summarizer:
         def generate(
             params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
         ) -> Hypotheses:
-            """Generates summaries of documents; the function is compiled.
+            """Returns the summaries of a batch of documents as tokens; the function is compiled.
 
             Args:
               params: parameters of the model.
-              source: ids of the documents.
-              mask: False for padding of the documents.
+              source: token ids of the documents.
+              mask: True for tokens of the documents, False for padding.
               key: random key for sampling.
             """
             beams = 1 if sampling else decoding.beams
@@ -86,8 +86,8 @@ class Summarizer:
           params: parameters of the model.
           store: the documents.
           control: functions that interrupt the generation and report its progress.
-          limit: number of evenly spaced documents that are summarised in one batch; 0 selects all
-            documents.
+          limit: number of documents to summarise, which are evenly spaced in the store and form one
+            batch. If `limit` is 0 or at least the size of the store, all documents are summarised.
         """
         summaries: dict[int, Summary] = {}
         for batch in self._batches(store, limit):
@@ -104,12 +104,12 @@ class Summarizer:
     def summary(
         self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
     ) -> str:
-        """Returns the summary of a single document.
+        """Returns the text of the summary of a single document.
 
         Args:
           params: parameters of the model.
-          source: ids of the document.
-          seed: seed of the random numbers for sampling.
+          source: token ids of the document, including special ids.
+          seed: seed of the random numbers for sampling; a search does not use it.
         """
         best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
         return self._tokenizer.decode(best.sequences[0, 0, 1:])
@@ -147,10 +147,10 @@ class Summarizer:
 
 
 def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
-    """Returns the special tokens for a search.
+    """Returns the special token ids of a tokenizer in the form that search and sampling need.
 
     If the tokenizer puts a token before every text, as BART's does, generation is forced to begin
-    with that token and to end with the end token at the maximum length.
+    with this token, and to write the end token at the maximum length.
     """
     begin = tokenizer.begin
     return SpecialTokens(

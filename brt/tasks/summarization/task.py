@@ -41,7 +41,7 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
-# Training logs the learned scalars of cross-attention that have these names: parameters of
+# Training logs the learned scalars of cross-attention that have these names. They are parameters of
 # accumulate-and-fire neurons.
 _LEARNED = ("leak", "threshold", "mix")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
@@ -89,7 +89,7 @@ class Summarization(Task):
                 )
 
     def open(self, config: Config, *, progress: bool = True) -> PairDataset:
-        """Opens documents with their summaries, and prepares them first if necessary.
+        """Opens the documents and summaries of all splits, and prepares them first if necessary.
 
         Args:
           config: the config, which names the sources.
@@ -100,28 +100,30 @@ class Summarization(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
     ) -> PairDataset:
-        """Opens one split of the data, encoded with the tokenizer of a run.
+        """Opens one split of the data, encoded with the tokenizer of a trained model.
 
         Args:
           config: the config, which names the sources of the split.
           split: name of the split.
-          tokenizer: the tokenizer of the run.
+          tokenizer: the tokenizer of the run that trained the model.
           known: directory in which the run prepared the same data before; None if there is none.
         """
         return Preparation(config.pairs).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
-        """Returns the tokenizer saved in a run directory."""
+        """Returns the tokenizer that a run has saved in `file`."""
         return tokenization.load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with the vocabulary size and the dtype filled in."""
+        """Returns the config with the vocabulary size of the data's tokenizer, and the dtype for
+        this machine, filled in.
+        """
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> PairReader:
-        """Returns the reader of the training pairs, in a new order every epoch."""
+        """Returns the reader that yields batches of training pairs, in a new order every epoch."""
         section, t = config.pairs, config.training
         return PairReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -129,16 +131,22 @@ class Summarization(Task):
         )  # fmt: skip
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the encoder-decoder."""
+        """Returns newly initialised parameters of the encoder-decoder, drawn with the random key
+        `key`.
+        """
         return seq2seq.init(network(config), key)
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
     ) -> Prediction:
-        """Returns the hidden vectors of the summaries' tokens, the parameters that map these
-        vectors to logits, and metrics.
+        """Returns the hidden vectors from which the tokens of summaries are predicted, the
+        parameters that map these vectors to logits, and metrics.
 
-        `forward.predict` describes the results.
+        Args:
+          config: config of the model.
+          params: parameters of the encoder-decoder.
+          batch: documents with their summaries.
+          options: `key`, the random key of a training step; without `key` there is no dropout.
         """
         return predict(config, params, batch, **options)
 
@@ -147,12 +155,13 @@ class Summarization(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the cross-entropy of the tokens of summaries, summed over a batch, and metrics.
 
-        The cross-entropy is smoothed by Training.label_smoothing.
+        The cross-entropy is smoothed by Training.label_smoothing. The second result has the
+        cross-entropy without smoothing, the number of scored tokens, and scalars to log.
 
         Args:
           config: config of the model.
           params: parameters of the encoder-decoder.
-          inputs: the batch, and the random key for dropout.
+          inputs: the batch of pairs, and the random key for dropout and attention.
         """
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
@@ -164,14 +173,20 @@ class Summarization(Task):
         return total, Aux(nats, count_scored(batch.scored), metrics=metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
-        """Returns the FLOPs of a training step; None if cross-attention is not full."""
+        """Returns the FLOPs of a training step on a batch, three times the FLOPs of the forward
+        pass; None if the cross-attention is of another kind than "full".
+        """
         if config.cross_attention.kind != "full":
             return None
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
-        """Returns an evaluator of the bits of reference summaries and of generated summaries."""
+        """Returns an evaluator of a split: bits of reference summaries, ROUGE of generated ones.
+
+        Raises:
+          ConfigError: `request.ablate` names a memory to reset, but the model has no memory.
+        """
         if request.ablate:
             raise ConfigError(
                 f"--ablate={request.ablate} is for language models; a summariser has no "
@@ -180,22 +195,24 @@ class Summarization(Task):
         return SummaryEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report, including each ROUGE F1 if summaries were generated."""
+        """Returns the metrics of a report that are logged as curves, by name.
+
+        They include the F1 of each ROUGE score if the report is about generated summaries, too.
+        """
         rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
         return super().select_metrics(report) | rouge
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function that reads learned scalars of cross-attention from the parameters.
+        """Returns a function that reads the learned scalars of cross-attention from the parameters,
+        so that training can log them.
 
-        The scalars are listed in `_LEARNED`. Only kinds of cross-attention with accumulate-and-fire
-        neurons have them (Segmented Recurrent Transformer); models of other kinds have no such
-        metrics.
+        `_LEARNED` lists the names of the scalars. They belong to the accumulate-and-fire neurons of
+        the Segmented Recurrent Transformer. For other models the function returns no metrics.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns the learned scalars of each layer (means over heads) in `params`, by tag.
-
-            `carry` is not used.
+            """Returns the learned scalars in `params` as metrics by tag, one for each layer and
+            name. The values of a layer's parameter are averaged. `carry` is not used.
             """
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
@@ -209,12 +226,18 @@ class Summarization(Task):
         return learned_scalars
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns bits per byte, or bits per token if the tokens do not reproduce the text."""
+        """Returns the metric that plots show: bits per byte, or bits per token if the tokens of the
+        summaries do not reproduce their text.
+        """
         store = dataset.splits.get("validation") or dataset.split("train")
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the mean number of summary bytes per scored token."""
+        """Returns the number by which bits per token are divided to get the primary metric.
+
+        This is the mean number of bytes of summary text per scored token in the training data, or 1
+        if the primary metric is bits per token.
+        """
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")
@@ -223,11 +246,15 @@ class Summarization(Task):
     def writer(
         self, config: Config, variables: Variables, tokenizer: PairTokenizer
     ) -> SummaryWriter:
-        """Returns an object that summarises prompts."""
+        """Returns an object that summarises documents, which users pass as prompts."""
         return SummaryWriter(config, variables.params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that evaluate with beams, and that train on the user's own pairs."""
+        """Returns lines for the user with commands that are useful after training.
+
+        The commands evaluate with beam search, summarise a document, and train on the user's own
+        pairs.
+        """
         return [
             f"python -m brt.evaluate --workdir={workdir} --split=test "
             "--gin_bindings='Decoding.beams = 4'",
@@ -238,7 +265,11 @@ class Summarization(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns the model in the T5 or BART format of transformers."""
+        """Returns a trained model in the T5 or BART format of Hugging Face's transformers.
+
+        Args:
+          source: the run that trained the model.
+        """
         config, opened = source.config, source.tokenizer()
         decoding = config.decoding
         generation = {

@@ -1,4 +1,4 @@
-"""Generation of summaries for documents that users type or pass as files."""
+"""Generates summaries of documents that users type or pass as files."""
 
 import dataclasses
 import sys
@@ -14,12 +14,12 @@ from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):
-    """Summarises documents; each document is summarised independently of the others.
+    """Summarises prompts, which are documents; a summary does not depend on earlier prompts.
 
     Args:
       config: config of the model.
       params: parameters of the model.
-      tokenizer: the tokenizer.
+      tokenizer: the tokenizer that the model was trained with.
     """
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):

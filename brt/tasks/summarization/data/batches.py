@@ -12,7 +12,9 @@ from brt.types import PairBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairReader(RowReader):
-    """Reader of pairs of document and summary, grouped into batches by the documents' lengths.
+    """Reader that yields batches of pairs of document and summary.
+
+    The documents in a batch have similar lengths, so that little padding is needed.
 
     Attributes:
       store: the pairs.
@@ -31,31 +33,33 @@ class PairReader(RowReader):
 
     @property
     def longest(self) -> int:
-        """Largest number of ids that a document may have."""
+        """Largest number of token ids that a document may have."""
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        """Returns a batch of pairs.
+        """Returns a batch of pairs, padded to equal lengths.
 
         Args:
           rows: int [B], indices of pairs in the store; -1 is an empty row.
-          length: number of ids to which documents are padded.
+          length: number of token ids to which documents are padded.
         """
         return gather(self.store, rows, length)
 
     @staticmethod
     def positions(batch: PairBatch) -> int:
-        """Returns the number of ids of documents and summaries in a batch, including padding."""
+        """Returns the number of token ids of the documents and summaries in a batch, including
+        padding.
+        """
         return batch.source.size + batch.target_in.size
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """Returns a batch of pairs.
+    """Returns a batch of pairs; summaries are padded to the store's `max_target_length`.
 
     Args:
       store: the pairs.
-      rows: int [B], indices of pairs; -1 is an empty row.
-      source_length: length to which documents are padded.
+      rows: int [B], indices of pairs in the store; -1 is an empty row.
+      source_length: number of token ids to which documents are padded.
     """
     pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
     source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)

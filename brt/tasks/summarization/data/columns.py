@@ -1,4 +1,8 @@
-"""Finds the columns of documents and summaries in tables, and reads their text."""
+"""Reads pairs of document and summary from tables.
+
+The names of the two columns are taken from the config, or are common names such as "article" and
+"highlights".
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,8 +42,8 @@ class Columns(NamedTuple):
     """Names of the columns of a table that contain pairs.
 
     Attributes:
-      source: column of documents; "" selects a column with a common name.
-      target: column of summaries; "" selects a column with a common name.
+      source: column of documents; "" selects a column whose name is in `COMMON`.
+      target: column of summaries; "" selects a column whose name is in `COMMON`.
       id: column of ids; "" selects the column "id", if there is one.
     """
 
@@ -71,8 +75,8 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
     """Yields the pairs of all sources in order, and a BadRow for each row that cannot be used.
 
     Args:
-      names: names of the sources, such as files; see `brt.data.sources`.
-      configured: names of the columns that the config names.
+      names: names of the sources, such as paths of files; see `brt.data.sources`.
+      configured: the columns that the user has named; common names replace names that are "".
 
     Raises:
       DataError: a source cannot be read, has no row, or lacks the columns.
@@ -82,12 +86,15 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
 
 
 def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
-    """Returns the configured columns, or the first of the common names that a table has.
+    """Returns the columns that are read from a table: the configured names, or common names.
+
+    A name that is not configured is taken from the first entry of `COMMON` whose columns the table
+    has.
 
     Args:
       table: name of the table, for the error message.
       header: names of the table's columns.
-      configured: configured names, which may be empty.
+      configured: configured names; "" stands for a name that is not configured.
 
     Raises:
       DataError: the table has no such columns; the message lists the existing columns.
@@ -114,7 +121,7 @@ def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
     Args:
       row: the row.
       columns: names of the columns.
-      number: number of the row, which is the id if there is no column of ids.
+      number: number of the row, which becomes the id of the pair if the row has no id.
     """
     try:
         _check(row.problem)

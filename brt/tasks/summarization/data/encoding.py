@@ -1,4 +1,4 @@
-"""Encodes documents and summaries as ids of limited length."""
+"""Encodes documents and summaries as token ids, and cuts long texts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class Encoded(NamedTuple):
-    """The ids of a text.
+    """The token ids of a text, which may have been cut to a largest number of ids.
 
     Attributes:
-      ids: int32 [T], with the tokenizer's start and end ids; T does not exceed the limit.
-      uncut: number of ids that the text has without the limit.
+      ids: int32 [T], the ids after the text was cut, including the tokenizer's start and end ids.
+      uncut: number of ids before the text was cut, including start and end ids.
     """
 
     ids: np.ndarray
@@ -24,18 +24,19 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Encodes documents and summaries as ids, according to the config section Pairs.
+    """Encodes documents and summaries as token ids, according to the config section Pairs.
 
     Long texts are cut, but the special ids at start and end remain. A summary loses its end. A
     document loses its end or, with the truncation "head_tail", its middle.
 
     Attributes:
       tokenizer: the tokenizer.
-      prefix: text before every document.
-      max_source_length: largest number of ids of a document.
-      max_target_length: largest number of ids of a summary.
-      truncation: Pairs.truncation: "error" refuses documents that are too long, "head" keeps their
-        beginning, and "head_tail" keeps their beginning and their end.
+      prefix: text that is put before every document, such as "summarize: " for T5.
+      max_source_length: largest number of ids of a document, including special ids.
+      max_target_length: largest number of ids of a summary, including special ids.
+      truncation: the setting Pairs.truncation. "head" keeps the beginning of a long document, and
+        "head_tail" keeps its beginning and its end. "error" is for callers, which raise an error if
+        a text was cut; the encoder itself treats "error" like "head".
     """
 
     tokenizer: PairTokenizer
@@ -46,18 +47,23 @@ class Encoder:
 
     @classmethod
     def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        """Returns the encoder that `pairs`, a section of the config, describes."""
+        """Returns the encoder that a config section describes.
+
+        Args:
+          pairs: the section Pairs of the config.
+          tokenizer: the tokenizer.
+        """
         names = ("prefix", "max_source_length", "max_target_length", "truncation")
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Returns the ids of documents; the prefix is put before each document."""
+        """Returns the token ids of documents, cut to `max_source_length`, after the prefix."""
         texts = [self.prefix + document for document in documents]
         tail = self.truncation == "head_tail"
         return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
-        """Returns the ids of summaries."""
+        """Returns the token ids of summaries, cut to `max_target_length`."""
         return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -72,7 +78,14 @@ class Encoder:
 
 
 def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns at most `limit` ids: the first ids, or if `tail` is True, half from each end."""
+    """Returns at most `limit` of the ids of a text.
+
+    Args:
+      ids: int [T], the ids.
+      limit: the largest number of ids.
+      tail: False returns the first ids; True returns half of them from the start of the text and
+        half from its end.
+    """
     if len(ids) <= limit:
         return ids
     last = limit // 2 if tail else 0

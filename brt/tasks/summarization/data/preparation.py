@@ -1,4 +1,8 @@
-"""Prepares the pairs of document and summary that the config section Pairs names, as stores."""
+"""Prepares pairs of document and summary, which the config section Pairs names.
+
+The pairs are read from files, tokenized, and written to a directory of the cache, which has a store
+(`PairStore`) for each split.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,15 +21,15 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """Prepared pairs of document and summary that are opened for reading: directory, tokenizer, and
-    a store for each split.
+    """Prepared pairs of document and summary that are opened for reading: their directory, their
+    tokenizer, and a `PairStore` for each split.
     """
 
     rows = "pairs"
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    """Opens the pairs that a config section describes; tokenizes them first if necessary.
+    """Opens the pairs that a config section describes; tokenizes the pairs first if necessary.
 
     Args:
       pairs: the section Pairs of the config.
@@ -44,11 +48,14 @@ class Preparation(TokenizedPreparation):
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of all files of some sources, given the names of the sources."""
+        """Returns the hashes of all files of some sources, given the names of the sources.
+
+        By the hashes, the cache finds out whether the files have been prepared before.
+        """
         return sources.hashes(names, self.endings)
 
     def load(self, name: str) -> PairTokenizer:
-        """Returns the tokenizer that `name`, a path or a value of Data.tokenizer, stands for."""
+        """Returns the tokenizer in the file `name`, the path of a .model or tokenizer.json file."""
         return tokenization.load(name)
 
     def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
@@ -56,7 +63,7 @@ class Preparation(TokenizedPreparation):
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
-        """Yields the documents and summaries of the training data."""
+        """Yields the documents and summaries of the training data, to train a tokenizer on them."""
         tally = Tally("train", "Data.errors = 'skip'")
         for pair in tally.refuse_or_skip(self.read("train"), self.section.errors):
             yield from (pair.source, pair.target)
@@ -77,7 +84,7 @@ class Preparation(TokenizedPreparation):
         return described(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        """Yields the pairs of some sources, and a BadRow for each pair that cannot be used.
+        """Yields the pairs of some sources, and a BadRow for each row that cannot be used.
 
         Args:
           split: name of the split that has these sources; not used.
@@ -87,16 +94,17 @@ class Preparation(TokenizedPreparation):
         return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
 
     def content(self, row: Pair) -> str:
-        """Returns the text that assigns a pair to a split: its document.
+        """Returns the document of a pair.
 
-        All pairs with the same document are therefore in one split.
+        If validation or test pairs are held out of the training data, a hash of this text decides
+        which pairs are held out. All pairs with the same document are therefore in one split.
         """
         return row.source
 
 
 def described(opened: PairStore) -> str:
-    """Returns a line that tells the user the numbers of pairs, of tokens and of tokens that were
-    cut off, for a store that is opened.
+    """Returns a line that tells the user how many pairs and tokens an opened store has, and how
+    many tokens were cut off.
     """
     m = opened.manifest
     cuts = [

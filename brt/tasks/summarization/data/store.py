@@ -1,12 +1,13 @@
-"""Stores of pairs: ids of documents and summaries on disk, and the summaries as text.
+"""Stores of pairs: token ids of documents and summaries on disk, and the summaries as text.
 
-A store is a directory with these files:
+A store is a directory with these files, which have a row for each pair:
 
-    source.bin, target.bin   little-endian unsigned ids, row after row
+    source.bin, target.bin   little-endian unsigned token ids of documents and summaries
     reference.bin            the summaries in UTF-8, as they were read
-    rows.npz                 the offsets of the rows in these files, each row's number of ids
-                             before it was cut, and its id: int64 arrays and a JSON list in UTF-8
-    manifest.json            written last: sources, what was cut, hashes
+    rows.npz                 int64 arrays: the offsets of the rows in these files, and the number of
+                             token ids of each document and summary before it was cut; and the names
+                             of the pairs, as a JSON list in UTF-8
+    manifest.json            written last: counts, the limits of the lengths, what was cut, hashes
 """
 
 import contextlib
@@ -39,13 +40,14 @@ UNCUT = ("source_uncut", "target_uncut")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairStore(RowStore):
-    """Documents and summaries of a split as ids, which are read from the disk.
+    """Documents and summaries of a split as token ids, which are read from the disk.
 
     Attributes:
-      source: ids of each document, including the end token, at most `max_source_length`.
-      target: ids of each summary, including the end token, at most `max_target_length`.
-      reference: UTF-8 bytes of each summary.
-      source_uncut, target_uncut: int64 [rows], number of ids before cutting.
+      source: token ids of each document, including the end token, at most `max_source_length`.
+      target: token ids of each summary, including the end token, at most `max_target_length`.
+      reference: UTF-8 bytes of each summary as it was read.
+      source_uncut, target_uncut: int64 [rows], number of token ids of each document and of each
+        summary before it was cut.
     """
 
     source: Ragged
@@ -77,26 +79,26 @@ class PairStore(RowStore):
 
     @property
     def written_with(self) -> str:
-        """Fingerprint of the tokenizer that encoded the pairs."""
+        """Fingerprint (a hash) of the tokenizer that encoded the pairs."""
         return self.manifest["tokenizer"]["fingerprint"]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of ids of each document after cutting, int64 [rows]."""
+        """Number of token ids of each document after it was cut, int64 [rows]."""
         return self.source.lengths
 
     @property
     def max_source_length(self) -> int:
-        """Largest number of ids of a document; longer documents were cut."""
+        """Largest number of token ids of a document; longer documents were cut."""
         return self.manifest["max_source_length"]
 
     @property
     def max_target_length(self) -> int:
-        """Largest number of ids of a summary; longer summaries were cut."""
+        """Largest number of token ids of a summary; longer summaries were cut."""
         return self.manifest["max_target_length"]
 
     def summary(self, row: int | np.integer) -> str:
-        """Returns the text of a summary as it was read, before it was cut."""
+        """Returns the text of the summary with the index `row`, as it was read and not cut."""
         return self.reference[row].tobytes().decode()
 
 
@@ -114,12 +116,12 @@ def write(
     Args:
       directory: the directory of the new store.
       pairs: the pairs.
-      encoder: encodes documents and summaries.
+      encoder: encodes documents and summaries, and cuts them.
       facts: function that returns further entries of the manifest; called after the last pair.
 
     Raises:
-      DataError: there is no pair; a text is too long and truncation is "error"; or `directory` is
-        not empty.
+      DataError: there is no pair; a text is too long and `encoder.truncation` is "error"; or
+        `directory` is not empty.
     """
     directory = Path(directory)
     manifests.make_empty(directory)

@@ -17,7 +17,7 @@ from brt.data import tokenizer_files
 from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
-START, END, PAD = "<s>", "</s>", "<pad>"  # T5 and BART use these names of special tokens.
+START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use these names.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class PairTokenizer:
 
     Attributes:
       name: value of Data.tokenizer, without directories.
-      fingerprint: sha256 of everything that determines the ids.
+      fingerprint: SHA-256 of everything that determines the ids.
       content: content of the tokenizer's file.
       vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
         have padding rows and the 100 extra ids of T5, which are not in spiece.model.
@@ -34,9 +34,10 @@ class PairTokenizer:
       eos_id: id of the end token, the last id of every text.
       decoder_start_id: first input of the decoder: pad_id for T5, eos_id for BART.
       begin: ids before every text: none for T5, `<s>` for BART.
-      unk_id: id of text that cannot be encoded; -1 if every text can be encoded.
-      encode_all: function that encodes texts without special ids.
-      decode_ids: function that decodes ids.
+      unk_id: id that stands for text which cannot be encoded; -1 if the tokenizer has no such id,
+        and for every tokenizer.json, in which the id is not looked up.
+      encode_all: function from texts to the ids of each text, without special ids.
+      decode_ids: function from ids without special ids to their text.
     """
 
     name: str
@@ -54,8 +55,8 @@ class PairTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [T], without special ids."""
         encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
-        # Names of special tokens are to be encoded as text. With some tokenizer.json files, `</s>`
-        # in a text becomes the special id nevertheless, so special ids are removed.
+        # The name of a special token in a text, such as </s>, must not become the special id. Some
+        # tokenizer.json files encode the name as this id nevertheless, so special ids are removed.
         return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
 
     def decode(self, ids: Ids) -> str:
@@ -65,7 +66,7 @@ class PairTokenizer:
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file that `load` reads."""
+        """Name and content of a file from which `load` can read this tokenizer."""
         return f"tokenizer{Path(self.name).suffix}", self.content
 
     @property
@@ -74,7 +75,7 @@ class PairTokenizer:
 
 
 def load(path: str) -> PairTokenizer:
-    """Loads a tokenizer.
+    """Loads a tokenizer of documents and summaries from a file.
 
     Args:
       path: path of a sentencepiece .model, or of a tokenizer.json of Hugging Face.
@@ -130,7 +131,7 @@ def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
     """Returns the ids before a text and the id after it in the template of a tokenizer.json."""
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
-    if len(wrapped) == len(bare):  # The file has no template that puts special ids around a text.
+    if len(wrapped) == len(bare):  # The tokenizer puts no special ids before or after a text.
         return (), tokenizer.token_to_id(END)
     start = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
     after = wrapped[start + len(bare) :]

@@ -32,14 +32,19 @@ class Aggregate(NamedTuple):
 def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
     """Returns the mean of each kind of score over documents, with its confidence interval.
 
-    `mid` is the mean itself. The BootstrapAggregator of rouge-score returns the median of the
-    resampled means instead, which differs randomly in the second decimal of a percentage.
+    The intervals are estimated by the bootstrap: percentiles of the means of many samples of the
+    documents, drawn with replacement. `Aggregate.mid` is the mean of the documents themselves. The
+    BootstrapAggregator of the package rouge-score returns the median of the samples' means instead,
+    which differs randomly in the second decimal of a percentage.
 
     Args:
-      scores: the scores of each document by kind.
+      scores: for each document, its scores by kind, such as "rougeL".
+
+    Returns:
+      The aggregates by kind of score.
 
     Raises:
-      DataError: there are no scores.
+      DataError: `scores` is empty.
     """
     if not scores:
         raise DataError("there are no summaries to score: the split has no documents")

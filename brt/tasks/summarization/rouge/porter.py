@@ -1,9 +1,10 @@
 """Porter's stemmer with the extensions of NLTK, which ROUGE scorers in Python use.
 
 M. F. Porter, "An algorithm for suffix stripping", Program 14 (1980) 130-137. A word has the form
-[C](VC)^m[V], where C and V are sequences of consonants and of vowels. A rule replaces a suffix if
-the measure m of the rest is large enough. NLTK adds irregular words, rules for short words (died
--> die), y after a consonant (cry -> cri, enjoy -> enjoy), and suffixes (-fulli, -logi).
+[C](VC)^m[V], where C and V are sequences of consonants and of vowels; the number m is called the
+measure of the word. A rule replaces a suffix if the measure of the letters before the suffix is
+large enough. NLTK adds irregular words, rules for short words (died -> die) and for y after a
+consonant (cry -> cri, enjoy -> enjoy), and the suffixes -fulli and -logi.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ _IRREGULAR = {
     "exceed": "exceed", "succeed": "succeed",
 }  # fmt: skip
 
-# The tables give the suffixes of each step with their replacements. In each step, only the first
-# suffix that matches the word is tried.
+# The tables map the suffixes of steps 2 to 4 of the algorithm to their replacements. In each step,
+# only the first suffix in the table with which the word ends is tried.
 _STEP_2 = {
     "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize",
     "bli": "ble", "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize",
@@ -35,7 +36,7 @@ _STEP_4 = dict.fromkeys(
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """Returns the stem of a lower-case word; words of one or two letters are unchanged."""
+    """Returns the stem of a word in lower case; words of one or two letters are unchanged."""
     if word in _IRREGULAR or len(word) <= 2:
         return _IRREGULAR.get(word, word)
     word = _without_y(_without_past(_without_plural(word)))
@@ -111,7 +112,8 @@ def _step_2(word: str) -> str:
     if word.endswith("alli") and _measure(word[:-4]) > 0:
         return _step_2(word[:-2])
     if word.endswith("logi"):
-        # The l of the suffix -logi counts as a letter of the stem, or geologi would be too short.
+        # The l of the suffix -logi counts as a letter of the stem. Otherwise the stem of geologi
+        # would be geo, whose measure 0 is too small.
         return word[:-1] if _measure(word[:-3]) > 0 else word
     return _replaced(word, _STEP_2, _leaves_something)
 

@@ -17,13 +17,13 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class RougeProtocol(NamedTuple):
-    """A definition of ROUGE scores.
+    """A protocol of ROUGE scores: how texts are split into words and sentences.
 
     Attributes:
-      name: name in `--rouge_protocol` and in reports.
+      name: name of the protocol in `--rouge_protocol` and in reports.
       stemmer: True applies Porter's stemmer to words of more than three letters.
       split: function that splits a text into sentences, for ROUGE-Lsum.
-      sentences: description of `split` for reports.
+      sentences: phrase that describes `split`, for reports.
     """
 
     name: str
@@ -41,8 +41,10 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Splits a text into the words that ROUGE compares: in lower case, of ASCII letters and
-        digits alone, and with `stemmer` reduced to their stems.
+        """Returns the words of a text that ROUGE compares, in lower case and in their order.
+
+        A word consists of ASCII letters and digits; all other characters separate words. If
+        `stemmer` is True, words of more than three letters are reduced to their stems.
         """
         words = _WORD.findall(text.lower())
         if not self.stemmer:
@@ -50,10 +52,11 @@ class RougeProtocol(NamedTuple):
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Returns the scores rouge1, rouge2, rougeL and rougeLsum of a predicted summary against a
-        reference summary, by name.
+        """Compares a predicted summary with a reference summary.
 
-        All scores are 0 if one of the two texts has no words.
+        Returns:
+          The scores by name: "rouge1", "rouge2", "rougeL" and "rougeLsum". All scores are 0 if one
+          of the two texts has no words.
         """
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
@@ -74,23 +77,24 @@ _SPACED = 'at line breaks and after " . "'
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        # The protocol "hf" follows run_summarization.py of transformers, but sentences are split by
-        # rules instead of NLTK's trained model.
+        # The protocol "hf" follows the script run_summarization.py of Hugging Face's transformers,
+        # but splits sentences by rules instead of NLTK's trained model.
         RougeProtocol("hf", True, sentences, "at line breaks and by rules"),
-        # The protocol "t5" follows `rouge` of t5.evaluation.metrics. T5's papers report rougeLsum
-        # as ROUGE-L.
+        # The protocol "t5" follows the function `rouge` in T5's t5.evaluation.metrics. What the
+        # papers about T5 call ROUGE-L is rougeLsum.
         RougeProtocol("t5", False, _spaced_periods, _SPACED),
-        # LongT5 uses the protocol of T5. It has a name of its own, which tables show.
+        # LongT5 uses the protocol of T5. The protocol has a second name, so that tables can show
+        # which paper the figures are compared with.
         RougeProtocol("longt5", False, _spaced_periods, _SPACED),
     )
 }
 
 
 def get_protocol(name: str) -> RougeProtocol:
-    """Returns the protocol called `name`.
+    """Returns the ROUGE protocol whose name is `name`, one of the keys of `PROTOCOLS`.
 
     Raises:
-      ConfigError: there is no such protocol.
+      ConfigError: there is no protocol of this name.
     """
     if name not in PROTOCOLS:
         raise ConfigError(

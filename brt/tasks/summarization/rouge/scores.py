@@ -11,7 +11,7 @@ Words = Sequence[str]
 
 
 class Score(NamedTuple):
-    """Precision, recall and their harmonic mean, each in [0, 1]."""
+    """Precision, recall and their harmonic mean F1, each in [0, 1]."""
 
     precision: float
     recall: float
@@ -29,7 +29,7 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
     """Returns ROUGE-N: the score of the n-grams (sequences of n words) that a predicted summary
     shares with a reference summary.
 
-    An n-gram counts as often as it occurs in both summaries.
+    An n-gram that occurs i times in one summary and j times in the other is shared min(i, j) times.
     """
     grams = [
         Counter(zip(*(words[i:] for i in range(n)), strict=False))
@@ -39,19 +39,27 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
 
 
 def rouge_l(reference: Words, prediction: Words) -> Score:
-    """Returns ROUGE-L: the score of the longest common subsequence of the words of a reference
-    summary and of a predicted summary.
+    """Returns ROUGE-L of the words of a reference summary and of a predicted summary.
+
+    Precision and recall are the length of the longest common subsequence of the two lists of words,
+    divided by the number of words of the prediction and of the reference.
     """
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
 
 
 def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Score:
-    """Returns the score of texts that are lists of sentences: ROUGE-Lsum.
+    """Returns ROUGE-Lsum of a reference summary and a predicted summary.
 
-    The score counts the words in unions of longest common subsequences. For each sentence of the
-    reference, the union runs over all sentences of the prediction. A word counts at most as often
-    as it occurs in either text, as in ROUGE-1.5.5.
+    Each sentence of the reference has a longest common subsequence with each sentence of the
+    prediction. A word of the reference's sentence is a hit if at least one of these subsequences
+    contains the word. As in ROUGE-1.5.5, the hits of a word are at most its occurrences in the
+    reference and at most its occurrences in the prediction. Precision and recall are the number of
+    hits, divided by the number of words of the prediction and of the reference.
+
+    Args:
+      reference: the sentences of the reference summary, each a list of words.
+      prediction: the sentences of the predicted summary, each a list of words.
     """
     left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in left]
@@ -79,7 +87,7 @@ def _rises(a: Words, b: Words) -> list[int]:
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    # Bit j of `flat` is set if the longest common subsequence does not grow at word j of b.
+    # Bit j of `flat` is set if word j of b does not make the longest common subsequence longer.
     flat = everything
     rises = [0]
     for word in a:

@@ -1,8 +1,8 @@
 """A rule-based sentence splitter, which needs no downloads.
 
-A sentence ends at `.`, `!`, `?` or `…` and the closing quotes and brackets after it, if white
-space and a word follow and the word does not begin with a lower-case letter. Opening quotes and
-brackets may precede the word. A single period does not end a sentence
+A sentence ends after `.`, `!`, `?` or `…` and any closing quotes and brackets behind the mark, if
+white space and a word follow and the word does not begin with a lower-case letter. Opening quotes
+and brackets may precede the word. A single period does not end a sentence
 
 * after a title (Mr. Darcy) or an abbreviation within a sentence (e.g. Kansas, Yankees vs. Mets);
 * after an abbreviation before a number (Fig. 3, No. 10, Dec. 24);
@@ -35,14 +35,17 @@ _STARTERS = frozenset(
 _CLOSING, _OPENING = "\"'”’»)\\]", "\"'“‘«(\\["
 _MARK = re.compile(rf"([.!?…]+)[{_CLOSING}]*\s+(?=[{_OPENING}]*(\w+))")
 _ALONE = re.compile(r"(?<=\s)\.\s+")
-# The first expression matches the word before a period; the word may contain periods. The second
-# one matches an initial, or a word like U.S or p.m.
+# _BEFORE matches the word before a period; the word may contain periods. _DOTTED matches single
+# letters with periods between them, which are an initial (J) or an abbreviation (U.S or p.m).
 _BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")
 _DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text into sentences, without surrounding white space and without empty sentences."""
+    """Returns the sentences of a text in order, by the rules in the docstring of this module.
+
+    White space around sentences is removed, and empty sentences are left out.
+    """
     parts = []
     for line in text.split("\n"):
         alone = {match.end() for match in _ALONE.finditer(line)}
@@ -58,7 +61,7 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     word = _BEFORE.search(line, max(match.start() - 40, 0), match.start())
     if mark != "." or not word:
-        return True  # Marks other than a single period cannot be part of an abbreviation.
+        return True  # Only a single period after a word can belong to an abbreviation.
     before = word[0]
     if before in _TITLES or before.lower() in _WITHIN:
         return False
@@ -66,7 +69,7 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     initial = len(before) == 1 and before != "I"
     if initial or before.lower() in _PERHAPS or len(before) > 1 and _DOTTED.fullmatch(before):
-        # A single letter after an initial is another initial (J. A. Smith) rather than a new
-        # sentence.
+        # A single letter after an initial is probably another initial (J. A. Smith) and not the
+        # first word of a sentence, even if the letter is a word such as A.
         return following.lower() in _STARTERS and (len(following) > 1 or not initial)
     return True

@@ -1,1 +1,1 @@
-"""Conversion of published summarization data to TensorFlow datasets on this machine."""
+"""Converts the published files of summarization datasets to TensorFlow datasets on this machine."""

@@ -1,7 +1,7 @@
 """Reads the raw data of CNN/DailyMail (See et al. 2017).
 
-Each story is a file, and each split is a list of web addresses. The raw data are these files (the
-lists may also be in url_lists/):
+Each story is a file, whose name is a hash of its web address, and each split is a list of web
+addresses. The published files are these (the lists may also be in url_lists/):
 
     cnn/stories/*.story  dailymail/stories/*.story
     all_train.txt  all_val.txt  all_test.txt
@@ -17,14 +17,23 @@ from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
-# TFDS abbreviates the publishers' names. The values are the publishers' directories.
+# The keys are the names of the publishers in TFDS, and the values are the directories that contain
+# the publishers' stories.
 PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}
 SENTENCE_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
 HIGHLIGHT = "@highlight"
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split in a directory of raw data, in the order of the lists."""
+    """Returns the examples of each split in the order of its list of addresses, by the name of the
+    split; stories are read as examples are requested.
+
+    Args:
+      directory: the directory of the published files; see the docstring of this module.
+
+    Raises:
+      DataError: a directory of stories or a list is missing.
+    """
     stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
     lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
     return {split: _split(path, stories) for split, path in lists.items()}
@@ -55,10 +64,15 @@ def _example(name: str, publisher: str, path: Path) -> Example | BadRow:
 
 
 def parse(story: str) -> tuple[str, str]:
-    """Returns the article and the highlights of a story, as version 3.4.0 of the dataset in TFDS.
+    """Returns the article and the highlights (the summary) of a story, as version 3.4.0 of the
+    dataset in TFDS does.
 
-    A line without a full stop gets a full stop. Most such lines are captions, which would otherwise
-    run into the next sentence.
+    A line that does not end like a sentence gets a full stop. Most such lines are captions, which
+    would otherwise run into the next sentence.
+
+    Args:
+      story: the content of a story's file: the lines of the article, followed by the highlights,
+        each after a line "@highlight".
     """
     article: list[str] = []
     highlights: list[str] = []

@@ -1,7 +1,8 @@
-"""The raw datasets that brt reads, and a function that writes them as TensorFlow datasets (TFDS).
+"""The summarization datasets whose published files (raw data) brt reads, and a function that writes
+them in the format of TensorFlow Datasets (TFDS).
 
-Names, versions and features are the same as in TensorFlow Datasets 4.9, so a written dataset has
-its usual name both for brt (`tfds:NAME/SPLIT`) and for `tfds.data_source`.
+Names, versions and features are the same as in TFDS 4.9, so a written dataset has its usual name
+both for brt (`tfds:NAME/SPLIT`) and for `tfds.data_source`.
 """
 
 import contextlib
@@ -28,12 +29,14 @@ class RawDataset(NamedTuple):
     """A summarization dataset and its form in TFDS.
 
     Attributes:
-      name, version, config: name, version and configuration of the dataset in TFDS.
+      name, version, config: name, version and configuration of the dataset in TFDS; a dataset
+        without configurations has "".
       texts: names of the features that are text.
       lists: names of the features that are lists of text.
       source: name of the feature with the document.
       target: name of the feature with the summary.
-      read: function from a directory of raw data to the examples of each split.
+      read: function from the directory of the published files to the examples of each split, by
+        the name of the split.
     """
 
     name: str
@@ -47,12 +50,14 @@ class RawDataset(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Path of the dataset relative to TFDS's directory."""
+        """Path of the dataset relative to the directory in which TFDS keeps all datasets."""
         return Path(self.name, self.config, self.version)
 
     @property
     def tfds_name(self) -> str:
-        """Name of the dataset in sources, without the prefix `tfds:`."""
+        """Name of the dataset in the names of sources, `tfds:NAME/SPLIT`, without its prefix and
+        its split.
+        """
         return "/".join(filter(None, (self.name, self.config)))
 
 
@@ -79,7 +84,9 @@ RAW = {
 
 
 def default_directory() -> Path:
-    """Returns the directory of TFDS: $TFDS_DATA_DIR, or the default in the home directory."""
+    """Returns the directory in which TFDS keeps all datasets: $TFDS_DATA_DIR, or TFDS's default in
+    the home directory.
+    """
     from tensorflow_datasets.core import constants
 
     return untrusted.user_path(constants.DATA_DIR)
@@ -89,17 +96,17 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
     """Writes a dataset as ArrayRecord files, without TensorFlow, one row at a time.
 
     Args:
-      dataset: the dataset.
-      splits: the examples of each split.
-      directory: the directory of TFDS.
+      dataset: name and features of the dataset.
+      splits: the examples of each split, with a BadRow for each row that cannot be used.
+      directory: the directory in which TFDS keeps all datasets.
       errors: "refuse" raises an error at the end of a split with bad rows; "skip" omits bad rows.
 
     Returns:
-      Counts of all and of bad rows, by split.
+      The numbers of all rows and of bad rows, by the name of the split.
 
     Raises:
-      DataError: rows are bad and `errors` is "refuse", a split has no usable rows, or the dataset
-        exists already.
+      DataError: rows are bad and `errors` is "refuse", a split has no usable rows, the dataset
+        exists already, or the directory cannot be written.
     """
     target = directory / dataset.path
     if target.exists():
@@ -159,16 +166,17 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
     version = tfds.core.Version(dataset.version)
     config = {"config": dataset.config} if dataset.config else {}
 
-    # The class of the dataset is not registered, because TFDS itself registers some of the names.
+    # The class is not registered with TFDS, because TFDS has classes of its own for some of the
+    # datasets, which are registered under the same names.
     class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
-        """The dataset builder, by which TFDS writes the examples of each split."""
+        """A TFDS dataset builder, which writes the examples of each split to files."""
 
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # The value tells TFDS that there is nothing to download.
+        url_infos = None  # With this value, TFDS does not look for a list of downloads.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(
@@ -183,6 +191,6 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    # The output is discarded, because TFDS prints messages about downloads.
+    # The output is discarded, because TFDS prints messages about downloads, which do not occur.
     with contextlib.redirect_stdout(io.StringIO()):
         Local(data_dir=data_dir, file_format="array_record", **config).download_and_prepare()

@@ -1,4 +1,4 @@
-"""Examples of raw datasets, and functions that read the files of raw data."""
+"""The class of examples of published datasets, and functions that read the datasets' files."""
 
 import json
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ CHUNK = 1 << 24  # This number of characters of a JSON array is read at a time.
 
 
 class Example(NamedTuple):
-    """An example of a dataset.
+    """An example of a published dataset, such as a document with its summary.
 
     Attributes:
-      name: the file and, if it has many examples, the row; for messages.
-      key: a text that is different for every example of a split.
+      name: the file and, if the file has many examples, the row; for messages.
+      key: a text that is different for every example of a split; TFDS needs such keys.
       values: features by name; each is a string or a list of strings.
     """
 
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 def text(path: Path) -> str | BadRow:
-    """Returns the text of a file, or a BadRow if the file cannot be read."""
+    """Returns the text of a file, or a BadRow with the problem if the file cannot be read."""
     try:
         return contents.small_text(path)
     except DataError as error:
@@ -39,8 +39,12 @@ def text(path: Path) -> str | BadRow:
 def find(directory: Path, *names: str) -> Path:
     """Returns the path of the first of `names` that exists in a directory.
 
+    Args:
+      directory: the directory.
+      names: paths of files or directories relative to `directory`, in order of preference.
+
     Raises:
-      DataError: none of them exists.
+      DataError: none of the names exists.
     """
     for name in names:
         if (directory / name).exists():
@@ -63,6 +67,9 @@ def json_file(path: Path) -> Any:
 def json_array(path: Path) -> Iterator[Any]:
     """Yields the values of a JSON array one at a time, because the file may exceed the memory.
 
+    Args:
+      path: a file that contains one JSON array.
+
     Raises:
       DataError: the file is not a JSON array, or not UTF-8.
     """
@@ -79,7 +86,7 @@ def json_array(path: Path) -> Iterator[Any]:
                         buffer, partial(decoder.raw_decode, idx=position), halves="keep"
                     )
                 except json.JSONDecodeError as error:
-                    # The JSON value is incomplete, so it may continue in the next chunk.
+                    # The buffer may end in the middle of a value, so the next chunk is appended.
                     if not (more := file.read(CHUNK)):
                         raise DataError(f"{path} is no JSON array ({error.msg})") from error
                     buffer = buffer[position:] + more

@@ -1,6 +1,7 @@
 """Reads the raw data of MediaSum (Zhu et al. 2021): transcripts of interviews.
 
-The raw data are news_dialogue.json and train_val_test_split.json.
+The published files are news_dialogue.json, the transcripts with their summaries, and
+train_val_test_split.json, the ids of the transcripts in each split.
 """
 
 from collections.abc import Iterator
@@ -18,9 +19,15 @@ LISTS = ("utt", "speaker")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split in a directory of raw data.
+    """Returns the examples of each split, by the name of the split.
 
-    The file of transcripts is read once for each split.
+    The file of transcripts is read once for each split, as the split's examples are requested.
+
+    Args:
+      directory: the directory of the published files; see the docstring of this module.
+
+    Raises:
+      DataError: files are missing, or the list of the splits is damaged.
     """
     transcripts = examples.find(directory, "news_dialogue.json")
     path = examples.find(directory, "train_val_test_split.json")

@@ -1,7 +1,7 @@
 """Reads the raw data of Scientific Papers (Cohan et al. 2018): arXiv and PubMed papers as JSON.
 
-The raw data are train.txt, val.txt and test.txt, in the directory itself or in its subdirectory
-arxiv-dataset/ or pubmed-dataset/.
+The published files are train.txt, val.txt and test.txt, in the directory that the user names or in
+its subdirectory arxiv-dataset/ or pubmed-dataset/.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,15 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split in a directory of raw data."""
+    """Returns the examples of each split, by the name of the split; files are read as examples are
+    requested.
+
+    Args:
+      directory: the directory of the published files; see the docstring of this module.
+
+    Raises:
+      DataError: a file is missing.
+    """
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))

@@ -1,4 +1,4 @@
-"""Converts the user's own pairs to examples of a TensorFlow dataset."""
+"""Converts pairs of document and summary from tables to examples of a TensorFlow dataset."""
 
 from brt.data.rows.tally import BadRow
 from brt.tasks.summarization.data.columns import Pair
@@ -8,7 +8,8 @@ from brt.tasks.summarization.data.raw.examples import Example
 def example(pair: Pair | BadRow) -> Example | BadRow:
     """Returns a pair as an example with the features document, summary and id.
 
-    The key of the example is the name of the row, which is unique. A BadRow is returned unchanged.
+    The key of the example is the name of the row, which is unique. A BadRow, which stands for a row
+    that cannot be used, is returned unchanged.
     """
     if isinstance(pair, BadRow):
         return pair

@@ -1,6 +1,6 @@
 """Reads the raw data of XSum (Narayan et al. 2018): extracts of BBC articles, or tables of pairs.
 
-The raw data are either these files:
+The published files are either these:
 
     XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json
     bbc-summary-data/*.summary  or  xsum-extracts-from-downloads/*.data
@@ -24,7 +24,8 @@ SPLITS = ("train", "validation", "test")
 SECTION = re.compile(r"\[(?:SN|XSUM)\]([A-Z-]+)\[(?:SN|XSUM)\]")
 SUMMARY = ("FIRST-SENTENCE", "INTRODUCTION")
 DOCUMENT = ("RESTBODY",)
-# These lines belong to the web page, such as the captions of buttons, and not to the article.
+# Extracts contain these lines, which are captions of buttons on the web page and not text of the
+# article.
 PAGE_ELEMENTS = {
     "Share this with", "Email", "Facebook", "Messenger", "Twitter", "Pinterest", "WhatsApp",
     "Linkedin", "LinkedIn", "Copy this link",
@@ -33,7 +34,15 @@ PAGE_ELEMENTS = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split in a directory of raw data."""
+    """Returns the examples of each split, by the name of the split; articles are read as examples
+    are requested.
+
+    Args:
+      directory: the directory of the published files; see the docstring of this module.
+
+    Raises:
+      DataError: files are missing, or the list of the splits is damaged.
+    """
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
     folder = examples.find(directory, *EXTRACTS)
@@ -62,7 +71,11 @@ def _extract(path: Path, member: str) -> Example | BadRow:
 
 
 def parse(extract: str) -> tuple[str, str]:
-    """Returns the document and the summary in an extract, without elements of the web page."""
+    """Returns the document and the summary in an extract of a BBC article.
+
+    An extract consists of sections, each after a mark such as [SN]RESTBODY[SN]. Lines that belong
+    to the web page instead of the article are removed. The text of a missing section is "".
+    """
     lines = (line for line in extract.split("\n") if line.strip() and line not in PAGE_ELEMENTS)
     _, *parts = SECTION.split("\n".join(lines))
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
