@@ -1,6 +1,7 @@
 """Cuts documents into blocks of tokens, and builds batches from blocks.
 
-A block is the `window` tokens that a model reads at once. The last block of a document is padded.
+A block consists of `window` consecutive tokens of a document, which a model reads at once. The last
+block of a document is padded.
 """
 
 import numpy as np
@@ -45,21 +46,22 @@ def gather(
     window: int,
     lengths: np.ndarray | None = None,
 ) -> Batch:
-    """Returns a batch that consists of the given blocks of documents.
+    """Returns a batch of B rows, each of which consists of N given blocks of documents.
 
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
     comes first, and is the input from which the first token of a document is predicted.
 
     Args:
       store: the tokens of all documents.
-      document: int [B, N], the index of each block's document; -1 is a block of padding.
+      document: int [B, N], the index in the store of each block's document; -1 is a block of
+        padding.
       block: int [B, N], the index of each block in its document.
       window: tokens per block.
       lengths: int64 [documents], the number of tokens to read from each document; None reads all.
 
     Returns:
-      A batch with B rows of N * window tokens. `document_start` [B, N] is True for the first block
-      of a document and for blocks of padding.
+      A batch with B rows of N * window tokens. Its array `document_start` [B, N] is True for the
+      first block of a document and for blocks of padding.
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths

@@ -25,7 +25,7 @@ MASK = "<mask>"
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
 # These bytes occur in hardly any text: control characters, and the first bytes of characters in
-# planes of Unicode that are not assigned. A tokenizer may lack pieces for these bytes, and then
+# planes of Unicode that are hardly used. A tokenizer may lack pieces for these bytes, and then
 # refuses texts that contain them.
 RARE = {bytes([byte]) for byte in (*range(9), 11, 12, *range(14, 32), 0x7F, 0xF1, 0xF2, 0xF3, 0xF4)}
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # These bytes never occur in UTF-8.
@@ -42,7 +42,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
       path: path of a tokenizer.json.
 
     Raises:
-      DataError: the file is damaged, has no piece that can be BOS, or does not keep every byte.
+      DataError: the file is damaged, has no piece that can be BOS (the beginning of a document), or
+        does not keep every byte of a text.
     """
 
     _chunk_end = staticmethod(end_of_word)
@@ -54,7 +55,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
-        self.unk_id = -1  # Every byte has a piece, so the tokenizer needs no unknown token.
+        # Every byte has a piece, or its texts are refused, so the tokenizer needs no unknown token.
+        self.unk_id = -1
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
         ids = (self._tokenizer.token_to_id(piece) for piece in START)
@@ -82,7 +84,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        # The tokenizers library raises errors of the class Exception itself.
+        # The tokenizers library raises instances of Exception itself, not of a subclass.
         except Exception as error:
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         for encoding in encoded:
@@ -105,12 +107,14 @@ def _opened(path: Path, content: bytes) -> Any:
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
     steps = before.get("pretokenizers", [before])
     model = settings["model"]
-    # The tokenizers library may panic if one of the settings in CHANGING is used.
+    # The tokenizers library may panic if one of the settings in CHANGING is used. Therefore such a
+    # file is refused before the library reads it.
     if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):
         raise _loses(path, ": it is " + " with ".join(["BPE", *filter(model.get, CHANGING)]))
     tokenizer = tokenizer_files.json_model(path, content)
     kind = type(tokenizer.model).__name__
-    # NFC replaces some characters. The bytes that change are counted as lost where text is read.
+    # The normalizer NFC is accepted, although it replaces some characters, because the bytes that
+    # change are counted as lost when a text is tokenized.
     normalizer = (settings.get("normalizer") or {"type": "NFC"}).get("type")
     if normalizer != "NFC" or not _keeps_bytes(steps) or after.get("type") != "ByteLevel":
         raise _loses(path)

@@ -1,9 +1,9 @@
 """A cache of prepared data, so that the same files and settings are prepared only once.
 
 Data are prepared by tokenizing the files and writing the result to a directory. The directory has
-a subdirectory for each split, the tokenizer, and the manifest corpus.json, which describes sources
-and settings and is written last. The name of the directory is a hash of everything that determines
-its content.
+a subdirectory for each split (train, validation, test), the tokenizer, and the manifest
+corpus.json, which describes sources and settings and is written last. The name of the directory is
+a hash of everything that determines its content.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = manifests.CORPUS
-# The version of the readers is increased when the same files yield other texts or rows.
+# This version of the code that reads files is increased when a change of the code makes the same
+# files yield other texts or rows.
 READING = 2
 # This seed determines the sample of text that a tokenizer is trained on.
 SEED = 0
@@ -63,7 +64,7 @@ def prepared(
       more: further values, as JSON, that determine the content.
 
     Raises:
-      DataError: a source cannot be read, or `output` contains something else.
+      DataError: a source cannot be read, or `output` contains something other than these data.
     """
     facts = {
         "settings": cached_settings(section),
@@ -127,7 +128,7 @@ def prepared_split(
     if reusable and part:
         return reusable
     try:
-        # Training data, and splits that are held out of them, depend on all sources of train.
+        # Training data, and splits that are held out of them, depend on all sources of Data.train.
         if part or split == "train":
             split_hashes = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
         else:
@@ -162,8 +163,9 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
     """Returns a JSON description of each split, by the name of the split.
 
     A description contains the number of rows or documents, the size in bytes, the first few names,
-    the fingerprint, the way in which the split was held out, and the source files. The list of
-    source files is empty if the directory has no manifest.
+    the hash of the content, a phrase about the way in which the split was held out of the training
+    data ("" if it has sources of its own), and the source files. The list of source files is empty
+    if the directory has no manifest.
 
     Args:
       directory: the directory of prepared data.

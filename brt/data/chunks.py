@@ -22,8 +22,8 @@ def end_of_line(text: str, start: int, stop: int) -> int:
     """Returns the end of the chunk that begins at index `start` of a text: an index of at most
     `stop`, at which the next chunk begins.
 
-    The chunk ends after the last newline. Without a newline, it ends before the last space that
-    follows another character; without such a space, it ends at `stop`.
+    The chunk ends after the last newline before `stop`. Without a newline, it ends before the last
+    space that follows another character; without such a space, it ends at `stop`.
     """
     newline = text.rfind("\n", start, stop)
     if newline >= 0:
@@ -53,12 +53,12 @@ def end_of_word(text: str, start: int, stop: int) -> int:
 def cut(
     chunks: Iterable[str], size: int, end: Callable[[str, int, int], int] = end_of_line
 ) -> Iterator[str]:
-    """Yields a text in chunks of at most `size` characters.
+    """Divides a text into chunks of at most `size` characters, and yields the chunks.
 
     Args:
       chunks: the text, in parts of any length.
       size: the largest number of characters in a chunk.
-      end: `end_of_line` or `end_of_word`, which says where a chunk ends.
+      end: the function that determines where a chunk ends, `end_of_line` or `end_of_word`.
     """
     text = ""
     for chunk in chunks:
@@ -77,7 +77,8 @@ class ChunkTokenizer(abc.ABC):
     """Base class of tokenizers that encode long texts chunk by chunk.
 
     A subclass defines `_encode`, which encodes a batch of chunks, and sets `_bytes`, the bytes that
-    each id stands for. It may set `_chunk_end`, which says where chunks end (see `cut`).
+    each id stands for. It may also set `_chunk_end`, the function that determines where chunks end
+    (see `cut`).
     """
 
     _bytes: list[bytes]

@@ -23,14 +23,15 @@ def text(file: File) -> Iterator[bytes]:
     """Yields the decompressed bytes of a text file in parts.
 
     Raises:
-      BadRecord: the file is damaged, or is not text but of a kind that `brt.data.containers` knows.
+      BadRecord: the file is damaged, or is not text but of a kind that `brt.data.containers`
+        detects, such as a PDF.
       DataError: the file cannot be read.
     """
     return without_containers(file.name, content(file))
 
 
 def small_text(path: Path) -> str:
-    """Returns the whole text of a small file, decompressed if its suffix says so.
+    """Returns the whole text of the small file at `path`, decompressed if its suffix says so.
 
     Raises:
       BadRecord: the file is damaged or is not UTF-8 text.
@@ -46,7 +47,7 @@ def small_text(path: Path) -> str:
 
 
 def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields bytes unchanged, unless they begin like a file that is not text.
+    """Yields bytes unchanged; raises BadRecord if they begin like a file that is not text.
 
     Args:
       name: the name of the data, for the error message.
@@ -115,7 +116,7 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
     Raises:
       DataError: a line is longer than `max_bytes`.
     """
-    parts: list[bytes] = []  # The list has the parts of the current line that were read so far.
+    parts: list[bytes] = []  # The list has the parts of the present line that were read so far.
     size = number = 0
     for chunk in data:
         for i, part in enumerate(chunk.split(b"\n")):

@@ -12,11 +12,11 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedReader(LaneReader):
-    """Reader of training documents that reads a growing part of a store.
+    """Reader of training documents in lanes, for which more and more documents become available.
 
-    Each stage of the curriculum reads the documents of the stage before and the documents that
-    follow in the store. At the beginning of a stage, each lane (row of the batch) starts without
-    state, as at the beginning of a run.
+    Each stage of the curriculum reads the documents of the stage before and further documents, in
+    the order of the token store. At the beginning of a stage, each lane (row of the batch) starts
+    without state, as at the beginning of a run.
 
     Attributes:
       stages: for each stage, its first step and the number of documents that it reads. The first
@@ -50,7 +50,7 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
     Args:
       data: the section Data of the config. Stage i reads the documents of the first i + 1 sources
         in `data.train`, and `data.curriculum` has the first step of each later stage.
-      store: the training documents.
+      store: the tokenized training documents.
       sizes: further arguments of `LaneReader`: `batch_size`, `segment_length`, `window` and others.
     """
     common: dict[str, Any] = {"store": store, **sizes}

@@ -20,11 +20,11 @@ KINDS = {
     "array_record": (".array_record",),
     "html": (".html", ".htm", ".xhtml"),
 }
-# Files with these suffixes contain many documents, each of which is a record.
+# Files with these suffixes contain many documents, each of which is a record of the file.
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
 # If a source is a directory, its files with these suffixes are read as documents.
 DOCUMENTS = (*TEXT, *RECORDS)
-# Files with these suffixes are tables.
+# Files with these suffixes can be read as tables, such as tables of pairs of texts.
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
@@ -39,7 +39,7 @@ def inner(name: str) -> str:
 
 
 def kind(name: str) -> str:
-    """Returns the format of a file, a key of `KINDS`; "text" for all other names.
+    """Returns the format that the name of a file indicates: a key of `KINDS`, or "text" for others.
 
     Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
     """

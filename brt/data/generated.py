@@ -1,6 +1,6 @@
 """Helpers for generated data: names of generated sources, and reproducible random numbers.
 
-Tests and quickstarts use generated data instead of files.
+Tests and quickstarts use generated data instead of files. The name of a source determines the data.
 """
 
 import hashlib

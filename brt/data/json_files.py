@@ -14,7 +14,7 @@ from brt.data import contents, endings, plain_text
 from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 
-PEEK = 1 << 16  # This number of bytes is read to find out what a .json file contains.
+PEEK = 1 << 16  # At most this number of bytes is examined to find out what a .json file contains.
 
 
 class Record(NamedTuple):
@@ -76,11 +76,11 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Parses the bytes of a record. If they are not JSON, the record has a `problem`.
+    """Returns the record whose bytes are `data`. If the bytes are not JSON, it has a `problem`.
 
     Args:
-      name: the name of the record.
-      number: the line or index of the record.
+      name: the name of the record, as in `Record`.
+      number: the line or index of the record, as in `Record`.
       data: the bytes of the record.
       errors: treatment of bytes that are not UTF-8, "strict" or "replace"; see `read`.
     """
@@ -96,7 +96,7 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase that describes the error, such as "is not UTF-8 at byte 7 (0xff)"."""
+    """Returns a phrase that describes a decoding error, such as "is not UTF-8 at byte 7 (0xff)"."""
     return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
 
 

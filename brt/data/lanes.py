@@ -4,8 +4,8 @@ A document of n tokens takes ceil(n / window) blocks; the rest of the last block
 inputs of a document are BOS and all tokens but the last, and the targets are all tokens, so every
 token is scored once. Each epoch shuffles the documents, concatenates their blocks, and cuts this
 sequence into equal parts, one for each lane. A lane may therefore begin inside of a document. The
-first block of such a lane has no state or cache of the tokens before, but its first input is the
-token before.
+model reads the first block of such a lane without the state and cache of the preceding tokens, but
+the first input is the preceding token.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ class BatchIterator(Iterator[Any]):
     """Iterator over the batches of a reader, which a thread builds in advance.
 
     The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
-    the identity of the reader.
+    the `identity` of the reader, which consists of all values that determine the batches.
 
     Args:
       reader: the reader of the batches.
@@ -191,13 +191,14 @@ def evaluation_batches(
     Args:
       store: the documents.
       batch_size: the number of lanes.
-      segment_length: tokens of a lane per batch, a multiple of `window`.
-      window: tokens of a block.
+      segment_length: the number of tokens of a lane in a batch, a multiple of `window`.
+      window: the number of tokens of a block.
       tokens_per_document: the number of tokens at the beginning of each document that are read; 0
         reads all tokens.
 
     Yields:
-      A tuple: a batch; and int32 [B, N], the index of each block's document, -1 for padding.
+      A tuple: a batch; and, for each of the B lanes and the N blocks of a segment, the index of the
+      block's document, int32 [B, N], which is -1 for padding.
     """
     count = blocks.per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max

@@ -18,7 +18,8 @@ REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 class Losses:
     """Compares the bytes of a document with the bytes to which the document's tokens decode.
 
-    Bytes and tokens are given in parts, by calls of `text` and `tokens`.
+    The caller passes the text to the method `text` and the tokens to the method `tokens`, both in
+    parts of any length.
 
     Args:
       tokenizer: the tokenizer of the document.
@@ -36,11 +37,11 @@ class Losses:
         self.unknown = 0
 
     def text(self, data: bytes) -> None:
-        """Adds the next UTF-8 bytes of the text."""
+        """Takes the next part of the document's text, as UTF-8 bytes."""
         self._add(0, data)
 
     def tokens(self, ids: np.ndarray) -> None:
-        """Adds the next tokens of the text, int [T]; unknown tokens decode to no bytes."""
+        """Takes the next tokens of the document, int [T]; unknown tokens decode to no bytes."""
         known = ids[ids != self._unknown]
         self.unknown += len(ids) - len(known)
         self._add(1, self._tokenizer.decode_bytes(known))
@@ -94,7 +95,7 @@ def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
 
 
 def described(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause that tells the user how many bytes the tokenizer loses; "" for no bytes.
+    """Returns a clause of a message about the number of bytes that a tokenizer loses; "" for none.
 
     Args:
       lost: the number of lost bytes.

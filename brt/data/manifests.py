@@ -1,4 +1,9 @@
-"""Manifests of prepared data, and directories that appear only when they are complete."""
+"""Manifests of prepared data, and directories that appear only when they are complete.
+
+A store is a directory with the prepared data of one split. A corpus is a directory with the stores
+of all prepared splits. Each of them has a manifest: a JSON file that describes the content and is
+written last.
+"""
 
 import contextlib
 import glob
@@ -16,10 +21,12 @@ from typing import Any
 from brt import durable, locks, untrusted
 from brt.errors import DataError
 
-# Stores and prepared data have this format. The number is a part of the key in the cache.
+# This is the version of the format of prepared data. The hash that names a directory in the cache
+# depends on it.
 FORMAT = 1
-CORPUS = "corpus.json"  # The manifest of a directory with several stores has this name.
-# A process that writes to a temporary directory locks the file of this name in the directory.
+CORPUS = "corpus.json"  # The manifest of a corpus has this name.
+# As long as a process writes to a temporary directory, it locks the file of this name in the
+# directory. Other processes delete temporary directories whose file is not locked.
 _HELD = ".held"
 
 
@@ -58,7 +65,7 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes a manifest as JSON, together with the number of the format."""
+    """Writes a manifest to the file `path` as JSON, together with the version of the format."""
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
@@ -112,8 +119,8 @@ def atomic_directory(
         uses the other directory, and False raises an error.
       setting: the setting that names the directory, for error messages; "" if the user named the
         directory directly.
-      explained: function from the directory to a context that converts OSErrors; None converts them
-        to DataErrors.
+      explained: function from the directory to a context that converts OSErrors to errors with a
+        helpful message; None converts them to DataErrors.
 
     Raises:
       DataError: the directory cannot be created.
@@ -202,7 +209,8 @@ def remove_abandoned(directory: Path) -> None:
         with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
-        # A directory may be in use, belong to another user, be a link, or no longer exist.
+        # The directory is not deleted if it is in use, belongs to another user, is a link, or no
+        # longer exists.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 if locks.acquire(file):

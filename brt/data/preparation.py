@@ -63,7 +63,7 @@ class Dataset(NamedTuple):
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by name: the number of documents, the size in
-        bytes, the names of some documents, the fingerprint, and the source files.
+        bytes, the names of some documents, the hash of the content, and the source files.
         """
         return cache.described(self.directory, self.splits, "documents")
 
@@ -71,13 +71,15 @@ class Dataset(NamedTuple):
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
     """Opens the documents that a config section describes; first tokenizes them if necessary.
 
+    If `data.store` names a directory of prepared data, this directory is opened.
+
     Args:
       data: the section Data of the config.
       output: the directory to write; None writes to the cache.
       progress: True shows a progress bar on a terminal, and otherwise prints a line for each split.
 
     Raises:
-      DataError: a source cannot be read, or `output` contains something else.
+      DataError: a source cannot be read, or `output` contains something other than these data.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -282,7 +284,9 @@ def _make_tokenizer(
 
 
 def summary(dataset: Dataset) -> str:
-    """Returns text with a table of the splits' sizes and a line about the tokenizer."""
+    """Returns a text about a dataset: a table with the sizes of its splits, a line about its
+    tokenizer, and a line for each split of which the tokenizer loses bytes.
+    """
     lines = [
         f"{'split':10} {'documents':>10} {'tokens':>14} {'bytes':>14} {'words':>12} bytes/token"
     ]

@@ -19,7 +19,7 @@ class BadRecord(DataError):
 
 
 class Quarantine:
-    """Collects the errors of bad records up to a limit.
+    """Collects the errors of bad records, which are documents that cannot be read, up to a limit.
 
     A record counts once, even if its file is read again.
 

@@ -21,7 +21,7 @@ class Reader(abc.ABC):
     depends only on the step and on the values in `identity`.
 
     Attributes:
-      store: the data, an object with a length and with a `fingerprint` of its content.
+      store: the data, an object with a length and with a `fingerprint`, a hash of its content.
       batch_size: the number of rows of a batch, over all processes.
       seed: determines the order of the data in each epoch.
       shuffle: False reads every epoch in the order of the store, as evaluation does.

@@ -105,7 +105,7 @@ def _closed(error: OSError) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Returns the hexadecimal SHA-256 of a file."""
+    """Returns the hexadecimal SHA-256 of the file at `path`."""
     with untrusted.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -138,7 +138,7 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
     Args:
       source: the name of the source.
       endings: suffixes of the files that are read.
-      read: files that are read, too, whatever their suffix is.
+      read: further files that are read, whatever their suffix is.
     """
     path = untrusted.user_path(source)
     if not path.is_dir():

@@ -31,12 +31,12 @@ class Plan:
     """Assignment of documents to the splits of the section `Data`.
 
     A split without a source gets a part of the documents of Data.train. Documents with the same
-    content are in the same split. If there are fewer documents than splits, the end of each
+    content are in the same split. If there are too few documents for all splits, the end of each
     document is held out instead of whole documents.
 
     Args:
       data: the section of the config.
-      wanted: the splits whose documents will be requested.
+      wanted: the splits whose documents the caller will read.
 
     Attributes:
       splits: the splits that have documents.
@@ -90,7 +90,8 @@ class Plan:
 def fractions_of(data: config.Data) -> dict[str, float]:
     """Returns the fraction of training documents that is held out for each split without a source.
 
-    Splits with sources of their own, and splits whose fraction is 0, are left out.
+    Splits with sources of their own, and splits whose fraction is 0, are left out. `data` is the
+    section Data of the config.
     """
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}

@@ -1,4 +1,4 @@
-"""Token stores: the tokens of a split's documents on disk, with counts and a manifest.
+"""Token stores: the tokens of the documents of a split on disk, with counts and a manifest.
 
 A store is a directory:
 
@@ -118,7 +118,7 @@ class TokenStore:
         return len(self.names)
 
     def document(self, index: int) -> np.ndarray:
-        """Returns the tokens of a document, uint [tokens]."""
+        """Returns the tokens of the document number `index`, uint [tokens]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -130,7 +130,7 @@ def write(
     settings: Mapping[str, Any] | None = None,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> TokenStore:
-    """Tokenizes documents, chunk by chunk, and writes them to a new store.
+    """Tokenizes documents, chunk by chunk, and writes them to a new token store.
 
     If writing is interrupted, the directory has no manifest and cannot be opened. Callers write to
     a temporary directory of `manifests.atomic_directory`.
@@ -207,7 +207,7 @@ class _Counter:
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
         """Yields the chunks of a document unchanged, and counts their content."""
-        # If the chunk before ended inside of a word, the rest of the word must not count again.
+        # If the previous chunk ended inside of a word, the rest of the word must not count again.
         in_word = False
         for chunk in filter(None, chunks):
             size = len(data := chunk.encode())

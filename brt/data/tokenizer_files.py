@@ -9,11 +9,12 @@ from brt import untrusted
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
-BYTES = "bytes.txt"  # A file of this name stands for the byte tokenizer.
+# If the ids are the bytes of the text, a file of this name takes the place of a tokenizer's file.
+BYTES = "bytes.txt"
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of a tokenizer's file.
+    """Returns the content of the tokenizer's file at `path`.
 
     Raises:
       DataError: the file is missing or too large.
@@ -73,20 +74,20 @@ def json_model(path: Path, content: bytes) -> Any:
     try:
         with untrusted.catching_panics():
             tokenizer = Tokenizer.from_buffer(content)
-    # The tokenizers library raises errors of the class Exception itself.
+    # The tokenizers library raises instances of Exception itself, not of a subclass.
     except Exception as error:
         raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
-    # The file may enable truncation and padding.
+    # Truncation and padding, which the file may enable, would change the ids of a text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # With this option, `</s>` inside of a text is encoded as text and not as a special token.
     tokenizer.encode_special_tokens = True
     try:
         (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
-    except Exception as error:  # The library raises errors of the class Exception itself.
+    except Exception as error:  # As above, the library raises instances of Exception itself.
         raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not encoding.ids:
         raise DataError(

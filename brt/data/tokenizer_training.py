@@ -15,9 +15,10 @@ from brt.errors import ConfigError, DataError
 # A line of training text has at most this number of characters, because sentencepiece silently
 # drops lines above 4192 bytes.
 PIECE = 1024
-MAX_BYTES = 200_000_000  # The sample of text that is held in memory has at most this size.
+MAX_BYTES = 200_000_000  # The sample of text that is held in memory has at most this many bytes.
 FIXED = 260  # Every vocabulary has this number of pieces for the 256 bytes and special tokens.
-RESERVED = "\u2585"  # Sentencepiece drops lines that contain this character.
+# This character is replaced by a space, because sentencepiece drops lines that contain it.
+RESERVED = "\u2585"
 
 
 class Coverage(NamedTuple):
@@ -93,7 +94,7 @@ def train_sentencepiece(
 
     Args:
       texts: the chunks of each document. If all chunks together have more than `max_bytes` bytes,
-        the training uses a random sample of pieces of up to 1024 characters.
+        the training uses a random sample of parts of up to 1024 characters.
       vocab_size: the number of pieces of the vocabulary.
       output: the file to write.
       seed: determines the sample.
@@ -156,10 +157,11 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
         remove_extra_whitespaces=False,
         byte_fallback=True,
         user_defined_symbols=["\n"],
-        allow_whitespace_only_pieces=True,  # This option turns indentation into a single piece.
+        allow_whitespace_only_pieces=True,  # With this option, indentation can be a single piece.
         **special._asdict(),
         max_sentence_length=4 * PIECE,
-        # The model file records the number of threads, which would change the fingerprint.
+        # The model file contains the number of threads. If the number depended on the machine, so
+        # would the hash of the file, which identifies the tokenizer.
         num_threads=1,
         minloglevel=2,
     )

@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """Returns the text that ids stand for; bytes that are not UTF-8 become U+FFFD."""
+    """Decodes the ids of a tokenizer to a text; bytes that are not UTF-8 become U+FFFD."""
     return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
 
 
@@ -126,7 +126,8 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
         self.unk_id = self._processor.unk_id()
-        # The models of T5 have no BOS, so the id of padding is used, from which decoders start.
+        # The models of T5 have no BOS. For them, the id of padding is used, because it is the first
+        # input of T5's decoders.
         ids = self._processor.bos_id(), self._processor.pad_id()
         self.bos_id = next((i for i in ids if i >= 0), -1)
         if self.bos_id < 0:

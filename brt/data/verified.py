@@ -2,7 +2,7 @@
 
 After a file was found to have the right hash, an empty file (the seal) is created in the cache. The
 name of the seal is a hash of the file's expected hash, size, times and inode. After any change of
-the file, the name is another one, so the seal does not exist and the file is read again.
+the file, the seal would have another name, so no seal is found and the file is read again.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from pathlib import Path
 from brt import user_cache
 from brt.data import sources
 
-# If this number of seconds has passed since the last change of a file, another change surely gives
-# the file another time stamp.
+# A seal is only created if this number of seconds has passed since the last change of the file.
+# Another change then surely gives the file another time stamp.
 SETTLED = 1.0
 
 

@@ -33,8 +33,8 @@ _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
 # Facts are drawn at random until one belongs to the split, at most this number of times. On
 # average, at least one of eight facts belongs to a split.
 _DRAWS = 1000
-# These characters are removed from filler, because < = > mark facts, and other characters take
-# several bytes.
+# These characters are removed from filler: < = > because they mark facts, and all characters beyond
+# ASCII because they take several bytes.
 _NOT_FILLER = re.compile(r"[^\n -;?-~]")
 
 _FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")
@@ -90,7 +90,7 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
 
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:
-    """Yields the answers in a document, in the order of its text.
+    """Yields the correct answers to the questions in a document, in the order of the text.
 
     Args:
       name: the name that `documents` gave the document.
@@ -120,8 +120,8 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         statements.append((place, f"{before}{name}={value};"))
-        # The text between a fact and its answer includes the mark and the key of the question, so
-        # that much less filler is needed for the distance.
+        # The distance from the value of a fact to the answer includes the `;` after the value and
+        # the key of the question. Their length is therefore subtracted from that of the filler.
         label_size = len(f";{before}{name}>")
         questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
     if scattered:

@@ -1,1 +1,1 @@
-"""Rows of any kind, such as pairs of texts: reading tables, prepared stores, and batches."""
+"""Rows of any kind, such as pairs of texts: reads tables, prepares stores, and builds batches."""

@@ -37,7 +37,7 @@ class RowReader(Reader):
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns a batch of rows, padded to a length.
+        """Returns a batch of B rows, padded to a length.
 
         Args:
           rows: int [B], indices of rows in the store; -1 is an empty row.
@@ -139,7 +139,8 @@ class RowReader(Reader):
             lengths += [self.lengths[i]] * len(batches[-1])
             left = places[full:]
         chosen = np.concatenate(batches)
-        # Batches are read in the order in which their last row occurs in `order`.
+        # Batches are sorted by the place of their last row in `order`. Otherwise all batches of
+        # short rows would be read first.
         by_last = np.argsort(chosen.max(axis=1), kind="stable")
         return np.append(order, -1)[chosen[by_last]], np.array(lengths)[by_last]
 
@@ -153,7 +154,7 @@ def padded(
     width: tuple[int, ...] = (),
     fill: int = 0,
 ) -> tuple[Shaped[np.ndarray, "B T ..."], Bool[np.ndarray, "B T"]]:
-    """Returns rows as one padded array [B, T, *width], and a mask [B, T] that is False for padding.
+    """Returns rows as a padded array [B, T, *width], and a mask [B, T] that is False for padding.
 
     Args:
       rows: int [B], indices of rows; -1 is an empty row.

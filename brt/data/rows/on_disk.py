@@ -1,4 +1,4 @@
-"""Arrays in files; only the requested parts of a file are read.
+"""Arrays in files, of which only the requested parts are read.
 
 Files are not memory-mapped. If a memory-mapped file is truncated, reading a missing page kills the
 process. An ordinary read of a truncated file returns too few bytes, which can be reported as an

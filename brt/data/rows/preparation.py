@@ -33,7 +33,7 @@ class RowCorpus(Generic[Encoder, Store]):
     """Prepared rows that are opened for reading.
 
     Attributes:
-      rows: the noun for rows in messages, in the plural, such as "pairs".
+      rows: the plural noun for rows in messages, such as "pairs".
       directory: the directory of the prepared data.
       tokenizer: the object that encoded the rows, such as a tokenizer.
       splits: the store of each split, by the name of the split.
@@ -56,7 +56,7 @@ class RowCorpus(Generic[Encoder, Store]):
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by name: the number of rows, the size in bytes,
-        the fingerprint, and the source files.
+        the hash of the content, and the source files.
         """
         return cache.described(self.directory, self.splits, self.rows)
 
@@ -71,8 +71,9 @@ class Preparation(abc.ABC):
       progress: True shows a progress bar on a terminal, and messages for the user.
 
     Attributes:
-      dataset: the subclass of RowCorpus that `open` returns.
-      kind: the name of the kind of rows, which is a part of the key in the cache.
+      dataset: the subclass of RowCorpus of which `open` returns an instance.
+      kind: the name of the kind of rows. It is a part of the key in the cache, the hash that names
+        the directory of the prepared data.
       encoding: the noun for the object that encodes rows, such as "tokenizer" or "vocabulary".
       tokenizer: the object that encodes rows; None until it has been loaded or trained.
       shares: for each split that is held out of Data.train, its fraction of the training rows.
@@ -149,7 +150,7 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
-        """Yields the rows of a split, and a BadRow for each row that cannot be used.
+        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row.
 
         If the split is held out of Data.train, its rows are selected from the training sources.
         The rows of "train" are the training rows that are not held out.
@@ -171,7 +172,7 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
-        """Yields all rows of some sources, and a BadRow for each row that cannot be used.
+        """Yields all rows of some sources, and a BadRow (name and problem) for each unusable row.
 
         Args:
           split: the name of the split, for error messages.
@@ -195,7 +196,7 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
-        """Returns the object that encodes rows, which has a `fingerprint`.
+        """Returns the object that encodes rows. Its `fingerprint` is a hash that identifies it.
 
         Args:
           name: the path of a file that contains the object, or the value of the config's setting.
@@ -219,7 +220,10 @@ class Preparation(abc.ABC):
         """Returns the hashes of all files of some sources, given the names of the sources."""
 
     def left_out(self, name: str) -> str:
-        """Returns a sentence about the files of a source that are not read; "" if all are read."""
+        """Returns a sentence about the files of a source that are not read; "" if all are read.
+
+        `name` is the name of the source.
+        """
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:

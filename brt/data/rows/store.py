@@ -44,7 +44,7 @@ class RowStore:
 
     @property
     def written_with(self) -> str:
-        """Fingerprint of the tokenizer or vocabulary that encoded the rows; "" if not known."""
+        """Hash of the tokenizer or vocabulary that encoded the rows; "" if it is not known."""
         return ""
 
     @property
@@ -84,7 +84,7 @@ class Files(NamedTuple):
           file: the name of the file.
           dtype: the dtype of the values.
           offsets: int64 [rows + 1], the index of each row's first value, and the number of values.
-          count: the key of the number of rows in the manifest.
+          count: the key under which the manifest has the number of rows, such as "documents".
 
         Raises:
           ValueError: the number of rows differs from the number in the manifest.
@@ -97,7 +97,7 @@ class Files(NamedTuple):
         """Raises ValueError if a column does not have as many rows as the manifest says.
 
         Args:
-          count: the key of the number of rows in the manifest.
+          count: the key under which the manifest has the number of rows, such as "documents".
           columns: the columns, objects with a length.
         """
         if {self.manifest[count]} != {*map(len, columns)}:
@@ -117,8 +117,10 @@ def opened(
 
     Args:
       directory: the directory of the store.
-      lists: names of the columns that are lists; None takes the names from the manifest.
-      facts: types of further entries of the manifest, in the notation of `untrusted.check`.
+      lists: names of the columns that are JSON lists of texts; None takes the names from the
+        manifest.
+      facts: types of further entries that the manifest must have, in the notation of
+        `untrusted.check`.
       npz: the name of the file that contains the columns.
       what: the noun for the directory in error messages.
 
@@ -142,7 +144,8 @@ def opened(
 
 
 def verify(directory: Path) -> None:
-    """Compares all files of a store with their hashes, even if they were compared before.
+    """Compares all files of the store in `directory` with the hashes in the manifest, even if they
+    were compared before.
 
     Raises:
       DataError: the store is missing, incomplete or has another format; or a file has another hash.
@@ -187,7 +190,7 @@ def finish(
     Args:
       directory: the directory of the store.
       columns: arrays, and lists that can be written as JSON, by name.
-      facts: further entries of the manifest.
+      facts: further entries of the manifest, such as counts and settings.
       files: names of existing files whose content is a part of the fingerprint.
       identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
       npz: the name of the file that contains the columns.

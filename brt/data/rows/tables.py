@@ -1,4 +1,4 @@
-"""Reads rows of JSON, CSV, TSV, Parquet and TensorFlow datasets.
+"""Reads the rows of JSON, CSV, TSV and Parquet files and of TensorFlow datasets.
 
 A row that cannot be read is returned with a `problem`, and reading continues with the next row.
 """
@@ -73,14 +73,14 @@ def read(
     choose: Callable[[str, Mapping[str, Any]], Any],
     item: Callable[[Row, Any, int], Any],
 ) -> Iterator[Any]:
-    """Yields an item for each row of tables, in order, and a BadRow for each row with a problem.
+    """Yields an item for each row of some tables, in order, or a BadRow if the row has a problem.
 
     Args:
       source_tables: the tables.
       choose: function from the name of a table and the values of its first row to the columns that
         are read from the table.
-      item: function from a row, the columns, and the number of the row (counted over all tables) to
-        the item.
+      item: function from a row, the result of `choose`, and the number of the row (counted over all
+        tables, from 0) to the item.
 
     Raises:
       DataError: a table has no row or lacks a column.
@@ -165,7 +165,7 @@ def name(value: Any, number: int) -> str:
     Raises:
       ValueError: the id is a text that cannot be used; see `text`.
     """
-    if value is None or value != value:  # A table of numbers represents a missing id by NaN.
+    if value is None or value != value:  # A column of floats represents a missing id by NaN.
         return str(number)
     # pandas writes integer ids as floats if some are missing.
     if isinstance(value, float) and value.is_integer():

@@ -1,4 +1,4 @@
-"""Counts rows that cannot be used, and either refuses or skips them."""
+"""Counts rows that cannot be used, and either raises an error about them or skips them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Tally:
     Args:
       split: the name of the split, for error messages.
       skip: the setting that skips bad rows, for error messages: "Data.errors = 'skip'".
-      progress: called for each row.
+      progress: function without arguments that is called for each row.
 
     Attributes:
       rows: the number of rows so far, including bad rows.
@@ -73,5 +73,7 @@ class Tally:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns the counts and descriptions of the first bad rows, as JSON for a manifest."""
+        """Returns JSON for a manifest: the number of rows, the number of bad rows, and descriptions
+        of the first bad rows.
+        """
         return {"rows": self.rows, "bad": self.bad, "first": self._bad}

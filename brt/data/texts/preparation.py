@@ -1,4 +1,4 @@
-"""The base class that prepares rows of texts, for text classification and question answering."""
+"""A base class for the preparation of texts for text classification and question answering."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class TextPreparation(TokenizedPreparation):
-    """Base class that prepares rows of texts; sources may be files or generated.
+    """Base class that prepares rows of texts, whose sources may be files or generated.
 
     Attributes:
       endings: suffixes of the files that are read from directories.
@@ -24,7 +24,8 @@ class TextPreparation(TokenizedPreparation):
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Returns a hash for each file of some sources, and one for each generated source.
 
-        The hash of a generated source is a hash of its name and version.
+        The hash of a generated source is a hash of its name and version. `names` are the names of
+        the sources.
         """
         result = []
         for name in names:

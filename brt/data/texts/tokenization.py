@@ -28,7 +28,8 @@ class Encoding(NamedTuple):
 
     Attributes:
       ids: int32 [T], the ids of the text.
-      spans: int32 [T, 2], for each id, its first character and the character after its last one.
+      spans: int32 [T, 2], for each id, the position in the text of the first character that the id
+        stands for, and the position after the last one.
     """
 
     ids: Int[np.ndarray, " T"]
@@ -37,11 +38,11 @@ class Encoding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextTokenizer:
-    """A tokenizer for encoders, with special ids.
+    """A tokenizer for encoders, with the special ids at the ends of a text and between two texts.
 
     Attributes:
       name: the value of the setting that names the tokenizer, without directories.
-      fingerprint: SHA-256 of everything that determines the ids.
+      fingerprint: SHA-256 of everything that determines the ids of a text.
       file: the name and content of a file from which `load` can read the tokenizer.
       vocab_size: all ids, including the special ids, are below this number.
       begin: ids before the first text.
@@ -66,7 +67,8 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Returns the encoding of each text, without special ids.
 
-        If a text contains the name of a special token, such as "<s>", the token is left out.
+        If the tokenizer turns a part of a text, such as "<s>", into a special id, the id is left
+        out.
         """
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
