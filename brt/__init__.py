@@ -36,7 +36,8 @@ _HOMES = {
     "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
-_MODULES = ("config", "train")  # brt.train is a command that can also be called.
+# The module brt.train is a command that can also be called as a function.
+_MODULES = ("config", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def main() -> NoReturn:
         print(f"brt: error: there is no command {name!r}{guess}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     del sys.argv[1]
-    sys.modules.pop(f"brt.{name}", None)  # runpy warns about modules that are imported already.
+    sys.modules.pop(f"brt.{name}", None)  # runpy would warn that the module is imported already.
     runpy.run_module(f"brt.{name}", run_name="__main__", alter_sys=True)
     sys.exit(0)
 

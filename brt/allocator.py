@@ -1,4 +1,5 @@
-"""Changes how commands allocate memory: settings of glibc's malloc and of Python's collector.
+"""Changes how commands allocate memory, by settings of glibc's malloc and of Python's garbage
+collector.
 
 XLA's CPU backend allocates its temporary buffers in every step. By default glibc returns such large
 blocks to the system at once, so that each step maps and clears all pages again. This causes 11,000

@@ -166,7 +166,7 @@ class Model:
         self.step: int = loaded.step
         self.config: Config = loaded.config
         self.params: PyTree[Array] = loaded.params
-        self._text: Text | None = None  # The model generates this text at present.
+        self._text: Text | None = None  # The text that the model is generating at present.
 
     def __repr__(self) -> str:
         return f"<{self._task.name} of {self.workdir}, step {self.step}>"
@@ -307,7 +307,7 @@ class Model:
         Args:
           split: "train", "validation" or "test".
           ablate: the part of the memory without which the model is evaluated again: "state",
-            "cache", "memory" or "both"; None for none.
+            "cache", "memory", or "both" for all three; None evaluates only once.
 
         Raises:
           ConfigError: the model does not have the memory that `ablate` names, or it was loaded from
@@ -326,7 +326,7 @@ class Model:
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What identifies the model: a saved memory can be loaded only if these facts are equal."""
+        """Facts that identify the model. A saved memory is loaded only if its facts are equal."""
         return {
             "step": self.step,
             "tokenizer": self.tokenizer.fingerprint,
@@ -370,7 +370,7 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            tokenizer: Any = self.tokenizer  # Its declared type, for all tasks, has no `encode`.
+            tokenizer: Any = self.tokenizer  # The type that all tasks declare has no `encode`.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:

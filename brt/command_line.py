@@ -196,8 +196,8 @@ def variants(
 
         Args:
           more: bindings of the variant, which override those of the files of --gin_file.
-          includes: .gin files of the variant. They are read as if the first file of --gin_file
-            included them.
+          includes: paths of .gin files of the variant, which may be relative to the first file of
+            --gin_file. They are read as if every file of --gin_file included them.
         """
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:
@@ -225,7 +225,7 @@ def _register_kinds() -> None:
 
 
 def _check_task(resolved: Resolved) -> None:
-    from brt import tasks  # This imports jax.
+    from brt import tasks  # This import takes long, because it imports jax.
 
     try:
         tasks.check(resolved.config, resolved.bound)
@@ -235,10 +235,11 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Context whose errors name flags (`--errors=replace`) instead of settings or arguments.
+    """Context that changes the messages of errors, so that they name flags of the command
+    (--errors=replace) instead of settings (Data.errors = 'replace') or arguments (beams=4).
 
     Args:
-      flags: the flag for each name in errors ("Data.errors", or "beams=" of an argument).
+      flags: the flag that replaces each name: {"Data.errors": "--errors", "beams=": "--beams="}.
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
@@ -272,7 +273,8 @@ def main(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         arguments = parser.parse_args()
-        # use_huge_pages restarts the process, which a caller in the same process must not suffer.
+        # `use_huge_pages` restarts the process. This must not happen if another program has
+        # imported the command and calls it.
         if function.__module__ == "__main__":
             allocator.use_huge_pages()
         allocator.keep_memory()

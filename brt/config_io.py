@@ -134,7 +134,8 @@ def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def earlier_model_settings(
     saved: Mapping[str, Any], config: Config, *, with_kinds: bool
 ) -> dict[str, Any]:
-    """Returns `model_settings` of a model whose settings an earlier version may have saved.
+    """Returns the result of `model_settings` for settings that an earlier version may have saved
+    under other names.
 
     Args:
       saved: the settings by section and field; see `config_from_json`.
@@ -344,7 +345,8 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     if beside is not None:
         candidates.insert(0, beside / path)
     for candidate in candidates:
-        if os.path.isfile(candidate):  # Path.is_file may raise an error for impossible names.
+        # Path.is_file may raise an error for impossible names, and os.path.isfile does not.
+        if os.path.isfile(candidate):
             return candidate
     directory = configs_directory()
     known = [str(Path("configs", f.relative_to(directory))) for f in directory.rglob("*.gin")]

@@ -154,7 +154,7 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
                     os.fsync(descriptor)
             os.replace(name, path.name, src_dir_fd=place, dst_dir_fd=place)
         except BaseException:
-            with contextlib.suppress(OSError):  # The first error is the one to report.
+            with contextlib.suppress(OSError):  # The user needs to see only the first error.
                 os.unlink(name, dir_fd=place)
             raise
         if synced:
@@ -202,7 +202,8 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 
         def opener(name: str, flags: int) -> int:
             """Opens the file without following links."""
-            flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # Opening a FIFO would wait for a writer.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK
             return os.open(path.name, flags, 0o666, dir_fd=place)
 
         status = _found(path, place)
@@ -291,7 +292,8 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
     while True:
         name = partial_name()
         descriptor = os.open(name, flags, mode, dir_fd=place)
-        with contextlib.suppress(BlockingIOError):  # `remove_abandoned` has locked it.
+        # Another process may have locked the new file in `remove_abandoned`, to delete it.
+        with contextlib.suppress(BlockingIOError):
             locks.acquire(descriptor)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor

@@ -54,7 +54,8 @@ def with_current_names(
     def current(binding: Binding) -> list[Binding]:
         """Returns the bindings of the present settings that replace a binding."""
         names = current_names(binding.name)
-        # The values of merged settings change, too, which `with_merged` does.
+        # A setting that became a part of another setting also needs another value, so `with_merged`
+        # translates its bindings.
         if binding.name in MERGED or names == (binding.name,):
             return [binding]
         notes.setdefault(
@@ -71,15 +72,14 @@ def with_current_names(
 
 
 def of_one_task(source: Source, task: str) -> Source:
-    """Returns the source without bindings that belong to other tasks, and that an earlier version
-    wrote to the run's config.gin.
+    """Returns the source without those bindings of earlier versions that belong to other tasks.
 
-    In earlier versions, every section had its own setting where `brt.config.shared` now has one
-    setting for all tasks, and the config.gin of a run binds all of them. In the config.gin of a
-    language model, for example, a binding of `Pairs.train` has no effect.
+    Where `brt.config.shared` now has one setting for all tasks (`Data.train`), earlier versions had
+    one for every task (`Data.train`, `Pairs.train`, ...), and wrote all of them to the config.gin
+    of a run. In the config.gin of a language model, for example, `Pairs.train` has no effect.
 
     Args:
-      source: the bindings.
+      source: the bindings of a .gin file or of the command line.
       task: the name of the run's task.
 
     Raises:

@@ -158,7 +158,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
         """Returns the origin of the statement in a line, such as "a.gin:3"."""
         return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
 
-    if (nul := text.find("\0")) >= 0:  # Python's tokenizer accepts NULs.
+    if (nul := text.find("\0")) >= 0:  # Python's tokenizer would accept a NUL.
         place = origin(text.count("\n", 0, nul) + 1)
         raise ConfigError(f"{place}: there is a NUL character; remove it")
     values = _Values()

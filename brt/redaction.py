@@ -9,13 +9,13 @@ import re
 from typing import TypeVar, cast
 
 HIDDEN = "***"
-# If a name ends with a part of _SECRET, its value is always secret.
+# If the name of a value ends with one of the words in _SECRET, the value is always secret.
 _SECRET = (
     r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
     r"signature|credentials?|authorization)"
 )
-# If a name ends with a part of _PERHAPS, its value is secret unless it is a number, a truth value
-# or a path, which _PLAIN excludes.
+# If the name of a value ends with one of the words in _PERHAPS, the value is secret unless it is a
+# number, a truth value or a path, which _PLAIN excludes.
 _PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
 _PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
 _VALUE = r"[^&;#\s'\")]+"
@@ -38,7 +38,7 @@ _PATTERNS = [
     (rf"(?i)(://[^\s'\"]*?[?&;](?:[\w.-]*[_.-])?{_PERHAPS}=){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
     # This pattern hides the value of an environment variable.
     (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),
-    # The next two patterns hide the values of flags.
+    # The next two patterns hide the values of flags, as in --api_key=... or --token ...
     (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),
     (rf"(?i)(?<!\S)(--?(?:[\w.-]*[_.-])?{_PERHAPS}[= ]){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
     (r"(?i)\b(bearer[ +:]+|authorization: *\w+ +)(?=\S*\d)[\w.~+/=-]{8,}", rf"\1{HIDDEN}"),
@@ -92,7 +92,7 @@ def _without_random(match: re.Match) -> str:
     """Returns *** for a word of random characters, but keeps a hash whose name stands before it."""
     word, before = match[0], match.string[: match.start()]
     if before.endswith("/") and not re.search(r"https?://[^\s'\"]*$", before):
-        return word  # The word is a part of a path.
+        return word  # The word is a part of a path, and such words are kept.
     return HIDDEN if _random(word) and not _HASH.search(before) else word
 
 

@@ -47,7 +47,8 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns abstract arrays with the dtypes and shapes of a description, by name.
 
-    They are the target for restoring arrays. The function is the inverse of `describe`.
+    A checkpoint is restored into arrays of these dtypes and shapes. The function is the inverse of
+    `describe`.
     """
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))

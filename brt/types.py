@@ -1,8 +1,9 @@
 """Defines letters for the axes of arrays, and the types of batches that several modules share.
 
     B  batch: the number of lanes
-    T  tokens of a segment            N  blocks of a segment (T = N * W)
-    W  window: tokens of a block, and keys that a token attends to
+    T  tokens of a segment            N  blocks of a segment
+    W  window: the keys that a token attends to, or the tokens of a block, which are as many by
+       default (T = N * W)
     S  recurrent states               L  layers
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
@@ -15,11 +16,11 @@ the same meaning everywhere:
 
     lane     a row of the batch, which reads document after document from step to step
     segment  the tokens that a lane reads in a step; gradients end at the segment's start
-    block    a part of a segment with as many tokens as the window; recurrent states are updated,
-             and documents start, at borders of blocks
-    window   the keys that a token attends to exactly, including itself
-    carry    what lanes take from a segment to the next: caches, recurrent states, memories
-    cache    keys and values of the previous block (Transformer-XL)
+    block    the tokens that a layer reads at once, by default as many as the window; a segment
+             consists of blocks, and documents start at block boundaries
+    window   the keys that a token attends to exactly, including its own
+    carry    what a step hands to the next for each lane: caches, recurrent states, memories
+    cache    keys and values of the last window before a block (Transformer-XL)
     mask     True where something counts; `scored` is the mask of targets
 """
 
@@ -70,7 +71,7 @@ class PairBatch(NamedTuple):
         without its last position.
       target_out: int32 [B, T], the summary with its end token, followed by the padding id.
       scored: bool [B, T], False on padding.
-      row: int32 [B], the index of the pair in its store; -1 for an empty row.
+      row: int32 [B], the index of the pair in its split; -1 for an empty row.
     """
 
     source: Int[Array, "B X"]
@@ -89,7 +90,7 @@ class SpeechBatch(NamedTuple):
       valid: bool [B, X], False on padding, and everywhere in an empty row.
       targets: int32 [B, T], tokens of the transcript, followed by 0.
       scored: bool [B, T], False on padding.
-      row: int32 [B], the index of the utterance in its store; -1 for an empty row.
+      row: int32 [B], the index of the utterance in its split; -1 for an empty row.
     """
 
     features: Float[Array, "B X width"]
@@ -108,7 +109,7 @@ class TextBatch(NamedTuple):
       targets: [B, targets], what the model predicts for each text. This is the index of a label
         (int32), the first and the last token of an answer (int32), or a number (float32).
       scored: bool [B, targets], False in an empty row.
-      row: int32 [B], the index of the row in its store; -1 for an empty row.
+      row: int32 [B], the index of the text in its split; -1 for an empty row.
     """
 
     tokens: Tokens

@@ -20,7 +20,8 @@ def directory() -> Path | None:
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(place):
-        place = os.path.expanduser("~/.cache")  # Without a home directory, the ~ stays.
+        # Without a home directory, the ~ stays, and the path is not absolute.
+        place = os.path.expanduser("~/.cache")
     return Path(place, "brt") if os.path.isabs(place) else None
 
 
