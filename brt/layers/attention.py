@@ -4,7 +4,8 @@ MLP.
 Shapes: B rows of the batch, T tokens and N blocks of a segment, model width D, H heads of queries,
 G heads of keys (each serves H / G heads of queries), head size K, W keys in a window, S recurrent
 states or sinks. Sinks are first tokens of a document that stay visible after they left the window.
-Deferred weight gradients (`taps`) are computed once, after a scan over blocks.
+Arguments `taps` collect the inputs and output gradients of matrix products in a scan over blocks;
+the weight gradients are computed from them once, after the scan (`brt.layers.taps`).
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +56,9 @@ from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part_step
 
-# A function of the scaled queries [B, T, H, K] and of their attention to the window. It returns the
-# output [B, T, H, K] of attention to the window and to further keys together.
+# The type of a function that adds attention to further keys. Its arguments are the scaled queries
+# [B, T, H, K] and their attention to the window. It returns the output [B, T, H, K] of attention to
+# the window and to the further keys together, with one softmax.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -65,15 +67,13 @@ def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Arra
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention over the window and, optionally, over recurrent states, followed by an
-    MLP.
+    """Pre-norm attention of tokens to their window and, with `cross_attends`, to recurrent states,
+    followed by an MLP. `training` enables dropout, and `kernels` names the implementations of ops.
 
     `project` and `attend` are separate methods because between the two calls, the recurrent states
-    attend to the tokens' keys and values.
-
-    Kernels have an axis of heads: [D, H, K] from tokens to heads, and [n, H, K, D] from n
-    attentions to tokens. If heads are sharded, a device holds the same heads of every kernel, so no
-    data move.
+    attend to the tokens' keys and values. Kernels have an axis of heads: [D, H, K] from tokens to
+    heads, and [n, H, K, D] from n attentions to tokens. If heads are sharded, a device holds the
+    same heads of every kernel, so no data move.
     """
 
     model: Model
@@ -130,8 +130,8 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns queries, keys and values of the layer's inputs x; `taps` accumulate the deferred
-        weight gradients. Three products are computed, because splitting one product would copy it.
+        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. Each
+        has its own product, because splitting one joint product would copy the parts.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
@@ -154,8 +154,8 @@ class TransformerBlock(nn.Module):
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Returns keys and values [B, S, H, K] of vectors z that are not tokens, such as recurrent
-        states, by the projections of tokens. The keys are normalised if the settings ask for it.
+        """Returns keys and values [B, S, G, K] of vectors z that are not tokens, such as summaries
+        of blocks, by the projections of tokens. The keys are normalised if the settings ask for it.
         `learns` = False treats the weights as constants.
         """
         weights = self.norm, self.keys, self.values
@@ -164,9 +164,7 @@ class TransformerBlock(nn.Module):
         return StateKV(self.unit_keys(dense(h, of_keys)), dense(h, of_values))
 
     def unit_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
-        """Returns the keys after normalisation, if the settings ask for it, but without rotary
-        positions.
-        """
+        """Returns the keys, normalised if the settings ask for it, but without rotary positions."""
         m = self.model
         if m.norm.queries_keys:
             return normed(m, keys, self.keys_norm)
@@ -238,8 +236,8 @@ class TransformerBlock(nn.Module):
         return bias
 
     def far_bias(self) -> Float[Array, " H"]:
-        """Returns the position bias of keys beyond the window: the bias of the farthest key of the
-        window.
+        """Returns the position bias of each head for keys beyond the window, which is the bias of
+        the farthest key of the window; 0 if the model has no position bias.
         """
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
@@ -259,15 +257,16 @@ class TransformerBlock(nn.Module):
           x: the inputs of the layer.
           projections: the result of `project` for x.
           past: the keys and values of the tokens before the segment.
-          memory: keys and values [B, N, S, H, K] of the recurrent states, or None.
+          memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads, or
+            None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
-          taps: accumulators of deferred weight gradients.
+          taps: accumulators of deferred weight gradients; `NO_TAPS` defers none.
         """
         m = self.model
         drops = m.dropout and self.training
         own = projections
         # With `normalize_qk`, `window_part` normalises queries and keys. Otherwise it uses its
-        # inputs unchanged, so queries are scaled and keys are normalised first.
+        # inputs unchanged, so the settings `Norm.queries_keys` and `query_scale` are applied here.
         if not m.attention.normalize_qk:
             own = own._replace(
                 queries=self.scaled_queries(own.queries), keys=self.unit_keys(own.keys)
@@ -306,7 +305,7 @@ class TransformerBlock(nn.Module):
     def _attend_to_states(
         self, queries: Float[Array, "B T H K"] | None, memory: StateKV
     ) -> Float[Array, "B T H K"]:
-        assert queries is not None  # The block has cross queries.
+        assert queries is not None  # With `cross_attends`, `project` returns cross queries.
         scale = self.query_scale("cross_scale") if self.model.attention.normalize_qk else None
         if scale is None:
             queries = self.scaled_queries(queries, "cross_scale")
@@ -328,7 +327,8 @@ class TransformerBlock(nn.Module):
         Args:
           x: the input of the layer for the token.
           window: the layer's keys and values of the tokens before the block.
-          block: a ring buffer of the window, where the block's tokens replace the oldest ones.
+          block: the open block, a ring buffer of W keys and values in which the block's tokens
+            replace the oldest ones.
           position: the position of the token in its block.
           memory: keys and values [B, S, H, K] of the recurrent states, or None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
@@ -340,7 +340,7 @@ class TransformerBlock(nn.Module):
         slot = position % m.window
 
         def with_token(ring: Float[Array, "B W G K"], new: Float[Array, "B 1 G K"]) -> Array:
-            """Returns `ring` (keys or values) with the token's key or value in its slot."""
+            """Returns `ring` (keys or values) with the token's key or value `new` in its slot."""
             return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, axis=1)
 
         after = block._replace(
@@ -387,7 +387,7 @@ class TransformerBlock(nn.Module):
     ) -> Float[Array, "B T D"]:  # fmt: skip
         """Returns the layer's output: its input x, plus the projection of attention outputs, plus
         the output of the MLP. `attended` has the output of attention to the window and, in layers
-        with recurrent states, of attention to the states. `taps` are as in `project`.
+        with recurrent states, the output of attention to the states.
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]

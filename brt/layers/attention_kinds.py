@@ -68,7 +68,9 @@ def attend(
 
     Raises:
       ConfigError: the kind cannot be causal, or cannot attend to another sequence.
-      ValueError: `queries_valid` is missing although the numbers of keys and queries differ.
+      ValueError: the numbers of keys and queries differ, and `queries_valid` is missing or `causal`
+        is True.
+      NotImplementedError: there is a `bias`, but the kind has none.
     """
     _check(config.kind, queries.shape[1], keys.shape[1], causal)
     kind = kind_of_length(config, max(queries.shape[1], keys.shape[1]))

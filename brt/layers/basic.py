@@ -191,7 +191,7 @@ def norm_parameter(
       model: the settings of the decoder.
       name: the name of the parameter.
       size: the number of weights; 0 takes Model.model_dim.
-      axis: the name of their axis.
+      axis: the name of the axis of the weights, by which they are sharded.
     """
     init = ZEROS if model.norm.offset else ONES
     return parameter(module, name, (size or model.model_dim,), (axis,), init)
@@ -202,6 +202,8 @@ def normed(
 ) -> Float[Array, "*B D"]:
     """Returns x, normalised by its root mean square over the last axis and multiplied by weights.
 
+    If `Norm.offset` is set, 1 is added to the weights.
+
     Args:
       model: the settings of the decoder, whose section `Norm` has the settings of the norm.
       x: the vectors.
@@ -211,7 +213,7 @@ def normed(
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
-    """Returns the random keys of a train step by the name of the Flax random stream.
+    """Returns the random key of each Flax random stream, derived from the `key` of a train step.
 
     The stream "dropout" is for ordinary dropout. The stream `SHARED` is for dropout masks that all
     blocks of a segment share, even if a scan reads the blocks one after the other.
@@ -220,9 +222,10 @@ def dropout_rngs(key: Array) -> dict[str, Array]:
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Returns x after inverted dropout with the random stream "dropout" of `module`.
+    """Returns x after dropout, whose mask is drawn from the random stream "dropout" of `module`.
 
-    If the rate is 0 or `module.training` is False, x is returned unchanged.
+    Numbers that stay are divided by 1 - `rate`. If the rate is 0 or `module.training` is False, x
+    is returned unchanged.
     """
     if rate == 0.0 or not module.training:
         return x

@@ -1,4 +1,4 @@
-"""The cached keys and values that a segment attends to, and those that it leaves behind.
+"""The cached keys and values that a segment attends to, and the cache after the segment.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
 of its blocks, H the number of heads of queries, G the number of heads of keys and values, K the
@@ -61,10 +61,11 @@ class KVCache(NamedTuple):
     sinks: Sinks | None = None
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns the keys, not normalised, and the values of the cache and of the segment, each
-        [B, W+T, G, K].
+        """Returns the keys, not normalised, and the values of the cache, followed by those of the
+        segment, each [B, W+T, G, K].
 
-        If the tokens are sharded, they are gathered on all devices.
+        `tokens` has the keys and values of the segment. If they are sharded over devices by token,
+        they are gathered on all devices.
         """
         names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -132,7 +133,9 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
     arbitrary values, which no query may read.
     """
     count = sinks.keys.shape[1]
-    # The sinks of the state come before the segment, whose tokens have the places 0, 1, ...
+    # Sinks are gathered from `joined`, which has the S sinks of the state, followed by the tokens
+    # of the segment. A sink with a negative place was read before the segment, so it is in the
+    # state.
     order = jnp.arange(count, dtype=jnp.int32)[None, None]
     places = first[:, :, None] + order
     indices = jnp.where(places < 0, order, places + count)

@@ -124,6 +124,11 @@ class ClusteredLayer(nn.Module):
     window. Of these, the keys of the previous block are read exactly. Older keys are read through
     the token's centroid, which keeps some of them and the sum of the others. Learned position
     biases treat all keys that left the window like the farthest key of the window.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+      training: True applies dropout.
+      kernels: the names of the implementations of ops.
     """
 
     model: Model
@@ -174,8 +179,13 @@ class ClusteredLayer(nn.Module):
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
         The centroids' memories of all blocks are computed first. Then the tokens of all blocks
-        attend at once. `feedback` has the keys and values of recurrent states that the tokens also
-        attend to, or is None.
+        attend at once.
+
+        Args:
+          x: the input vectors of the tokens of a segment with N blocks.
+          state: the state before the segment.
+          document_start: True where a block is the first of a document.
+          feedback: keys and values of recurrent states that the tokens also attend to, or None.
         """
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)

@@ -18,6 +18,10 @@ class MLP(nn.Module):
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
     first projection is multiplied by the result.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+      training: True applies dropout.
     """
 
     model: Model

@@ -1,4 +1,5 @@
-"""Attention of tokens to their window and to the sinks of their document, for given projections.
+"""Attention of tokens to their window and to the sinks of their document, for given queries, keys
+and values.
 
 Sinks are the first S tokens of a document, which stay visible when they have left the window. The
 functions of this module apply rotary positions to queries and keys. A position counts from the
@@ -34,7 +35,7 @@ from brt.ops.window_attention import segment_part
 
 def speeds_of(model: Model) -> RotarySpeeds:
     """Returns the angles, in radians per token of distance, by which rotary position embeddings
-    rotate each pair of channels of a head.
+    rotate each pair of channels of a head, as the section `Rotary` of the settings defines them.
     """
     r = model.rotary
     return rotary_speeds(
@@ -85,8 +86,8 @@ def window_part(
             scale=scale, implementation=kernels.local_attention,
         )  # fmt: skip
 
-    # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one mask,
-    # so that only a mask of one window of queries and keys has to be drawn and read.
+    # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one dropout
+    # mask, so that only a mask of one window of queries and keys has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
     return segment_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.sliding.attend_to_self,

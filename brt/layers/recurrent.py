@@ -2,7 +2,8 @@
 each block.
 
 Shapes: B rows of the batch (lanes), T tokens and N blocks of a segment, S state vectors, model
-width D, H heads. Deferred weight gradients (`taps`) are computed once, after a scan over blocks.
+width D, H heads. Arguments `taps` collect the inputs and output gradients of matrix products in a
+scan over blocks; the weight gradients are computed from them once, after the scan.
 """
 
 from collections.abc import Mapping
@@ -76,16 +77,14 @@ class RecurrentState(NamedTuple):
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns a `RecurrentState` in which each array is replaced by the names of its axes, by which
-    the array is sharded.
+    """Returns a `RecurrentState` with the names of each array's axes in place of the array, for
+    sharding.
     """
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """Returns the state of a recurrent layer before the first token, for `batch` rows of the batch;
-    the cache has the dtype `dtype`.
-    """
+    """Returns the state before the first token, for `batch` lanes and a cache of this dtype."""
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
@@ -125,7 +124,7 @@ def _first_keeps(model: Model) -> nn.initializers.Initializer:
 
 
 class StateCell(nn.Module):
-    """The module that owns the parameters of the state update.
+    """The module that owns the parameters of the recurrent cell, which updates the states.
 
     Attributes:
       initial: [S, D], the learned states at the start of a document, a parameter.
@@ -161,7 +160,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )  # fmt: skip
         if section.gate_layout == "single":
-            # This MLP reads the outputs of all heads, which are not sharded over devices.
+            # The MLP's input is the outputs of all heads, which are then not sharded over devices.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
@@ -220,8 +219,7 @@ class StateCell(nn.Module):
 
 
 class RecurrentTaps(NamedTuple):
-    """Accumulators of the weight gradients of a `RecurrentLayer` that are computed after a scan
-    over blocks.
+    """Accumulators of a `RecurrentLayer` for weight gradients that are computed after a scan.
 
     Attributes:
       tokens: accumulators for the weights of the projections and the MLP of tokens.
@@ -238,10 +236,10 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Returns accumulators of deferred weight gradients for neighbouring layers of a kind.
+    """Returns accumulators of deferred weight gradients for a run of neighbouring recurrent layers.
 
     Args:
-      model: the settings of the model.
+      model: the settings of the model, as the layers see them.
       params: the parameters of the layers, with the layers on axis 0.
       blocks: the number of blocks of a segment, which is axis 0 of the accumulators.
       lanes: the number of lanes (rows of the batch).
@@ -260,7 +258,8 @@ class RecurrentLayer(nn.Module):
     """A block-recurrent layer (Block-Recurrent Transformers, section 3).
 
     Tokens attend to their window and to the state vectors before their block. The states are
-    updated once per block, by attention to the states and to the block's tokens.
+    updated once per block, by attention to the states and to the tokens of the block and of the
+    block before it. `training` enables dropout, and `kernels` names the implementations of ops.
     """
 
     model: Model
@@ -314,7 +313,7 @@ class RecurrentLayer(nn.Module):
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
-        # Axis 1 (tokens) is not sharded, so every device holds the tokens of all blocks.
+        # The states read one block after another, so every device needs the tokens of all blocks.
         replicated = ("lanes", None, "heads", None)
         own = self.tokens.by_query_head(projections.keys, projections.values)
         keys, values = (constrain(z, *replicated) for z in own)
@@ -382,8 +381,8 @@ class RecurrentLayer(nn.Module):
     ) -> LayerOutput:
         """Returns the layer's state after a full block, as the state of the `LayerOutput`.
 
-        The recurrent states are updated by attention to the tokens in `block`, whose keys and
-        values become the cache. `state` is the state after the previous block, and x is None.
+        The recurrent states are updated by attention to the tokens in the cache and in `block`. The
+        block then becomes the cache. `state` is the state after the previous block, and x is None.
         """
         window = state.window
         if not self.model.sliding.mask_empty_cache:

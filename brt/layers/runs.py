@@ -108,7 +108,9 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
 
 
 def state_axes(model: Model) -> StackState:
-    """Returns the names of the axes of each array of a `StackState`, for sharding."""
+    """Returns a `StackState` with the names of each array's axes in place of the array, for
+    sharding.
+    """
 
     def stacked(leaf: Names) -> Names:
         """Returns the names of an array's axes (`leaf`) with the axis of layers inserted at 1."""

@@ -48,6 +48,11 @@ class Stack(nn.Module):
 
     `__call__` reads a segment. `begin_block`, `decode_step` and `end_block` read a block token by
     token, with the same result.
+
+    Attributes:
+      model: the settings of the model.
+      training: True applies dropout.
+      kernels: the names of the implementations of ops.
     """
 
     model: Model
@@ -55,7 +60,9 @@ class Stack(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the runs of equal layers, and the summaries that the lowest layer reads."""
+        """Creates a module for each run and, in models with summaries, the parameter with the
+        summaries that the lowest layer reads.
+        """
         self.places = runs(self.model)
         self.runs = [
             run.layer_kind.module(run.model, self.training, self.kernels, name=run.name)

@@ -36,7 +36,7 @@ class WindowState(NamedTuple):
     valid: Bool[Array, " B"]
 
 
-# The names of the axes of WindowState's arrays, from which `brt.distributed.rules` shards them.
+# The names of the axes of WindowState's arrays, by which `brt.distributed.rules` shards the arrays.
 WINDOW_AXES: Any = WindowState(
     ("lanes", None, "kv_heads", None), ("lanes", None, "kv_heads", None), ("lanes",)
 )
@@ -141,7 +141,8 @@ class OpenBlock(NamedTuple):
       keys: [B, W, G, K], a ring buffer: the tokens of the open block up to the current one,
         followed by the tokens of the previous block that are still in the window.
       values: [B, W, G, K].
-      memory: keys and values of the S recurrent states [B, S, H, K], or None in layers without.
+      memory: keys and values [B, S, H, K] of the S recurrent states to which the tokens attend;
+        None in layers without recurrent states.
       sinks: keys and values of the first tokens of the document; None in models without sinks.
     """
 
@@ -201,7 +202,7 @@ def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Arr
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if, by the settings, tokens of the first block of a document attend to keys of
+    """Returns True if the settings let tokens of the first block of a document attend to keys of
     zeros in place of the missing cache.
     """
     return model.sliding.cache and not model.sliding.mask_empty_cache

@@ -47,7 +47,7 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
         """Returns accumulators for those of the kernels called `names` that the layers have; None
-        if computing these gradients after the scan would move more memory.
+        if storing the accumulators would move more memory than gradients of each block do.
 
         Args:
           names: names of parameters of the layers.

@@ -19,14 +19,20 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class WindowLayer(nn.Module):
-    """A sliding-window layer: causal attention of each token to its window, followed by an MLP."""
+    """A sliding-window layer: causal attention of each token to its window, followed by an MLP.
+
+    Attributes:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+      training: True applies dropout.
+      kernels: the names of the implementations of ops.
+    """
 
     model: Model
     training: bool = False
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP."""
+        """Creates the module with attention and the MLP."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=self.model.feedback, training=self.training,
             kernels=self.kernels,
@@ -45,7 +51,7 @@ class WindowLayer(nn.Module):
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
         Args:
-          x: vectors of the tokens of a segment with N blocks.
+          x: the input vectors of the tokens of a segment with N blocks.
           state: the state before the segment.
           document_start: True where a block is the first of a document.
           feedback: keys and values of recurrent states that the tokens also attend to, or None.

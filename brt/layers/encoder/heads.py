@@ -1,6 +1,7 @@
 """Heads of encoders: small modules, one for each task, that map the encoder's hidden vectors to
 logits. An encoder has one head, whose parameters have the name `head`.
 
+A head has the fields `model`, the settings of the encoder, and `training`, which enables dropout.
 The inputs of a head are hidden vectors `hidden` [B, T, D] for B rows of the batch, T positions and
 the width D of the model, and the mask `valid` [B, T], which is False for padding.
 """

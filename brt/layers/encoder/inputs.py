@@ -25,6 +25,10 @@ class Inputs(nn.Module):
     positions, and the norm `embed_norm`. Convolutional positions (wav2vec 2.0, Baevski et al. 2020,
     section 2; here without an activation) mix each token with its neighbours. The mixture depends
     on the order of tokens, but not on their absolute positions.
+
+    Attributes:
+      model: the settings of the encoder.
+      training: True applies dropout.
     """
 
     model: Encoder

@@ -69,6 +69,9 @@ class SourceAttention(Projections):
 
     Kinds with additional parameters have further submodules, such as `raf` for accumulate-and-fire
     neurons.
+
+    Attributes:
+      cross: the kind of cross-attention and its settings.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -95,7 +98,8 @@ class SourceAttention(Projections):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
-        """Returns the attention output of all T target tokens, and metrics by name.
+        """Returns the attention output of all T target tokens, and metrics by name, such as the
+        firing rate of accumulate-and-fire neurons; there are no metrics without such neurons.
 
         Args:
           x: vectors of the target tokens.

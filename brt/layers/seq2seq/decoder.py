@@ -54,7 +54,12 @@ class Place(NamedTuple):
 class DecoderLayer(Residual):
     """Self-attention, cross-attention and an MLP, each with a residual connection.
 
-    The methods have the form that `brt.layers.transformer.stacked` requires.
+    The arguments and results of the methods have the form that `brt.layers.transformer.stacked`
+    requires: the arguments are arrays from the layer before, arrays of this layer alone and arrays
+    that all layers read; the results are arrays for the next layer and further outputs.
+
+    Attributes:
+      cross: the kind of cross-attention and its settings.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -130,6 +135,9 @@ class Decoder(Ends):
     """All layers of the decoder, which map embedded target tokens to hidden vectors.
 
     Caches have the layers on axis 1.
+
+    Attributes:
+      cross: the kind of cross-attention and its settings.
     """
 
     cross: CrossAttention = CrossAttention()

@@ -19,6 +19,11 @@ class Ends(nn.Module):
     In BART, the position embeddings `pos_embed` and the norm `embed_norm` come before the first
     layer. In T5, the norm `final_norm` comes after the last layer, and all layers share the table
     `rel_bias` of relative position biases.
+
+    Attributes:
+      model: the settings of the encoder-decoder, whose field `family` is "t5" or "bart".
+      training: True applies dropout.
+      kernels: the names of the implementations of operations.
     """
 
     model: Seq2Seq

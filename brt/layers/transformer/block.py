@@ -120,6 +120,10 @@ class Residual(nn.Module):
 
     For a sub-layer f with a norm, a layer computes y = f(before(norm, x)) and then
     x = after(norm, x, y).
+
+    Attributes:
+      block: sizes and settings of the layer.
+      training: True applies dropout.
     """
 
     block: Block

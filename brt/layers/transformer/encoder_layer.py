@@ -12,7 +12,12 @@ from brt.layers.transformer.mlp import Mlp
 class EncoderLayer(Residual):
     """Self-attention and an MLP, each with a residual connection and a norm before or after it.
 
-    The attributes are passed to `SelfAttention`, which describes them.
+    Attributes:
+      attention: the kind of self-attention and its settings.
+      radius: the number of positions on each side that a token attends to; 0 for all positions.
+      has_globals: True if tokens also attend to transient global tokens, which are sums of blocks
+        (LongT5).
+      shared_queries_keys: True if the queries of self-attention are also its keys.
     """
 
     attention: Attention = Attention()
@@ -33,8 +38,8 @@ class EncoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, source: Source
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Returns the layer's output for all T tokens, and None, as
-        `brt.layers.transformer.stacked` requires.
+        """Returns the layer's output for all T tokens, and None for further outputs, because
+        `brt.layers.transformer.stacked` expects a pair.
 
         Args:
           x: vectors of width D for the T tokens of B rows of the batch.

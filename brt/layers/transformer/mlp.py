@@ -17,6 +17,10 @@ class Mlp(nn.Module):
 
     A gated MLP has two projections `wi_0` and `wi_1`, and multiplies the activation of the first
     by the second.
+
+    Attributes:
+      block: sizes and settings of the layer.
+      training: True applies dropout.
     """
 
     block: Block

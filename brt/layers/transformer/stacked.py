@@ -20,11 +20,13 @@ def stacked(
 ) -> type[nn.Module]:
     """Returns a module class that calls `count` layers one after the other.
 
-    The class has the fields of `layer`, and its parameters have the layers on axis 0. A method of
-    the class and of `layer` is called as method(x, each, shared) and returns (x, outputs). Each
-    layer gets the x that the layer before returned. The arrays in `each` and `outputs` differ
-    between layers: the method of the class takes and returns them with the layers on axis 0, and
-    the method of `layer` those of one layer. All layers read the same `shared`.
+    The class has the fields of `layer`, and its parameters have the layers on axis 0. The methods
+    of the class and of `layer` have the arguments (x, each, shared) and return (x, outputs):
+
+      x: arrays that each layer gets from the layer before; the class returns those of the last.
+      each, outputs: arrays that differ between layers. The methods of the class take and return
+        them with the layers on axis 0, and the methods of `layer` without this axis.
+      shared: arrays that all layers read.
 
     The scan is a loop on CPUs and GPUs. On TPUs it is unrolled unless `remat` is True, because a
     loop stacks arrays for its backward pass, and stacking takes TPUs too long.
