@@ -1,6 +1,8 @@
 """Evaluation of extractive question answering: exact match and F1 of predicted answers.
 
-In shapes, B is the number of windows in a batch and T their padded number of tokens.
+A model reads the question together with a window, a part of the text that contains the answer, and
+predicts the span of tokens that is the answer. In shapes, B is the number of windows in a batch and
+T their padded number of tokens.
 """
 
 import math
@@ -28,8 +30,9 @@ class WindowPrediction(NamedTuple):
       row: index of the window in the store.
       start, end: positions of the first and last token of the best span in the window's input.
       score: score of the best span, the sum of the logits of its start and end.
-      no_answer: sum of the start and end logits of the first token, which stands for "no answer".
-      nats: cross-entropy of the true start and end, as in training.
+      no_answer: sum of the start and end logits of the input's first token, which stands for "no
+        answer in this window".
+      nats: cross-entropy of the true start plus cross-entropy of the true end, as in training.
     """
 
     row: int
@@ -46,7 +49,8 @@ class AnswerEvaluator(HeadEvaluator):
     Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
     answers, in percent, averaged over questions. Bits per place are -log2 p of the two places,
     start and end of the answer, averaged over the places of all windows. In windows without the
-    answer, both places are the first token. Empty rows and questions with faults do not count.
+    answer, both places are the first token. Rows that only fill up a batch do not count, and
+    neither do questions that were left out when the data were prepared.
     """
 
     summary = "exact_match", "exact match {:.2f} %"
@@ -58,8 +62,8 @@ class AnswerEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        The function's arguments are params, a batch, and a mask of the context's tokens. Its
-        results are the fields of WindowPrediction except for `row`, arrays [B].
+        The function's arguments are the parameters, a batch, and a mask that is True for tokens of
+        the context. Its results are the fields of WindowPrediction except for `row`, arrays [B].
         """
         longest = config.questions.max_answer_length
 
@@ -69,9 +73,9 @@ class AnswerEvaluator(HeadEvaluator):
             """Returns start, end, score, no_answer and nats of WindowPrediction, arrays [B].
 
             Args:
-              params: parameters.
+              params: parameters of the model.
               batch: a batch of windows.
-              mask: True for tokens of the context.
+              mask: True for tokens of the context, the only tokens that an answer may contain.
             """
             logits = self.task.predict(config, params, batch)
             nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
@@ -81,7 +85,9 @@ class AnswerEvaluator(HeadEvaluator):
         return read
 
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
-        """Returns the mask of the tokens that an answer may contain: the tokens of the context."""
+        """Returns a tuple with one mask, bool [B, T]: True for the tokens that an answer may
+        contain, which are the tokens of the context. The function of `forward` needs this mask.
+        """
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
@@ -96,7 +102,7 @@ class AnswerEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the metrics of all windows, with one prediction for each question.
+        """Returns the metrics of the split, and one prediction for each question.
 
         Args:
           config: config of the model.
@@ -151,16 +157,20 @@ class AnswerEvaluator(HeadEvaluator):
 def best_answer(
     store: QuestionStore, windows: list[WindowPrediction], no_answer: bool, margin: float
 ) -> dict[str, Any]:
-    """Returns the prediction for a question as JSON: the best answer in its windows, and its score.
+    """Returns the prediction for a question: the best answer in the windows of its context.
 
     As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
     of all windows exceed the score of the best span by more than `margin`.
 
     Args:
-      store: the store of the split.
-      windows: predictions for all windows of the question.
+      store: the questions and contexts of the split.
+      windows: the model's predictions for all windows of the question.
       no_answer: True if the prediction may be "".
-      margin: the difference of scores that "no answer" requires.
+      margin: the number by which the no-answer scores have to exceed the score of the best span.
+
+    Returns:
+      JSON with the keys "prediction" (the text of the answer) and "score" (of the best span). If
+      `no_answer` is True, "no_answer_score" is the lowest no-answer score of the windows.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -176,11 +186,13 @@ def best_answer(
 def scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
-    If some questions have no answer, the result has additional averages over the questions with and
-    without an answer.
+    The names are "exact_match" and "f1"; "questions" is the number of questions. If some questions
+    have no answer, there are also averages over the questions with an answer, whose names begin
+    with "answerable_", and over the questions without an answer ("unanswerable_").
 
     Args:
-      rows: for each question its answers, and exact match and F1 of its prediction, as JSON.
+      rows: for each question, JSON with the keys "answers" (the true answers), "exact_match" and
+        "f1" (of the prediction, from 0 to 1).
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):

@@ -11,14 +11,16 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Score(NamedTuple):
-    """Exact match and F1 of one answer, each from 0 to 1."""
+    """Exact match (0 or 1) and F1 (from 0 to 1) of one predicted answer."""
 
     exact: float
     f1: float
 
 
 def normalized(answer: str) -> str:
-    """Returns an answer in lower case without punctuation, articles and repeated spaces."""
+    """Returns an answer in the form in which answers are compared: in lower case, without
+    punctuation, English articles and repeated spaces.
+    """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
@@ -39,7 +41,7 @@ def f1(prediction: str, gold: str) -> float:
     """Returns the F1 score (0 to 1) of the words that a predicted answer shares with a true answer
     (`gold`).
 
-    The score is 1 if both answers have no words.
+    The score is 1 if both answers have no words after normalisation.
     """
     predicted, expected = (normalized(text).split() for text in (prediction, gold))
     if not predicted or not expected:

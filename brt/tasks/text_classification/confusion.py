@@ -25,16 +25,16 @@ def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
 def accuracy(table: Confusion) -> float:
     """Returns the fraction of rows whose label was predicted correctly; 0 if there are no rows.
 
-    `table` is the result of `confusion`.
+    `table` is a confusion matrix, [true labels, predicted labels].
     """
     return float(np.trace(table) / max(table.sum(), 1))
 
 
 def f1(table: Confusion, label: int = 1) -> float:
-    """Returns the F1 score of one label; 0 if the label neither occurs nor is predicted.
+    """Returns the F1 score of one label, from 0 to 1; 0 if it neither occurs nor is predicted.
 
     Args:
-      table: the result of `confusion`.
+      table: a confusion matrix, [true labels, predicted labels].
       label: index of the label.
     """
     both = table[label].sum() + table[:, label].sum()
@@ -45,7 +45,7 @@ def matthews(table: Confusion) -> float:
     """Returns the Matthews correlation, generalised to several labels by Gorodkin (2004, eq. 8).
 
     The result is from -1 to 1, and 0 if all rows have the same label or the same prediction.
-    `table` is the result of `confusion`.
+    `table` is a confusion matrix, [true labels, predicted labels].
     """
     true, guessed, total = table.sum(axis=1), table.sum(axis=0), int(table.sum())
     covariance = total * int(np.trace(table)) - int(true @ guessed)

@@ -1,4 +1,7 @@
-"""Correlations of two series of numbers, from -1 to 1; 0 if one series is constant."""
+"""Correlations of two series of numbers, from -1 to 1.
+
+A correlation is 0 if one of the series is constant or has fewer than two numbers.
+"""
 
 import numpy as np
 import scipy

@@ -1,7 +1,8 @@
-"""Evaluation of text classification and regression.
+"""Evaluation of text classification and text regression.
 
-In shapes, B is the number of rows in a batch, N the number of rows of the split, and C the number
-of classes (1 for a number).
+A row is a sentence or a pair of sentences, with a label or a number that the model predicts. In
+shapes, B is the number of rows in a batch, N the number of evaluated rows, and C the number of the
+model's outputs for a row: the number of labels, or 1 for a number.
 """
 
 import abc
@@ -29,7 +30,7 @@ _SHOWN = 60  # An example shows at most this number of characters of a text.
 
 
 class SentenceScores(NamedTuple):
-    """Metrics and predictions of all rows.
+    """Metrics of all rows together, and the prediction for each row.
 
     Attributes:
       metrics: the metrics as JSON.
@@ -45,7 +46,9 @@ class SentenceScores(NamedTuple):
 
 
 class SentenceEvaluator(HeadEvaluator):
-    """Base class of the evaluators of sentences; a subclass interprets the logits of the head.
+    """Base class of the evaluators of labels and of numbers that are predicted for sentences.
+
+    A subclass defines what the logits of the model mean.
 
     Attributes:
       bits: name of the metric with the bits per row.
@@ -64,34 +67,39 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Converts the head's logits [B, C] to the predictions that are scored, such as the log
+        """Converts the model's logits [B, C] to the predictions that are scored, such as the log
         probabilities of C labels.
         """
 
     @staticmethod
     @abc.abstractmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log p of each row's target, 0 for empty rows; training minimises the sum.
+        """Returns -log p of each row's target; training minimises the sum over all rows.
+
+        The values of empty rows, which only fill up a batch, are 0.
 
         Args:
-          logits: the head's logits.
+          logits: the model's logits.
           batch: the rows, whose field `targets` has the true labels or numbers.
         """
 
     @abc.abstractmethod
     def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Returns the metrics and predictions of all rows.
+        """Compares the predictions for rows with the true labels or numbers in the store.
 
         Args:
           order: the index in the store of each row of `outputs`.
           outputs: for each of N rows, the C predicted values, from the method `outputs`.
+
+        Returns:
+          The metrics of all rows, and the prediction for each row.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        The function maps params and a batch to the predictions [B, C] and the training loss [B] of
-        each row.
+        The function maps the parameters and a batch to the predictions [B, C] and the training loss
+        [B] of each row.
         """
 
         def read(
@@ -163,12 +171,12 @@ class SentenceEvaluator(HeadEvaluator):
 
 
 class Classifier(SentenceEvaluator):
-    """Evaluates classification; outputs are log probabilities of the labels.
+    """Evaluates classification; the predictions are log probabilities of the labels.
 
     Accuracy is the percentage of rows whose most likely label is correct; F1 and Matthews
-    correlation are computed from the same predictions. Bits are -log2 p of the true labels without
-    smoothing, averaged over rows. Bad rows and empty rows do not count. Long rows were cut when the
-    data were prepared.
+    correlation are computed from the same most likely labels. Bits are -log2 p of the true labels
+    without smoothing, averaged over rows. Empty rows, which only fill up a batch, do not count, and
+    neither do rows that were left out when the data were prepared. Long rows were then cut.
     """
 
     bits, score_name, summary = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -178,7 +186,7 @@ class Classifier(SentenceEvaluator):
 
     @staticmethod
     def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Returns the log probabilities of the labels, the log-softmax of the head's logits."""
+        """Returns the log probabilities of the labels: the log-softmax of the model's logits."""
         return jax.nn.log_softmax(logits)
 
     @staticmethod
@@ -188,11 +196,15 @@ class Classifier(SentenceEvaluator):
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
     def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Returns accuracy, F1 and Matthews correlation in percent, and the predictions.
+        """Compares the most likely label of each row with the true label.
 
         Args:
           order: the index in the store of each row of `outputs`.
-          outputs: log probabilities of the labels.
+          outputs: for each of N rows, the log probabilities of the C labels.
+
+        Returns:
+          Accuracy and, for two labels, F1 in percent, Matthews correlation from -1 to 1, and the
+          prediction for each row.
         """
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(outputs, axis=1)
@@ -213,11 +225,12 @@ class Classifier(SentenceEvaluator):
 
 
 class Regressor(SentenceEvaluator):
-    """Evaluates regression; the output is the predicted number.
+    """Evaluates regression; the prediction for a row is a number.
 
     Correlations are in percent. Bits are -log2 of the density of the true number under a normal
-    distribution of variance 1 around the prediction, averaged over rows. Bad rows and empty rows do
-    not count.
+    distribution of variance 1 around the prediction, averaged over rows. Empty rows, which only
+    fill up a batch, do not count, and neither do rows that were left out when the data were
+    prepared.
     """
 
     bits, score_name, summary = "bits_per_number", "pearson", ("pearson", "Pearson {:.2f} %")
@@ -233,20 +246,23 @@ class Regressor(SentenceEvaluator):
 
     @staticmethod
     def nats(logits: Float[Array, "B 1"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log of the density of each row's target, 0 for empty rows.
+        """Returns -log of the density of each row's true number, 0 for empty rows.
 
-        The logit predicts a normal distribution whose mean is the logit and whose variance is 1.
+        The model predicts a normal distribution whose mean is the logit and whose variance is 1.
         """
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
     def score(self, order: list[int], outputs: Float[np.ndarray, "N 1"]) -> SentenceScores:
-        """Returns Pearson's and Spearman's correlation of the predictions with the true numbers in
-        percent, the root mean square error of the predictions, and the predictions.
+        """Compares the predicted number of each row with the true number.
 
         Args:
           order: the index in the store of each row of `outputs`.
-          outputs: the predicted numbers.
+          outputs: for each of N rows, the predicted number.
+
+        Returns:
+          Pearson's and Spearman's correlation of predictions and true numbers in percent, the root
+          mean square error of the predictions, and the prediction for each row.
         """
         true, guessed = self.store.targets[order], outputs[:, 0]
         metrics = {
@@ -266,8 +282,9 @@ class Regressor(SentenceEvaluator):
 def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
     """Returns the metrics that follow from a confusion matrix, by name.
 
-    Accuracy and F1 are percentages. The F1 score is computed for the second label, and only if
-    there are two labels.
+    Accuracy and F1 are percentages; Matthews correlation is from -1 to 1. The F1 score is computed
+    for the second label, and only if there are two labels. The names of the labels and the matrix
+    itself are included.
 
     Args:
       table: the confusion matrix, [true labels, predicted labels].

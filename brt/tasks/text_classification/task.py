@@ -22,7 +22,12 @@ from brt.tasks.text_classification.evaluation import Classifier, Regressor, Sent
 
 
 class TextClassification(EncoderTask):
-    """The task that predicts the label of a sentence or of a pair of sentences."""
+    """The task that predicts the label of a sentence or of a pair of sentences.
+
+    Attributes:
+      evaluator_class: class of the evaluator, which also defines the loss of a row.
+      numbers: True if the labels are real numbers instead of classes, as in a subclass.
+    """
 
     name = "text_classification"
     head = "classification"
@@ -39,11 +44,11 @@ class TextClassification(EncoderTask):
     numbers: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError if the encoder does not support the length of the sentences."""
+        """Raises ConfigError if the encoder cannot read rows of Data.max_length tokens."""
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
-        """Opens the sentences with their labels, and prepares them first if necessary.
+        """Opens the labelled sentences of all splits, and prepares them first if necessary.
 
         Args:
           config: the config, which names the sources.
@@ -54,12 +59,12 @@ class TextClassification(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> SentenceDataset:
-        """Opens one split of the data, encoded with the tokenizer of a run.
+        """Opens one split of the data, encoded with the tokenizer of a trained model.
 
         Args:
           config: the config, which names the sources of the split.
           split: name of the split.
-          tokenizer: the tokenizer of the run.
+          tokenizer: the tokenizer of the run that trained the model.
           known: directory in which the run prepared the same data before; None if there is none.
         """
         return Preparation(config.sentences, numbers=self.numbers).open_split(
@@ -67,7 +72,7 @@ class TextClassification(EncoderTask):
         )
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
-        """Returns the tokenizer saved in a run directory."""
+        """Returns the tokenizer that a run has saved in `file`."""
         return tokenization.load(str(file), "Data.tokenizer")
 
     def sizes_are_configured(self, config: Config) -> bool:
@@ -75,7 +80,12 @@ class TextClassification(EncoderTask):
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with sizes filled in, including the labels and their number."""
+        """Returns the config with vocabulary size, dtype, labels and number of labels filled in.
+
+        Raises:
+          ConfigError: the config has another number of classes than the training data have labels,
+            and training does not start from the weights of another model.
+        """
         config = super().resolve(config, dataset)
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
@@ -90,7 +100,7 @@ class TextClassification(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
-        """Returns the reader of the training rows, in a new order every epoch."""
+        """Returns the reader that yields batches of training rows, in a new order every epoch."""
         section, t = config.sentences, config.training
         return SentenceReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -100,9 +110,10 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the labels, summed over a batch, and its other results.
+        """Returns the negative log-likelihood of the labels (or numbers), summed over a batch.
 
-        The loss is smoothed by Training.label_smoothing, but the metric `Aux.nats` is not.
+        The loss is smoothed by Training.label_smoothing. The second result has the sum without
+        smoothing and the number of scored rows, for metrics.
 
         Args:
           config: config of the model.
@@ -120,12 +131,18 @@ class TextClassification(EncoderTask):
         return (1 - share) * nats + share * smoothed, aux
 
     def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
-        """Returns an evaluator that measures the accuracy and the bits of labels."""
+        """Returns an evaluator of the labels (or numbers) that are predicted for a split.
+
+        Raises:
+          ConfigError: `request.ablate` names a memory to reset, but encoders have no memory.
+        """
         refuse_ablation(request.ablate)
         return self.evaluator_class(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that evaluate, and that train on the user's own sentences."""
+        """Returns lines for the user with commands that evaluate the run in `workdir`, and that
+        train on the user's own sentences.
+        """
         column = "score" if self.numbers else "label"
         task = f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.numbers else ""
         return [
@@ -139,7 +156,7 @@ class TextClassification(EncoderTask):
 class TextRegression(TextClassification):
     """The task that predicts a number for a sentence or a pair of sentences.
 
-    The number is the mean of a normal distribution of variance 1.
+    The model predicts a normal distribution of variance 1, whose mean is the predicted number.
     """
 
     name = "text_regression"
@@ -153,7 +170,9 @@ class TextRegression(TextClassification):
     numbers = True
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for settings that only apply to classes."""
+        """Raises ConfigError for settings that only apply to classes, and if the encoder cannot
+        read rows of Data.max_length tokens.
+        """
         smoothing, labels = config.training.label_smoothing, config.sentences.labels
         if smoothing:
             raise ConfigError(
@@ -166,6 +185,8 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with one class, because the number is the only logit."""
+        """Returns the config with vocabulary size and dtype filled in, and with one class, because
+        the only logit is the predicted number.
+        """
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

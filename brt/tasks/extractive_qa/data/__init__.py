@@ -1,1 +1,1 @@
-"""Data of extractive question answering: from files to batches of windows."""
+"""Data of extractive question answering, from files to batches of windows of text."""

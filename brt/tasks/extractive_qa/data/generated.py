@@ -1,8 +1,9 @@
 """Generated questions for tests and examples, which are the same on every machine.
 
-A context is five to eight facts such as "banana is gofuna rilo .", separated by words of a fixed
-lexicon. A question is "what is banana ?", and its answer is the value of this key, one or two
-words long. The other facts have other keys, so a model has to find the key of the question.
+A context consists of five to eight facts such as "banana is gofuna rilo .", separated by random
+words of a fixed lexicon. In this fact, "banana" is the key and "gofuna rilo" the value, one or two
+words long. A question is "what is banana ?", and its answer is the value of the key. The other
+facts have other keys, so a model has to find the key of the question.
 """
 
 from collections.abc import Iterator

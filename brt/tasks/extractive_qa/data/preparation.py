@@ -1,4 +1,8 @@
-"""Prepares the questions that the config section Questions names, as stores of windows."""
+"""Prepares questions about texts (contexts), which the config section Questions names.
+
+The questions are read from files, tokenized, and written to a directory of the cache, which has a
+store (`QuestionStore`) for each split. Long contexts are cut into windows.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +27,8 @@ TOGETHER = 64  # This number of texts is tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
-    """Prepared questions that are opened for reading: directory, tokenizer, and a store for each
-    split.
+    """Prepared questions that are opened for reading: their directory, their tokenizer, and a
+    `QuestionStore` for each split.
     """
 
     rows = "questions"
@@ -35,7 +39,7 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset
 
     Args:
       section: the section Questions of the config.
-      progress: True reports the progress, and rows that are left out, on stderr.
+      progress: True reports the progress, and questions that are left out, on stderr.
 
     Raises:
       DataError: a source cannot be read.
@@ -50,7 +54,9 @@ class Preparation(TextPreparation):
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
-        """Returns the opened store of a split, whose questions `encoder` tokenized."""
+        """Returns the opened store of the split in a directory; `encoder` is the tokenizer that
+        encoded its questions.
+        """
         return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
@@ -63,9 +69,11 @@ class Preparation(TextPreparation):
             yield row.text
 
     def content(self, row: Question) -> str:
-        """Returns the text that assigns a question to a split: its context.
+        """Returns the context of a question.
 
-        All questions about a context are therefore in one split.
+        If validation or test questions are held out of the training data, a hash of this text
+        decides which questions are held out. All questions about a context are therefore in one
+        split.
         """
         return row.context
 

@@ -1,4 +1,8 @@
-"""Reader of files in the format of SQuAD 1.1 and 2.0 (data, paragraphs, qas)."""
+"""Reads questions from files in the JSON format of SQuAD 1.1 and 2.0.
+
+A file has a list `data` of articles, an article has a list `paragraphs`, and a paragraph has a text
+`context` and a list `qas` of questions with their answers.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,8 +53,8 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
     """Yields the questions of all sources in order, and a BadRow for each question with a fault.
 
     Args:
-      names: names of sources, whose files are in SQuAD's format.
-      no_answer: True accepts questions without an answer.
+      names: names of the sources, such as paths of files in SQuAD's format.
+      no_answer: True accepts questions without an answer; otherwise they have a fault.
 
     Raises:
       DataError: a source cannot be read, contains no question, or has another format.
@@ -67,12 +71,12 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
 def question(
     where: str, context: str, entry: Mapping[str, Any], no_answer: bool
 ) -> Question | BadRow:
-    """Returns a question, or a BadRow if the entry of the file has a fault.
+    """Returns the question that an entry of a file describes, or a BadRow if the entry has a fault.
 
     Args:
-      where: file and position, for messages.
-      context: the context of the question.
-      entry: a member of the list `qas` in the file, with the keys "id", "question" and "answers".
+      where: file and position of the entry, for messages.
+      context: the text in which the answer has to be found.
+      entry: an element of the list `qas` in the file, with the keys "id", "question" and "answers".
       no_answer: True accepts a question without an answer.
     """
     id, text = entry.get("id"), entry.get("question")

@@ -1,4 +1,8 @@
-"""Stores of questions, whose contexts are cut into windows (see `brt.data.rows.store`)."""
+"""Stores of questions on disk, with the texts (contexts) that contain the answers.
+
+The contexts are cut into windows; a row of the store is a window together with a question. The
+files of a store are described in `brt.data.rows.store`.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -17,8 +21,9 @@ class Row(NamedTuple):
     """A window: a question, and a range of tokens of the question's context.
 
     Attributes:
-      question: index of the question.
-      start, stop: first token of the context in the window, and the token after the last one.
+      question: index of the question in the store.
+      start, stop: index of the context's first token in the window, and of the token after the last
+          one.
       answer_start, answer_end: positions of the first and last token of the answer in the model's
           input; 0, the first special token, if the window does not contain the whole answer.
     """
@@ -32,7 +37,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuestionStore(RowStore):
-    """Encoded contexts and questions, and the windows into which they are cut.
+    """Encoded contexts and questions of a split, and the windows into which contexts are cut.
 
     Attributes:
       tokenizer: the tokenizer of contexts and questions.
@@ -64,7 +69,7 @@ class QuestionStore(RowStore):
 
         Args:
           directory: the directory of the store.
-          tokenizer: the tokenizer that encoded the questions.
+          tokenizer: the tokenizer that encoded the questions and contexts.
 
         Raises:
           DataError: the store is missing, unfinished or damaged.
@@ -94,16 +99,18 @@ class QuestionStore(RowStore):
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
-        """Number of ids that the model reads for each window."""
+        """Number of token ids that the model reads for each window, including the question."""
         questions = self.questions.lengths[self.rows[:, 0]]
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
     def row(self, row: int | np.integer) -> Row:
-        """Returns the window with the index `row`."""
+        """Returns the row with the index `row`: its question and its window."""
         return Row(*self.rows[row].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """Returns the ids that the model reads for a window: question, context and special ids."""
+        """Returns the token ids that the model reads for the window with the index `row`: the
+        question and the window's part of the context, with special ids.
+        """
         question, start, stop = self.rows[row, :3]
         context = self.contexts[self.context_of[question]][start:stop]
         return self.tokenizer.wrap(self.questions[question], context)
@@ -112,19 +119,23 @@ class QuestionStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
-        """Positions of the answer's first and last token in the input of each window."""
+        """Positions of the answer's first and last token in the input of each window, which the
+        model has to predict.
+        """
         return self.rows[:, 3:]
 
     def context_start(self, row: int | np.integer) -> int:
-        """Returns the position of the first context token in the input of the window `row`."""
+        """Returns the position of the first token of the context in the model's input for the
+        window with the index `row`.
+        """
         tokenizer = self.tokenizer
         around = len(tokenizer.begin) + len(tokenizer.between)
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask of inputs that is True for the tokens of the context.
+        """Returns a mask of the inputs of windows that is True for the tokens of the context.
 
-        Answers may only consist of tokens of the context.
+        A predicted answer may only consist of these tokens.
 
         Args:
           rows: int [B], indices of windows; -1 is an empty row.

@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 
 class Window(NamedTuple):
-    """A range of tokens of a text, from `start` to `stop` - 1."""
+    """A range of tokens of a text: the tokens with the indices `start` to `stop` - 1."""
 
     start: int
     stop: int
@@ -16,7 +16,7 @@ class Window(NamedTuple):
 def windows(length: int, room: int, stride: int) -> list[Window]:
     """Returns windows of at most `room` tokens that cover a text and overlap by `stride` tokens.
 
-    An empty text has one window, too.
+    An empty text has one empty window.
 
     Args:
       length: number of tokens of the text.
@@ -34,8 +34,10 @@ def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[i
     """Returns the indices of the first and last token that overlap a range of characters.
 
     Args:
-      spans: for each token, its first character and the character after its last character.
-      start, stop: first character of the range, and the character after the last one.
+      spans: for each token, the index of its first character, and of the character after its last
+        one.
+      start, stop: index of the first character of the range, and of the character after the last
+        one.
 
     Returns:
       The two indices, or None if no token overlaps the range.

@@ -1,4 +1,7 @@
-"""The reader of batches of sentences, whose targets are one label or one number for each row."""
+"""The reader of batches of rows, which are sentences or pairs of sentences.
+
+The target of a row is a label or a number.
+"""
 
 from brt.data.texts.batches import TextReader as SentenceReader
 

@@ -1,4 +1,7 @@
-"""Reads sentences with their labels from the rows of tables."""
+"""Reads sentences with their labels from tables.
+
+The columns are named in the config, or have common names such as "sentence" and "label".
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,7 +15,8 @@ from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
-# These are the columns of sentences in GLUE and other common datasets, in order of preference.
+# These are the columns of sentences and of pairs of sentences in GLUE and other common datasets, in
+# order of preference.
 SENTENCES = (
     ("sentence1", "sentence2"),  # RTE, WNLI and STS-B have these columns.
     ("premise", "hypothesis"),  # MNLI has these columns.
@@ -61,10 +65,10 @@ def read(
 ) -> Iterator[Example | BadRow]:
     """Yields the rows of all sources in order, and a BadRow for each row that cannot be used.
 
-    Rows without ids get their number as id; the numbers continue from source to source.
+    The id of a row without an id is its number; the numbers continue from source to source.
 
     Args:
-      names: names of the sources.
+      names: names of the sources, such as paths of files.
       section: the section Sentences of the config, which names the columns.
       numbers: True if labels are real numbers instead of classes.
 
@@ -81,12 +85,12 @@ def read(
 
 
 def choose(table: str, header: Collection[str], section: config.Sentences) -> Columns:
-    """Returns the columns that the section names, or columns with common names.
+    """Returns the columns that are read from a table: the configured names, or common names.
 
     Args:
       table: name of the table, for the error message.
       header: names of the table's columns.
-      section: the section Sentences of the config, whose names of columns may be empty.
+      section: the section Sentences of the config, which may name columns.
 
     Raises:
       DataError: the table has no such columns; the message lists the existing columns.

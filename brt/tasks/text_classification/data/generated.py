@@ -1,8 +1,8 @@
 """Generated texts with labels for tests and examples, the same on every machine.
 
-A text consists of 30 to 60 words from a fixed lexicon of 60 and, at a random position, one of 18
-other words. There are three labels with six of these words each; the word alone determines the
-label. The classifier reads the output of the first token, so attention has to find the word.
+A text consists of 30 to 60 words from a fixed lexicon of 60 words and, at a random position, one
+keyword. There are three labels with six keywords each, and the keyword alone determines the label.
+The classifier reads the encoder's output at the first token, so attention has to find the keyword.
 """
 
 from collections.abc import Iterator

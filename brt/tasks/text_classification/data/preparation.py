@@ -1,4 +1,8 @@
-"""Prepares the sentences that the config section Sentences names, as stores in the cache."""
+"""Prepares labelled sentences, which the config section Sentences names.
+
+The sentences are read from files, tokenized, and written to a directory of the cache, which has a
+store (`SentenceStore`) for each split.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +28,8 @@ TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
-    """Prepared sentences that are opened for reading: directory, tokenizer, and a store for each
-    split.
+    """Prepared sentences that are opened for reading: their directory, their tokenizer, and a
+    `SentenceStore` for each split.
 
     The index of a label is the same in all splits.
     """
@@ -34,7 +38,7 @@ class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the labels, in the order of their indices."""
+        """Names of the labels, in the order of their indices; empty if the labels are numbers."""
         return self.split("train").labels
 
 
@@ -71,7 +75,8 @@ class Preparation(TextPreparation):
         super().__init__(section, progress)
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"
-        self._labels: tuple[str, ...] = ()  # All splits have the labels of the training rows.
+        # The training rows, which are written first, determine the labels of all splits.
+        self._labels: tuple[str, ...] = ()
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
         """Opens a single split; prepares the split first if necessary.
@@ -85,10 +90,10 @@ class Preparation(TextPreparation):
         return super().open_split(split, encoder, known)
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns {"labels": the names of the labels}, which follow from the training rows.
+        """Returns the names of the labels, which follow from the training rows.
 
-        If a split is prepared separately from the training rows, this dict is a part of the key
-        under which the split is cached, because the labels determine the prepared rows.
+        The result {"labels": names} is a part of the key under which a split is cached that is
+        prepared separately from the training rows, because the labels determine the prepared rows.
         """
         return {"labels": self.section.labels}
 
@@ -98,12 +103,16 @@ class Preparation(TextPreparation):
         return opened.with_labels(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
-        """Yields the sentences of the training data."""
+        """Yields the sentences of the training data, to train a tokenizer on them."""
         for row in Tally("train", "").usable(self.read("train")):
             yield from row.texts
 
     def content(self, row: Example) -> str:
-        """Returns the text that assigns a row to a split: its sentences, one per line."""
+        """Returns the sentences of a row, one per line.
+
+        If validation or test rows are held out of the training data, a hash of this text decides
+        which rows are held out. Rows with equal sentences are therefore in one split.
+        """
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
@@ -192,18 +201,23 @@ def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.
 
 
 def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
-    """Cuts one or two texts to at most `limit` ids in total; of two texts, the longer is cut first.
+    """Cuts the ends of one or two texts, so that they have at most `limit` token ids in total.
+
+    Of two texts, the longer one is cut first.
 
     Args:
-      parts: the ids of each text.
+      parts: the token ids of each text.
       limit: the largest total number of ids.
+
+    Returns:
+      The token ids of each text that remain.
     """
     if len(parts) == 1:
         return [parts[0][:limit]]
     first, second = map(len, parts)
     excess = max(first + second - limit, 0)
-    # The first text loses `difference` ids more than the second text. Therefore the longer text is
-    # cut until both are equally long, and then both are cut equally.
+    # The texts lose `excess` ids together, and the first text loses `difference` ids more than the
+    # second text. The longer text is thus cut until both are equally long; then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
         parts[0][: first - (excess + difference + 1) // 2],

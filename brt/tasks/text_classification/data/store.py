@@ -1,4 +1,7 @@
-"""Stores of sentences: ids of tokens, including special ids, with labels or numbers."""
+"""Stores of sentences on disk: token ids, including special ids, with labels or numbers.
+
+The files of a store are described in `brt.data.rows.store`.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,10 +18,10 @@ from brt.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SentenceStore(RowStore):
-    """Rows of ids, each with a label or a number.
+    """Sentences (or pairs of sentences) of a split as token ids, each with a label or a number.
 
     Attributes:
-      tokens: int32 ids of each row.
+      tokens: token ids of each row, int32 [T].
       targets: int32 [rows], indices into `labels`; or float32 [rows], numbers.
       labels: names of all labels; empty for numbers.
     """
@@ -49,16 +52,22 @@ class SentenceStore(RowStore):
         return self.tokens.lengths
 
     def read(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """Returns the ids of a row."""
+        """Returns the token ids of the row with the index `row`."""
         return self.tokens[row]
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
-        """Target of each row: the index of its label, or its number."""
+        """Target that the model has to predict for each row: the index of a label, or a number."""
         return self.targets[:, None]
 
     def with_labels(self, labels: Sequence[str]) -> "SentenceStore":
-        """Returns the store with targets that are indices into `labels`.
+        """Returns the store with the labels in another order, and possibly with additional labels.
+
+        The targets of the result are indices into `labels`. The order of the labels must be the
+        order of a model's outputs when the model is evaluated.
+
+        Args:
+          labels: names of all labels in the new order.
 
         Raises:
           ConfigError: a label of the store is missing in `labels`.

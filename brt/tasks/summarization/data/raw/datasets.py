@@ -176,7 +176,7 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # With this value, TFDS does not look for a list of downloads.
+        url_infos = None  # TFDS then does not look for checksums of downloads.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(
