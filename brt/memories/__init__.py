@@ -1,8 +1,8 @@
-"""Kinds of layers with a memory that are not from the three papers that brt implements.
+"""Kinds of layers whose tokens read a memory in addition to their window or in place of a window.
 
-Each kind has a folder with the kind's section of settings, its layer, the layer's state and its
-FLOPs. The folder registers the kind in the same way as a user's own file would. Importing this
-package registers all these kinds.
+A kind of layer is a Flax module together with its settings, its state and the number of its FLOPs.
+Each kind has a folder, which registers the kind with `brt.layers.kinds.register_kind`, as a file of
+a user can do, too. Importing this package registers all of these kinds.
 """
 
 from brt.memories.compressive import Compressive as Compressive

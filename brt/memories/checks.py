@@ -1,4 +1,4 @@
-"""Checks that sections of several kinds of layers with a memory share."""
+"""Checks of settings that several kinds of layers with a memory need."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,14 @@ from brt.config.checks import check
 
 
 def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
-    """Raises ConfigError if the window of a layer is smaller than a block, because the tokens of a
-    block enter the memory together, at the end of the block.
+    """Raises ConfigError if the window of a layer is smaller than a block.
+
+    The tokens of a block enter the memory together, at the end of the block. In a smaller window, a
+    token would see some earlier tokens of its block neither in the window nor in the memory.
 
     Args:
-      name: the setting that lists the layers.
-      layers: the indices of the layers.
+      name: the name of the setting that lists the layers, for the message.
+      layers: the indices of the layers to check.
       model: the settings of the model.
     """
     for layer in layers:

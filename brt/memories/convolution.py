@@ -1,5 +1,8 @@
 """A short causal convolution over the tokens of a document, for layers that recur over tokens.
 
+The output of a token is a weighted sum of the inputs of the token and of the L tokens before it,
+with separate weights for each channel.
+
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
 heads, R of channels of a head, C of tokens that the convolution reads, and L = C - 1.
 """
@@ -15,7 +18,7 @@ def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[A
     """Returns, for each token of a segment, the number of earlier tokens of the token's document.
 
     The number is 0 for the first token of a document. If the document started before the segment,
-    the number is not exact, but above T and above `CONVOLVED`.
+    the true number is unknown, and the result is some number above T and above `CONVOLVED`.
 
     Args:
       document_start: True where a block is the first of a document.
@@ -35,16 +38,19 @@ def convolution(
     kernel: Float[Array, "C H R"],
     since_start: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B L H R"]]:
-    """Returns the causal convolution of every channel over the last C tokens of its document.
-
-    The second result has the last L inputs, which the next segment reads. That segment continues
-    the last document of this one, so the inputs of earlier documents are replaced by zeros.
+    """Returns the causal convolution of a segment, in which no token reads another document.
 
     Args:
-      x: the inputs of the segment.
-      earlier: the L inputs before the segment.
-      kernel: the factors of a channel; the last one belongs to the token itself.
-      since_start: the result of `tokens_since_start`.
+      x: the inputs of the segment's tokens.
+      earlier: the inputs of the L tokens before the segment.
+      kernel: the C factors of each channel; the last one belongs to the token itself.
+      since_start: for each token, the number of earlier tokens of its document, as
+        `tokens_since_start` returns it.
+
+    Returns:
+      The outputs of the tokens, and the inputs of the last L tokens, which are `earlier` for the
+      next segment. The next segment continues the last document of this segment, so inputs of
+      earlier documents are replaced by zeros.
     """
     width, tokens = len(kernel), x.shape[1]
     joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
@@ -63,12 +69,13 @@ def convolution(
 def convolution_step(
     x: Float[Array, "B 1 H R"], earlier: Float[Array, "B L H R"], kernel: Float[Array, "C H R"]
 ) -> tuple[Float[Array, "B 1 H R"], Float[Array, "B L H R"]]:
-    """Returns the convolution for one token, and the last L inputs, including the token's.
+    """Returns the convolution's output for one token, and the inputs of the last L tokens including
+    this token.
 
     Args:
       x: the input of the token.
-      earlier: the L inputs before the token.
-      kernel: the factors of a channel; the last one belongs to the token itself.
+      earlier: the inputs of the L tokens before the token.
+      kernel: the C factors of each channel; the last one belongs to the token itself.
     """
     joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
     total = jnp.sum(joined * kernel.astype(x.dtype)[None], axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A function for layers whose memory has the last tokens of a document.
+"""Counts the tokens that each block of a segment may read in a memory of past tokens.
 
 In shapes, B is the number of rows of the batch, and N of blocks of a segment.
 """
@@ -14,13 +14,15 @@ def tokens_before(
     """Returns the number of tokens that each block can read in a memory of the last `size` tokens
     before the block.
 
-    Only tokens of the document to which the block belongs can be read.
+    A block can read only tokens of its own document, so the number is 0 for the first block of a
+    document.
 
     Args:
-      length: the number of tokens of the current document in the memory before the first block.
+      length: for each row, the number of tokens in the memory before the first block that belong to
+        the document that the row is reading.
       document_start: True where a document starts with block n.
       window: the number of tokens of a block.
-      size: the number of tokens of the memory.
+      size: the number of tokens for which the memory has places.
 
     Returns:
       The number of tokens for each of N blocks and, in the last column, for the block after them.

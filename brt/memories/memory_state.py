@@ -1,4 +1,4 @@
-"""The state of layers with a window and a memory of the last M tokens before the block of a token.
+"""The state of layers with a window and a memory of the last M tokens before a token's block.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, G of heads of keys, K of
 numbers of a head, and M of tokens of the memory.
@@ -15,14 +15,15 @@ from brt.layers.state import LocalState, WindowState, new_window_state, window_a
 
 
 class MemoryState(NamedTuple):
-    """The cache, and a memory of keys and values of the last M tokens by head, oldest first.
+    """The cache, and a memory of the keys and values of the last M tokens, oldest token first.
 
     Attributes:
-      window: the keys and values of the window, as in a sliding-window layer.
+      window: the cached keys and values of the window, as in a sliding-window layer.
       keys: [B, G, M, K], the keys of the memory's tokens. Heads come before tokens because a search
         is separate for each head.
       values: [B, G, M, K], the values of the memory's tokens.
       length: int32 [B], the number of tokens in the memory that belong to the current document.
+        These are the last `length` of the M places; the other places are zeros.
     """
 
     window: WindowState | LocalState
@@ -35,15 +36,17 @@ _BY_HEAD = ("lanes", "kv_heads", None, None)
 
 
 def memory_axes(model: Model) -> Any:
-    """Returns a state whose fields are the names of the axes of the state's arrays."""
+    """Returns a `MemoryState` in which each array is replaced by the names of its axes, from which
+    `brt.distributed.rules` derives the sharding.
+    """
     return MemoryState(window_axes(model), _BY_HEAD, _BY_HEAD, ("lanes",))
 
 
 def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a layer before the first token.
+    """Returns the state of a layer before the first token, with an empty cache and memory.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       size: M, the number of tokens of the memory.
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
@@ -54,8 +57,8 @@ def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> Memor
 
 
 class Past(NamedTuple):
-    """Keys and values of the M tokens of the memory and then of the T tokens of a segment; Z = M +
-    T.
+    """Keys and values of Z = M + T tokens: the M tokens of the memory before a segment, followed by
+    the T tokens of the segment.
     """
 
     keys: Float[Array, "B G Z K"]
@@ -79,12 +82,12 @@ def extended(
 def remembered(
     past: Past, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
 ) -> MemoryState:
-    """Returns the layer's state after a segment.
+    """Returns the layer's state after a segment: the cache, and the last M tokens as the memory.
 
     Args:
-      past: the memory and the tokens of the segment, from `extended`.
-      length: the number of the newest tokens of `past` that belong to the current document, at most
-        `size`. Places of the memory for other tokens become zeros.
+      past: the memory before the segment and the tokens of the segment, from `extended`.
+      length: for each row, the number of last tokens of `past` that belong to the current document,
+        at most `size`. Only these tokens are kept; the other places of the memory become zeros.
       window: the cache after the segment.
       size: M, the number of tokens of the memory.
     """

@@ -1,8 +1,9 @@
 """Layers with a window and a memory of the last M tokens before the block of a token.
 
-`PastTokensLayer` is the base class of these layers. It keeps the memory and leaves to its
-subclasses how tokens read it. With rotary positions, a token reads all tokens of the memory as if
-they stood right behind its window, so it finds them by their content, however far away they are.
+`PastTokensLayer` is the base class of these layers. The base class stores the keys and values of
+past tokens; each subclass defines how tokens read them. With rotary positions, a token reads all
+tokens of the memory as if each were the nearest token beyond its window. The weights of attention
+then depend on the content of these tokens and not on their distance.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, Q of
 tokens of a block, D of numbers of a token's vector, H of heads of queries, G of heads of keys, K of
@@ -31,13 +32,13 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class Readers(NamedTuple):
-    """Which tokens read the memory, and how much of it. They are Q tokens in each of N blocks.
+    """The tokens that read the memory (Q tokens in each of N blocks), and how much they may read.
 
     Attributes:
-      counts: int32 [B, N]. The tokens of a block may read this number of tokens of the memory, the
-        last ones before the block.
-      places: int32 [Q], the position of each of the Q tokens within its block. All blocks have the
-        same positions.
+      counts: int32 [B, N], the number of tokens of the memory that the tokens of each block may
+        read. These are the last tokens before the block.
+      places: int32 [Q], the positions within a block of the Q tokens that read. They are the same
+        for all blocks: all positions of a block for a segment, or one position for a single token.
     """
 
     counts: Int[Array, "B N"]
@@ -47,8 +48,14 @@ class Readers(NamedTuple):
 class PastTokensLayer(nn.Module):
     """Base class of layers whose tokens attend to their window and to a memory of past tokens.
 
-    A subclass defines `memory_size` and `mix`, and may define `window_positions`. The layer has a
-    gate, a number for each head, which begins as zero.
+    A subclass defines `memory_size` and `mix`, and may override `window_positions`. The parameter
+    `memory_gate` has a number for each head, initially zero, from which `mix` computes how much the
+    head takes from the memory.
+
+    Attributes:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+      training: True applies dropout.
+      kernels: the settings that select the implementations of ops.
     """
 
     model: Model
@@ -60,7 +67,7 @@ class PastTokensLayer(nn.Module):
         raise NotImplementedError
 
     def window_positions(self) -> str:
-        """Returns the kind of positions that tokens have in their window."""
+        """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
         return self.model.positions
 
     def mix(
@@ -70,15 +77,20 @@ class PastTokensLayer(nn.Module):
         past: Past,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns what tokens read of their window and of the memory.
+        """Returns the attention output of tokens that read their window and the memory.
+
+        Subclasses define how the two are combined.
 
         Args:
-          queries: the queries of the tokens of N blocks, as they read keys that are not rotated.
-          window: the attention of the tokens to their window, which has been computed before.
+          queries: the queries of the tokens of N blocks, ready for products with the keys of the
+            memory, which have no rotary positions.
+          window: the result of attention to the window and any sinks: output [B, T, H, K] and
+            log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks. Block n of
-            T / N tokens sees the M tokens from index n T / N. With one block, `past` may have the
-            memory alone.
-          readers: how many tokens the blocks may read, and the places of the tokens.
+            T / N tokens sees the M tokens from index n T / N on. With one block, `past` may have
+            the memory alone.
+          readers: the number of tokens of the memory that each block may read, and the positions of
+            the T tokens in their blocks.
         """
         raise NotImplementedError
 
@@ -97,17 +109,17 @@ class PastTokensLayer(nn.Module):
         self, past: Past, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
         places: Int[Array, " Q"],
     ) -> Mix:  # fmt: skip
-        """Returns the function that adds attention to the memory.
+        """Returns the function that adds attention to the memory to attention to the window.
 
-        Tokens read the sinks of the document beside their window, so the memory is read without
-        them.
+        Tokens always read the sinks (the first tokens of the document) together with their window,
+        so the sinks are not read from the memory, too.
 
         Args:
-          past: the memory, followed by the tokens of the blocks that read it.
+          past: the memory, followed by the tokens of the blocks that read the memory.
           counts: the number of tokens of the document in the memory before each block.
           before: the number of tokens of the document before each block; None in models without
             sinks.
-          places: the places of the tokens in their block.
+          places: the positions of the reading tokens in their block.
         """
         if self.model.sliding.sinks:
             assert before is not None  # States with sinks count tokens.
@@ -118,11 +130,12 @@ class PastTokensLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], window: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns what the tokens read of their window and of the memory.
+            """Returns the attention output of tokens that read their window and the memory.
 
             Args:
-              queries: the queries of the tokens.
-              window: the attention to the windows: output [B, T, H, K] and log-sum-exp [B, T, H].
+              queries: the scaled queries of the tokens, without rotary positions.
+              window: the result of attention to the window and any sinks: output [B, T, H, K] and
+                log-sum-exp [B, T, H].
             """
             queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
@@ -130,10 +143,11 @@ class PastTokensLayer(nn.Module):
         return attend_beyond_window
 
     def _behind_window(self, queries: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        """Returns the queries as they read keys of the memory, which are not rotated.
+        """Returns the queries for products with keys of the memory, which are not rotated.
 
-        Rotary queries are rotated by the distance of the nearest key beyond the window. A
-        pretrained layer does not expect other tokens at the distance 0, that of the token itself.
+        With rotary positions, a query is rotated by the distance of the nearest key beyond the
+        window. Queries that are not rotated would read the memory at the distance 0, at which a
+        pretrained layer expects only the token itself.
         """
         m = self.model
         if self.window_positions() != "rotary":
@@ -193,7 +207,8 @@ class PastTokensLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token. Its key and value enter the open block, and the memory does not change.
+        """Reads one token. The token's key and value enter the open block, and the memory does not
+        change.
 
         Args:
           x: the input vector of the token.

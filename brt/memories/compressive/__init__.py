@@ -1,4 +1,6 @@
-"""Layers that keep older blocks in compressed form (Compressive Transformers, arXiv 1911.05507)."""
+"""Layers that remember older blocks in compressed form: a few tokens of an older block become one
+vector (Compressive Transformers, arXiv 1911.05507).
+"""
 
 from brt.layers.kinds import LayerKind, register_kind
 from brt.memories.compressive.layer import (

@@ -4,8 +4,8 @@
 A slot is a vector that stands for R neighbouring tokens of an older block.
 
 In shapes, B is the number of rows of the batch, N of blocks of W tokens of a segment, S of slots, D
-of numbers of a token's vector or of a slot, Q of queries of a block, H of heads, and K of numbers
-of a head; *B and *D stand for any axes.
+and E of numbers of a vector of a token or a slot, Q of queries of a block, H of heads, and K of
+numbers of a head; *B and *D stand for any axes.
 """
 
 from typing import Literal, NamedTuple
@@ -24,11 +24,11 @@ from brt.ops.softmax import MASKED
 class Convolution(NamedTuple):
     """Weights of a convolution whose stride equals its width.
 
-    A convolution either compresses tokens to slots or restores tokens from slots.
+    A convolution either compresses R tokens to a slot or restores R tokens from a slot.
 
     Attributes:
-      kernel: [R, D, E] to map R tokens to a slot; [D, R, E] to map a slot to R tokens.
-      bias: [E], added to each slot or token.
+      kernel: [R, D, E] for compression; [D, R, E] for restoration.
+      bias: [E], added to each resulting slot or token.
     """
 
     kernel: Float[Array, "R D E"]
@@ -43,7 +43,8 @@ def compress(
     Args:
       x: the vectors of the tokens.
       rate: the number of tokens per slot.
-      how: 'mean' or 'max' of the tokens, or the weights of a convolution.
+      how: "mean" or "max" takes the mean or the maximum of the tokens; `Convolution` has the
+        weights of a learned compression.
 
     Returns:
       The S = W / rate slots, oldest first, in float32.
@@ -62,13 +63,14 @@ def visible_slot_counts(
     """Returns the number of slots that each block can read, for the N blocks of a segment and the
     block after them.
 
-    A block of tokens is compressed to `added` slots. The next block reads these tokens directly,
-    and the blocks after it read the slots. Slots of other documents are not visible.
+    A block of tokens is compressed to `added` slots. The block after it reads the tokens
+    themselves, and all later blocks of the document read the slots.
 
     Args:
-      length: the number of slots that the first block can read if no document begins at this block.
-      cache_mask: False where a document begins, so that a block must not read the block before it.
-      added: the number of slots of a block.
+      length: for each row, the number of slots that the first block of the segment can read if no
+        document begins with this block.
+      cache_mask: True if a block may read the block before it; False if a document begins.
+      added: the number of slots to which a block is compressed.
       size: the largest number of slots that a block can read.
     """
     blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
@@ -79,10 +81,10 @@ def visible_slot_counts(
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """Returns N = `blocks` slices of x along axis 1 as an array [B, N, size, *D].
+    """Returns N = `blocks` overlapping slices of x along axis 1, as an array [B, N, size, *D].
 
-    Slice n has the `size` entries from position n * `step` on. Axis 1 of x has Z = (N - 1) `step` +
-    `size` entries or more.
+    Slice n has the `size` entries of x from index n * `step` on. Axis 1 of x must have at least
+    (N - 1) * `step` + `size` entries.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
@@ -98,13 +100,13 @@ def attend_window_and_slots(
     """Returns the attention output of every query over its window and over older keys, with one
     softmax, in the dtype of `values`.
 
-    The older keys are tokens of the previous block that have left the window, and slots.
+    The older keys belong to slots, and to tokens of the previous block that have left the window.
 
     Args:
-      queries: the queries of each block.
-      window: the result of attention to the window: output [B, N, Q, H, K] and log-sum-exp
+      queries: the scaled queries of each block.
+      window: the result of attention to the window alone: output [B, N, Q, H, K] and log-sum-exp
         [B, N, Q, H].
-      keys, values: the older keys of each block and their values.
+      keys, values: the S older keys that the queries of each block may read, and their values.
       seen: True where a query may read an older key.
       bias: a bias of each head, added to the logits of all older keys.
     """
@@ -118,8 +120,8 @@ def attend_window_and_slots(
 def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
-    """Returns, for each block of tokens, the mean squared error of its reconstruction from its
-    slots.
+    """Returns, for each block, the mean squared error of the tokens' vectors that a convolution
+    restores from the block's slots. This is the loss "autoencoding" of a learned compression.
 
     Args:
       x: the vectors of the tokens, which get no gradient.
@@ -136,8 +138,8 @@ def attention_reconstruction_error(
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Returns, for each block, the mean squared difference between attention to its tokens and
-    attention to its slots.
+    """Returns, for each block, the mean squared difference between attention to the block's tokens
+    and attention to the block's slots. This is the loss "attention" of a learned compression.
 
     Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
 
@@ -149,8 +151,8 @@ def attention_reconstruction_error(
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def attend(keys: Array, values: Array) -> Array:
-        """Returns the attention output [B, N, H, Q, K] of the queries over the tokens or slots of
-        their block, whose keys and values have the shapes of `exact` or of `slots`.
+        """Returns the attention output [B, N, H, Q, K] of the queries over the given keys and
+        values, which are those of the tokens (`exact`) or of the slots of each block.
         """
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output

@@ -1,5 +1,6 @@
-"""The compressive layer: attention to a window, to the whole previous block, and to compressed
-slots of older blocks.
+"""The compressive layer: attention to a window, to the whole previous block, and to slots.
+
+A slot is a vector into which a few neighbouring tokens of an older block were compressed.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
 tokens, D of numbers of a token's vector, C of slots of the memory, H of heads, and K of numbers of
@@ -48,9 +49,11 @@ class CompressedState(NamedTuple):
 
     Attributes:
       window: the keys and values of the last block, as in a sliding-window layer.
-      inputs: [B, W, D], the layer's inputs for the tokens of the last block.
-      vectors: float32 [B, C, D], the slots of older blocks, oldest first; unused slots are zeros.
-      length: int32 [B], the number of slots that belong to the current document.
+      inputs: [B, W, D], the layer's inputs for the tokens of the last block, which are compressed
+        at the end of the next block.
+      vectors: float32 [B, C, D], the slots of older blocks, oldest first; unused slots, at the
+        beginning, are zeros.
+      length: int32 [B], the number of used slots, which all belong to the current document.
     """
 
     window: WindowState
@@ -65,7 +68,7 @@ class CompressedBlock(NamedTuple):
     Attributes:
       tokens: the keys and values of the block's tokens, as in a sliding-window layer.
       inputs: [B, W, D], the layer's inputs for the block's tokens.
-      slots: the keys and values of the slots that the block reads.
+      slots: the keys and values of the slots that the block's tokens attend to.
     """
 
     tokens: OpenBlock
@@ -81,7 +84,7 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
     """Returns the state of a compressive layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
     """
@@ -98,15 +101,15 @@ def compressive_flops(model: Model) -> int:
     """Returns the FLOPs per token of a compressive layer.
 
     These are the FLOPs of a sliding-window layer, of attention to slots and to keys that left the
-    window, of the keys and values of the slots, and of the compressor.
+    window, of the projections of slots to keys and values, and of the compression of tokens.
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
-    # `left` is the number of keys of the previous block that have left a token's window, averaged
-    # over the tokens of a block.
+    # `left` is the number of keys of the previous block that have left the window of a token,
+    # averaged over the tokens of a block.
     left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
     keys = 4 * m.model_dim * width * section.slots // m.window
-    # The FLOPs of the compressor's auxiliary loss are not included.
+    # The FLOPs of the auxiliary loss that trains a learned compression are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
     return window_flops(m) + 4 * width * (section.slots + left) + keys + learned
 
@@ -115,17 +118,16 @@ class CompressiveLayer(nn.Module):
     """A layer of the Compressive Transformer.
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
-    window. Of these, the keys of the previous block are read exactly. Older blocks are read as
-    slots; a slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace
-    the oldest slots. Learned position biases treat all keys that left the window like the farthest
-    key of the window.
+    window. The keys of the previous block are read uncompressed. Older blocks are read as slots; a
+    slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace the oldest
+    slots. Position biases treat all keys that left the window like the farthest key of the window.
 
-    No gradient passes from attention to the slots. A learned compressor is trained by an auxiliary
-    loss: attention to the slots of a block should equal attention to the block, or a transposed
-    convolution should reconstruct the block from the slots.
+    The loss of the language model gives the compression no gradient. A learned compression is
+    trained by an auxiliary loss: attention to the slots of a block should equal attention to the
+    block, or a transposed convolution should reconstruct the block from the slots.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
       kernels: the settings that select the implementations of ops.
     """
@@ -135,10 +137,10 @@ class CompressiveLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP (`tokens`) and the compressor, if the compressor
-        is learned.
+        """Creates the block of attention and MLP (`tokens`) and, if the compression is learned, its
+        convolution (`compressor`).
 
-        A convolution that reconstructs blocks from slots is created only for the loss
+        A second convolution, which reconstructs blocks from slots, is created only for the loss
         "autoencoding".
         """
         section = self.model.of(Compressive)
@@ -223,7 +225,7 @@ class CompressiveLayer(nn.Module):
         return compress(x, section.rate, self.compressor)
 
     def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
-        """Returns keys and values of the slots, by the present weights."""
+        """Returns keys and values of the slots, computed with the current weights."""
         constant = jax.lax.stop_gradient(vectors)
         return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
 
@@ -249,12 +251,15 @@ class CompressiveLayer(nn.Module):
         cache_mask: Bool[Array, "B N"],
         left: Bool[Array, "Q W"],
     ) -> Mix:
-        """Adds attention beyond the window to the attention of N blocks to their window.
+        """Returns the function that adds attention beyond the window to the attention of N blocks
+        to their window.
 
         Args:
           slots, before: keys and values [B, N, C, H, K] of the slots and [B, N, W, H, K] of the
             previous block.
-          left: which keys of the previous block have left a token's window.
+          length: the number of slots that each block can read.
+          cache_mask: True if a block may read the previous block.
+          left: True for keys of the previous block that have left the window of a token.
         """
         section = self.model.of(Compressive)
         size = section.slots
@@ -270,8 +275,8 @@ class CompressiveLayer(nn.Module):
             slots, with one softmax.
 
             Args:
-              queries: the queries of the tokens.
-              part: the result of attention to the windows alone: output [B, T, H, K] and
+              queries: the scaled queries of the tokens.
+              part: the result of attention to the window alone: output [B, T, H, K] and
                 log-sum-exp [B, T, H].
             """
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
@@ -289,7 +294,9 @@ class CompressiveLayer(nn.Module):
         made: Float[Array, "B N S D"],
         past: KVCache,
     ) -> LayerAux:
-        """Returns the compressor's loss over tokens that have a previous block."""
+        """Returns the auxiliary loss of the compression, over the blocks that can read the block
+        before them.
+        """
         section = self.model.of(Compressive)
         m = self.model
         if section.compressor != "conv" or section.loss_weight == 0:
@@ -362,7 +369,7 @@ class CompressiveLayer(nn.Module):
     def end_block(
         self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block. The block becomes the cache, and the block
+        """Returns the layer's state after a full block: the block becomes the cache, and the block
         that was the cache is compressed to slots.
 
         Args:

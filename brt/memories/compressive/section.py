@@ -18,16 +18,17 @@ class Compressive(KindSection):
     kind: ClassVar[str] = "compressive"
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
-    slots: int = adaptable(512)  # The memory has this many slots, which are compressed vectors.
+    # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
+    slots: int = adaptable(512)
     rate: int = adaptable(2)  # This many tokens are compressed into one slot.
-    # The tokens of a slot are compressed to their mean, their maximum (max), or by a learned
-    # convolution (conv).
+    # A slot is the mean of its tokens ("mean"), their maximum ("max"), or the output of a learned
+    # convolution ("conv").
     compressor: Literal["mean", "max", "conv"] = adaptable("conv")
-    # The convolution learns that attention to slots equals attention to the tokens of the slots
-    # (attention), or that the tokens can be reconstructed from the slots (autoencoding).
+    # The convolution learns slots to which attention gives the same result as attention to the
+    # tokens ("attention"), or slots from which the tokens can be reconstructed ("autoencoding").
     loss: Literal["attention", "autoencoding"] = adaptable("attention")
-    # This is the weight of the compressor's loss relative to the model's loss. 0 leaves the
-    # compressor untrained.
+    # The loss of the convolution is multiplied by this weight and added to the model's loss. 0
+    # leaves the convolution untrained.
     loss_weight: float = free(1.0)
 
     def __post_init__(self) -> None:
@@ -36,10 +37,11 @@ class Compressive(KindSection):
         check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the model cannot have compressive layers.
+        """Raises ConfigError if the section places compressive layers in a model that cannot have
+        them.
 
-        With compressive layers, the rate must divide the window, positions must not be rotary, and
-        the model must have a cache.
+        The rate must divide the window, positions must not be rotary, and the model must have a
+        cache.
         """
         if not self.layers:
             return

@@ -1,5 +1,8 @@
-"""Layers that attend, with one softmax, to all tokens of a memory and to their block (the baseline
-of MELODI, arXiv 2410.03156) or, behind a gate, to their window.
+"""Layers whose tokens attend to all tokens of a memory of past tokens.
+
+There are two kinds. In "dense_memory" layers, the baseline of MELODI (arXiv 2410.03156), a token
+attends with one softmax to the memory and to its block. "gated_dense_memory" layers are
+sliding-window layers that read the memory through a gate.
 """
 
 from brt.layers.kinds import LayerKind, register_kind

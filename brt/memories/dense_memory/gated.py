@@ -1,8 +1,9 @@
 """The gated dense-memory layer: a sliding-window layer whose tokens also attend to all tokens of a
 memory that have left their window.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, H of heads of queries, K of numbers of a head, and M of tokens of the memory.
+The memory has the last M tokens before the block of a token. In shapes, B is the number of rows of
+the batch, T of tokens of a segment, N of its blocks of W tokens, H of heads of queries, and K of
+numbers of a head.
 """
 
 import jax
@@ -24,7 +25,7 @@ def new_gated_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
     """Returns the state of a gated dense-memory layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
     """
@@ -44,12 +45,13 @@ def gated_flops(model: Model) -> int:
 
 
 class GatedMemoryLayer(PastTokensLayer):
-    """A sliding-window layer with a dense memory behind a gate.
+    """A sliding-window layer that reads a memory of past tokens through a gate.
 
-    A head's output is a mixture of two attentions: to the window, and to the window and the memory
-    with one softmax. The gate of the head says how much it takes of the second. A gate begins
-    closed, so the layer begins as a sliding-window layer. Learned position biases treat all keys of
-    the memory like the farthest key of the window.
+    A head computes two attention outputs: `local` from the window alone, and `both` from the window
+    and the memory with one softmax. The output of the head is local + tanh(gate) (both - local),
+    with a learned number `gate` for each head. The gate is 0 in a new layer, which therefore
+    computes the same as a sliding-window layer. Position biases treat all keys of the memory like
+    the farthest key of the window.
     """
 
     def memory_size(self) -> int:
@@ -63,14 +65,17 @@ class GatedMemoryLayer(PastTokensLayer):
         past: Past,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns the mixture, by the gate of each head, of both attentions.
+        """Returns the outputs of all heads: mixtures of attention to the window alone, and to the
+        window and the memory.
 
         Args:
-          queries: the queries of the tokens of N blocks, as they read keys that are not rotated.
-          window: the attention of the tokens to their window: output [B, T, H, K] and log-sum-exp
-            [B, T, H].
+          queries: the queries of the tokens of N blocks, ready for products with the keys of the
+            memory, which have no rotary positions.
+          window: the result of attention to the window and any sinks: output [B, T, H, K] and
+            log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.
-          readers: how many tokens the blocks may read, and the places of the tokens.
+          readers: the number of tokens of the memory that each block may read, and the positions of
+            the T tokens in their blocks.
         """
         beyond = self._attend_to_memory(queries, past, readers)
         beyond = beyond._replace(lse=beyond.lse + self.tokens.far_bias()[None, None])
@@ -97,12 +102,13 @@ class GatedMemoryLayer(PastTokensLayer):
         # because storing them would take too much memory.
         @jax.checkpoint
         def attend_in_block(n: Int[Array, ""], past: Past, queries: Array) -> AttentionPart:
-            """Returns the attention of the tokens of block n.
+            """Returns the attention of the tokens of block n to the memory before the block: output
+            [B, W, H, K] and log-sum-exp [B, W, H].
 
             Args:
               n: the index of the block.
               past: the memory before the first block, followed by the tokens of the blocks.
-              queries: the queries of all blocks.
+              queries: the queries [B, T, H, K] of all blocks.
             """
             first = n * width
             own = jax.lax.dynamic_slice_in_dim(queries, first, width, axis=1)

@@ -1,12 +1,14 @@
 """The dense-memory layer: attention, with one softmax, to a block and to the last M tokens before
 the block.
 
-The authors of MELODI (arXiv 2410.03156) compare with this layer under the name Memorizing
-Transformer. Unlike the original Memorizing Transformer, a token attends to all tokens of the memory
-instead of the results of a search, and no gate mixes memory and block.
+The authors of MELODI (arXiv 2410.03156) compare their model with models of this layer, which they
+call Memorizing Transformer. Unlike in the original Memorizing Transformer, a token attends to all
+tokens of the memory instead of the results of a search, and there is no gate between memory and
+block.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, D of numbers of a token's vector, H of heads, and K of numbers of a head.
+tokens, D of numbers of a token's vector, H of heads of queries, G of heads of keys, and K of
+numbers of a head.
 """
 
 import dataclasses
@@ -32,12 +34,13 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class DenseState(NamedTuple):
-    """Keys and values of the last M tokens; the layer has no other cache.
+    """The memory of a layer: keys and values of the last M tokens. The layer has no other cache.
 
     Attributes:
-      keys: [B, M, G, K], for G heads of keys, oldest first; places without a token are zeros.
+      keys: [B, M, G, K], oldest token first; places without a token, at the beginning, are zeros.
       values: [B, M, G, K], in the same order.
-      length: int32 [B], the number of tokens in the memory that belong to the current document.
+      length: int32 [B], the number of tokens in the memory, which all belong to the current
+        document.
     """
 
     keys: Float[Array, "B M G K"]
@@ -54,7 +57,7 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
     """Returns the state of a dense-memory layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
     """
@@ -66,12 +69,12 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
 def dense_memory_flops(model: Model) -> int:
     """Returns the FLOPs per token of a dense-memory layer.
 
-    They are the FLOPs of a sliding-window layer, in which attention to a window is replaced by
+    The count is that of a sliding-window layer, in which attention to the window is replaced by
     attention to the memory and to the tokens of the block up to the token itself.
     """
     section = model.of(DenseMemory)
     m = model
-    # A token sees `own` keys of its own block, on average over the tokens of the block.
+    # `own` is the number of keys of its own block that a token sees, on average over the block.
     own = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
     return window_flops(m) + 4 * m.heads * m.head_dim * (section.size + own - m.window)
 
@@ -81,7 +84,7 @@ class DenseMemoryLayer(nn.Module):
     the block. The layer has no position biases.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
       kernels: the settings that select the implementations of ops.
     """
@@ -134,7 +137,7 @@ class DenseMemoryLayer(nn.Module):
 
             Args:
               n: the index of the block in the segment.
-              keys, values: the keys and values [B, M + T, H, K] of the memory before the segment,
+              keys, values: the keys and values [B, M + T, G, K] of the memory before the segment,
                 followed by those of the segment.
               queries: the queries [B, T, H, K] of the segment.
             """
@@ -178,8 +181,8 @@ class DenseMemoryLayer(nn.Module):
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
         there = (columns >= section.size) | (columns >= section.size - length[:, None])
-        # If the setting `mask_empty_cache` is False, places of the memory that hold no token count
-        # as zero keys.
+        # If `Window.mask_empty_cache` is False, places of the memory without a token are attended
+        # to as keys and values of zeros.
         if not m.sliding.mask_empty_cache:
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
@@ -205,7 +208,8 @@ class DenseMemoryLayer(nn.Module):
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
         """Returns an open block (the data of a block that is read token by token) without tokens.
 
-        The open block has zeros, which `decode_step` replaces by the keys and values of tokens.
+        The open block is an array of zeros for keys and one for values. `decode_step` writes the
+        key and the value of each token into these arrays.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
@@ -228,10 +232,11 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token. Its key and value enter the open block, and the memory does not change.
+        """Reads one token. The token's key and value enter the open block, and the memory does not
+        change.
 
         Args:
-          x: the input of the token.
+          x: the input vector of the token.
           state: the state after the previous block.
           block: the open block, which has the keys and values of the earlier tokens of the block.
           position: the position of the token in the block.
@@ -253,12 +258,15 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
-        """Returns the layer's state after a full block, whose tokens enter the memory.
+        """Returns the layer's state after a full block: the tokens of the block enter the memory.
 
         Args:
           x: None, which is returned as the output.
           state: the state after the previous block.
           block: the open block, which has the keys and values of all tokens of the block.
+
+        Returns:
+          The new state, as the state of the `LayerOutput`.
         """
         section, m = self.model.of(DenseMemory), self.model
         keys, values = (

@@ -12,8 +12,8 @@ from brt.memories.checks import check_reach
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseMemory(KindSection):
-    """Settings of layers that attend, with one softmax, to their own block and to every token of a
-    memory of past tokens.
+    """Settings of layers whose tokens attend to every token of a memory of past tokens, in addition
+    to their own block or (with a gate) to their window.
     """
 
     kind: ClassVar[str] = "dense_memory"
@@ -22,10 +22,10 @@ class DenseMemory(KindSection):
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
-    # Without a gate (none), the layer reads its block and the memory, without positions, as in
-    # MELODI's code. A gate of each head (tanh) lets the memory into a sliding-window layer that has
-    # the model's positions and sinks. The gate begins closed, so the model begins as the model
-    # without a memory.
+    # "none": a token attends with one softmax to its block and to the memory, without positions, as
+    # in MELODI's code. "tanh": the layer is a sliding-window layer with the model's positions and
+    # sinks, and a gate for each head adds what the head reads from the memory. The gate is closed
+    # in a new model, which therefore computes the same as the model without a memory.
     gate: Literal["none", "tanh"] = adaptable("none")
 
     def __post_init__(self) -> None:
@@ -33,7 +33,10 @@ class DenseMemory(KindSection):
         check_positive(self, "size")
 
     def places(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of layers by the name of the kind that `gate` selects."""
+        """Returns the indices of the layers of each kind, by the name of the kind.
+
+        All layers of the section are of one kind, which the setting `gate` selects.
+        """
         gated = self.gate == "tanh"
         return {
             "dense_memory": () if gated else self.layers,
@@ -43,8 +46,9 @@ class DenseMemory(KindSection):
     def check_model(self, model: Model) -> None:
         """Raises ConfigError if the model's settings do not fit the dense-memory layers.
 
-        Layers without a gate read a block and a memory, and neither a window, sinks nor recurrent
-        states. Layers with a gate need a cache, and a memory that holds more than the window.
+        Layers without a gate read a block and a memory, so the model must not have a window of
+        another length for them, sinks, or feedback from recurrent states. Layers with a gate need a
+        cache, a window not smaller than a block, and a memory of more tokens than the window.
         """
         if not self.layers:
             return

@@ -1,5 +1,8 @@
-"""Layers whose memory is a matrix for each head, written by a gated delta rule (Gated DeltaNet,
-Yang, Kautz, Hatamizadeh 2024).
+"""Layers whose memory is a matrix for each head, which every token changes by a gated delta rule
+(Gated DeltaNet, Yang, Kautz, Hatamizadeh 2024).
+
+The kind "gated_delta_net" has this memory in place of attention, and the kind
+"window_gated_delta_net" has it in addition to attention to a window.
 """
 
 from brt.layers.kinds import LayerKind, register_kind

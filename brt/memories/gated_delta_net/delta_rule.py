@@ -1,6 +1,8 @@
-"""The gated delta rule: a matrix for each head that every token decays and corrects.
+"""The gated delta rule: a recurrence whose state is a matrix for each head.
 
-The equations are those of Yang, Kautz and Hatamizadeh (2024, arXiv 2412.06464), section 3.
+The matrix maps keys to values. Each token multiplies the matrix by a decay, and then changes it so
+that it maps the token's key closer to the token's value. The equations are those of Yang, Kautz and
+Hatamizadeh (2024, arXiv 2412.06464), section 3.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads, K of channels
 of a key, V of channels of a value, N of chunks, and C of tokens of a chunk; *B stands for any
@@ -18,14 +20,14 @@ from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
 
 
 class Writes(NamedTuple):
-    """The inputs of the rule: what each token writes to the state, and how it reads it.
+    """The inputs of the gated delta rule for the tokens of a segment.
 
     Token t changes the state S [K, V] of a head to
 
         S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T
 
-    and then reads S_t^T q_t. This is S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T, the
-    transpose of the paper's equation 10.
+    and then reads the vector S_t^T q_t from it. The equation equals S_t = a_t (I - b_t k_t k_t^T)
+    S_(t-1) + b_t k_t v_t^T, the transpose of the paper's equation 10.
 
     Attributes:
       queries: [B, T, H, K], the queries q.
@@ -45,11 +47,14 @@ class Writes(NamedTuple):
 def delta_step(
     token: Writes, state: Float[Array, "B H K V"]
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
-    """Returns what one token reads, and the state after the token, both float32.
+    """Computes the gated delta rule for one token of each row.
 
     Args:
-      token: the inputs of the token.
+      token: the inputs of the rule for the token (T = 1).
       state: float32, the state before the token.
+
+    Returns:
+      The vector that each head reads from the new state, and the new state, both float32.
     """
     query, key, value = (x[:, 0].astype(jnp.float32) for x in token[:3])
     state = jnp.exp(token.log_decay[:, 0])[..., None, None] * state
@@ -67,23 +72,28 @@ def delta_rule(
     chunk: int,
     unroll: int = 1,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """Returns what every token of a segment reads, and the state after the segment, both float32.
+    """Computes the gated delta rule for all tokens of a segment, in chunks.
 
     The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T
     to the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of
     the chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
-    since the beginning of the chunk, and X the inverse of a unit lower triangular matrix that has
-    the products of keys. All chunks are prepared at once, and a scan over the chunks computes the
-    states. A decay is a factor between two tokens of a chunk, and never above 1, so that nothing
-    overflows.
+    since the beginning of the chunk, and X the inverse of a unit lower triangular matrix of
+    products of the keys. X and all other terms without S are computed for all chunks at once, and
+    then a scan over the chunks computes the states. Every decay is computed as the factor from one
+    token of a chunk to a later one, which is never above 1, so nothing overflows.
 
     Args:
-      tokens: the inputs of the tokens of the segment.
+      tokens: the inputs of the rule for the tokens of the segment.
       state: float32, the state before the segment.
-      since_start: the result of `brt.memories.convolution.tokens_since_start`. A document reads
-        nothing from before its start.
+      since_start: for each token, the number of earlier tokens of its document, as
+        `brt.memories.convolution.tokens_since_start` returns it. A document reads nothing from
+        before its start.
       chunk: the largest number of tokens of a chunk, a power of two.
       unroll: the number of chunks in one iteration of the scan.
+
+    Returns:
+      The vectors that the tokens read from the state, and the state after the segment, both
+      float32.
     """
     length = tokens.queries.shape[1]
     chunk = min(chunk, 1 << (length - 1).bit_length())
@@ -108,9 +118,12 @@ def delta_rule(
     keys = keys * decay[..., -1, :, None].astype(dtype)
 
     def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Returns the state after a chunk, and what the tokens of the chunk read, [B, H, C, V].
+        """Returns the state after a chunk, and the vectors [B, H, C, V] that its tokens read.
 
-        `chunk` has the arrays of the chunk, in the order of `each`.
+        Args:
+          state: the state before the chunk.
+          chunk: the arrays of this chunk: queries, keys, attention within the chunk, X (b V),
+            X (b d K), and the decay of the state over the chunk.
         """
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)
@@ -127,21 +140,22 @@ def delta_rule(
 def _decays(
     log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
-    """Returns the factors by which decays multiply what tokens read.
+    """Returns the products of the decays of consecutive tokens.
 
     Args:
       log_decay: the logarithm of the decay of each token.
       since_start: the number of earlier tokens of the token's document.
 
     Returns:
-      The factors of what tokens of a chunk (axis -2) read of tokens of the chunk (axis -1), which
-      are 0 for later tokens and for tokens of another document; and the factors of what tokens read
-      of the state before the chunk, which are 0 if the document started within the chunk.
+      The decay, up to each token of a chunk (axis -2), of what each token of the chunk (axis -1)
+      wrote, which is 0 for later tokens and for tokens of another document; and the decay of the
+      state before the chunk up to each token, which is 0 if the document started within the chunk.
     """
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
-    # A sum begins with its document, so that rounding does not depend on the document before.
+    # A sum begins at the start of the token's document, so that the document before has no
+    # influence on rounding.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)

@@ -1,4 +1,6 @@
-"""Layers with the memory of Gated DeltaNet, in place of attention or beside it.
+"""Layers with the memory of Gated DeltaNet, in place of attention or in addition to attention.
+
+The memory of a head is a matrix, which every token changes and then reads (`memory.py`).
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
 numbers of a token's vector, H of heads of the memory, K of channels of a key, V of channels of a
@@ -38,15 +40,15 @@ from brt.ops.recurrent_attention import StateKV
 
 
 def gated_delta_net_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a layer with a memory in place of attention."""
+    """Returns the FLOPs per token of a `GatedDeltaNetLayer`."""
     return delta_flops(model) + mlp_flops(model)
 
 
 class GatedDeltaNetLayer(nn.Module):
-    """A layer with a norm, a memory in place of attention, and an MLP.
+    """A layer that consists of a norm, a memory (in place of attention) and an MLP.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
       kernels: unused, because the layer has a single implementation.
     """
@@ -85,7 +87,7 @@ class GatedDeltaNetLayer(nn.Module):
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
+          state: the state after the previous block, which is returned as the open block.
         """
         return LayerOutput(x, state)
 
@@ -100,11 +102,11 @@ class GatedDeltaNetLayer(nn.Module):
         return LayerOutput(self._finish(x, read), block)
 
     def end_block(self, x: None, *, block: DeltaState, **_: Any) -> LayerOutput:
-        """Returns the state after a full block, which is the open block.
+        """Returns the open block, which is the state after a full block.
 
         Args:
           x: None, which is returned as the output.
-          block: the open block.
+          block: the open block, which is the state after the last token of the block.
         """
         return LayerOutput(x, block)
 
@@ -146,7 +148,7 @@ def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> Window
     """Returns the state of a layer with a cache and a memory before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of keys, values and inputs of the convolution.
     """
@@ -155,27 +157,29 @@ def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> Window
 
 
 def window_delta_axes(model: Model) -> WindowDeltaState:
-    """Returns a state whose fields are the names of the axes of the state's arrays."""
+    """Returns a `WindowDeltaState` in which each array is replaced by the names of its axes, from
+    which `brt.distributed.rules` derives the sharding.
+    """
     return WindowDeltaState(window_axes(model), *delta_axes(model))
 
 
 def window_delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a layer with a memory beside its window."""
+    """Returns the FLOPs per token of a `WindowGatedDeltaNetLayer`."""
     return window_flops(model) + delta_flops(model)
 
 
 class WindowGatedDeltaNetLayer(nn.Module):
-    """A sliding-window layer whose tokens also read a memory. What they read is added to the output
-    of attention.
+    """A sliding-window layer with a memory in addition to its window. The output of the memory is
+    added to the output of attention.
 
     The layer has all parameters of a sliding-window layer, under the same names. A new memory
     outputs zeros, so a layer that starts from the weights of a sliding-window layer computes the
-    same as that layer until training changes it.
+    same as that layer until training changes the memory.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
-      kernels: the implementations of the operations of attention.
+      kernels: the settings that select the implementations of the operations of attention.
     """
 
     model: Model
@@ -205,7 +209,8 @@ class WindowGatedDeltaNetLayer(nn.Module):
           x: the vectors of the tokens.
           state: the state before the segment.
           document_start: True where a document starts with block n.
-          feedback: the keys and values of recurrent states that tokens also attend to, or None.
+          feedback: the keys and values of recurrent states of another layer, to which the tokens
+            also attend, or None.
         """
         since_start = tokens_since_start(document_start, x.shape[1])
         memory = DeltaState(state.matrices, state.inputs)
@@ -255,7 +260,7 @@ class WindowGatedDeltaNetLayer(nn.Module):
     def end_block(
         self, x: None, *, state: WindowDeltaState, block: WindowDeltaBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block, which becomes the cache.
+        """Returns the state after a full block, whose keys and values become the cache.
 
         Args:
           x: None, which is returned as the output.

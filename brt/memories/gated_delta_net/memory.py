@@ -55,7 +55,7 @@ def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
     """Returns the state of a memory before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of the inputs of the convolution.
     """
@@ -67,8 +67,8 @@ def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
 
 
 def delta_axes(model: Model) -> DeltaState:
-    """Returns the names of the axes of the state's arrays, for the sharding rules; None stands for
-    an axis that is not sharded. All models have the same names.
+    """Returns a `DeltaState` in which each array is replaced by the names of its axes, from which
+    `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
     """
     axes: Any = ("lanes", "heads", None, None), ("lanes", None, "heads", None)
     return DeltaState(*axes)
@@ -78,12 +78,12 @@ def delta_flops(model: Model) -> int:
     """Returns the FLOPs per token of a memory.
 
     They are the FLOPs of the projections, of the convolution, and of three products with the matrix
-    of each head: one that reads the value of the token's key, one that changes the matrix, and one
-    that reads the value of the query. Further products, which reading by chunks needs, are not
-    counted.
+    of each head: one that reads the old value of the token's key, one that changes the matrix, and
+    one that reads the value of the query. The algorithm in chunks computes further products, which
+    are not counted.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     heads, key, value = model.of(GatedDeltaNet).sizes(model)
     projections = 2 * model.model_dim * heads * (2 * key + 3 * value + 2)
@@ -91,33 +91,35 @@ def delta_flops(model: Model) -> int:
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns the logarithms of random rates of decay."""
+    """Returns initial values of the parameter `rate`: the logarithms of random rates of decay."""
     return jnp.log(jax.random.uniform(key, shape, dtype, *_RATES))
 
 
 def _step_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns biases with which softplus gives random steps."""
+    """Returns initial values of the parameter `step_bias`, whose softplus is a random step."""
     low, high = (jnp.log(step) for step in _STEPS)
     return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, dtype, low, high))))
 
 
 class DeltaMemory(nn.Module):
-    """A memory with its projections, from the normalized vectors of tokens to an output.
+    """A memory together with its projections, which takes the place of an attention module.
 
-    Queries, keys and values are projected and convolved. Tokens write to the memory and read it by
-    the gated delta rule. What they read is normalized, multiplied by a gate, and projected to the
-    width of the model.
+    The normalized vectors of tokens are projected to queries, keys and values, which are convolved
+    along the tokens. By the gated delta rule, each token changes the matrix of each head and reads
+    a vector from it. These vectors are normalized, multiplied by a gate, and projected to the width
+    of the model.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
-      zero_output: True begins with zeros as the output projection, so that the output is zero.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+      zero_output: True initialises the output projection with zeros, so that a new memory outputs
+        zeros.
     """
 
     model: Model
     zero_output: bool = False
 
     def setup(self) -> None:
-        """Creates the parameters of the memory."""
+        """Creates the parameters of the projections, the convolution, the decays and the norm."""
         m = self.model
         heads, key, value = m.of(GatedDeltaNet).sizes(m)
         for name, size in (("queries", key), ("keys", key), ("values", value), ("gate", value)):
@@ -143,7 +145,8 @@ class DeltaMemory(nn.Module):
         Args:
           h: the normalized vectors of the tokens.
           state: the state before the segment.
-          since_start: the result of `brt.memories.convolution.tokens_since_start`.
+          since_start: for each token, the number of earlier tokens of its document, as
+            `brt.memories.convolution.tokens_since_start` returns it.
         """
         convolved, last = convolution(self._inputs(h), state.inputs, self.convolution, since_start)
         chunk = dispatch.for_backend(64, cpu=16)

@@ -26,8 +26,8 @@ class GatedDeltaNet(KindSection):
 
     # The layers with these indices have a memory in place of attention.
     layers: tuple[int, ...] = adaptable(())
-    # The layers with these indices have a memory beside their window. What tokens read of the
-    # memory is first multiplied by zeros, so that the layers begin as sliding-window layers.
+    # The layers with these indices have a memory in addition to attention to a window. A new memory
+    # outputs zeros, so that these layers begin as sliding-window layers.
     window_layers: tuple[int, ...] = adaptable(())
     heads: int = inherited(0)  # Number of matrices of a layer; 0 takes Model.heads.
     key_dim: int = inherited(0)  # Number of rows of a matrix; 0 takes Model.head_dim.
@@ -51,11 +51,15 @@ class GatedDeltaNet(KindSection):
         return {_ALONE: self.layers, _BESIDE: self.window_layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the name of the setting that has the indices of the layers of a kind."""
+        """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
+        a key of `places`.
+        """
         return f"GatedDeltaNet.{'window_layers' if kind == _BESIDE else 'layers'}"
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are layers without attention, and `Model.feedback` is set."""
+        """Raises ConfigError if `Model.feedback` is set and the section places layers without
+        attention, which cannot attend to recurrent states.
+        """
         check(
             not self.layers or not model.feedback,
             "Model.feedback = True lets every layer attend to recurrent states, which "

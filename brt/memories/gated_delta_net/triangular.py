@@ -1,7 +1,7 @@
-"""The inverse of unit lower triangular matrices.
+"""The inverse of unit lower triangular matrices (with ones on the diagonal).
 
-On CPUs, XLA's own solver takes a hundred times as long for many small matrices. On accelerators, it
-computes one row after the other.
+This module exists because XLA's own triangular solver is slow for many small matrices: it takes a
+hundred times as long on CPUs, and computes one row after the other on accelerators.
 
 In shapes, C is the number of rows and columns of a matrix, and *B stands for any leading axes.
 """
@@ -17,7 +17,7 @@ _BY_ROWS = 8
 
 @jax.custom_vjp
 def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the float32 inverse of I + below for each matrix.
+    """Returns the float32 inverse of I + A for each matrix A in `below`.
 
     Args:
       below: float32 matrices that are zero on and above the diagonal. C is a power of two.
@@ -26,7 +26,7 @@ def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
 
 
 def _inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the inverse without a gradient of its own; see `unit_lower_inverse`."""
+    """Computes `unit_lower_inverse`, without its gradient."""
     size = below.shape[-1]
     if size <= _BY_ROWS:
         return _inverse_by_rows(below)

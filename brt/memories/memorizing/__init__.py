@@ -1,4 +1,6 @@
-"""Layers that attend to a memory of past tokens (Memorizing Transformers, arXiv 2203.08913)."""
+"""Layers that also attend to a few tokens of a long memory, which a search selects for each query
+(Memorizing Transformers, arXiv 2203.08913).
+"""
 
 from brt.layers.kinds import LayerKind, register_kind
 from brt.memories.memorizing.layer import MemorizingLayer, memory_flops, new_memory_state

@@ -1,4 +1,5 @@
-"""The memorizing layer: sliding-window attention, and attention to a memory of past tokens.
+"""The memorizing layer: sliding-window attention, and attention to a few tokens of a memory of past
+tokens, which a search selects for each query.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads of queries,
 and K of numbers of a head.
@@ -21,7 +22,7 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
     """Returns the state of a memorizing layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
     """
@@ -41,12 +42,12 @@ def memory_flops(model: Model) -> int:
 
 
 class MemorizingLayer(PastTokensLayer):
-    """A Memorizing Transformer layer.
+    """A layer of the Memorizing Transformer.
 
-    A token attends to its window, and to the results of a search in the memory of the tokens before
-    its block (Memorizing Transformers, section 3). A learned gate per head mixes the two. As in the
-    original's recipe, the layer has no positions, unless the gate begins closed
-    (`Memorizing.gate`).
+    A token attends to its window and, separately, to the results of a search in the memory of the
+    tokens before its block (Memorizing Transformers, section 3). A learned gate of each head mixes
+    the two outputs. With `Memorizing.gate` = "sigmoid", the layer has no positions, as in the
+    original recipe. With "tanh", the window has the model's positions.
     """
 
     def memory_size(self) -> int:
@@ -54,7 +55,7 @@ class MemorizingLayer(PastTokensLayer):
         return self.model.of(Memorizing).size
 
     def window_positions(self) -> str:
-        """Returns the kind of positions that tokens have in their window."""
+        """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
 
     def mix(
@@ -64,15 +65,17 @@ class MemorizingLayer(PastTokensLayer):
         past: Past,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns a mixture, by the gate of each head, of attention to the window and attention to
-        the results of the search.
+        """Returns the outputs of all heads: mixtures, by the gate of each head, of attention to the
+        window and attention to the results of the search.
 
         Args:
-          queries: the queries of the tokens of N blocks, as they read keys that are not rotated.
-          window: the attention of the tokens to their window: output [B, T, H, K] and log-sum-exp
-            [B, T, H].
+          queries: the queries of the tokens of N blocks, ready for products with the keys of the
+            memory, which have no rotary positions.
+          window: the result of attention to the window and any sinks: output [B, T, H, K] and
+            log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.
-          readers: how many tokens the blocks may read, and the places of the tokens.
+          readers: the number of tokens of the memory that each block may read, and the positions of
+            the T tokens in their blocks.
         """
         section, local, counts = self.model.of(Memorizing), window.output, readers.counts
         null_keys = not self.model.sliding.mask_empty_cache
@@ -81,8 +84,8 @@ class MemorizingLayer(PastTokensLayer):
             search=section.search, null_keys=null_keys,
             implementation=self.kernels.memory_attention,
         )  # fmt: skip
-        # The gate is closed for blocks whose memory is empty, unless missing keys count as zero
-        # keys.
+        # The gate is closed for blocks that can read no token of the memory, unless tokens attend
+        # to missing keys as keys of zeros.
         open_gate = (counts > 0) | null_keys
         bounded = jnp.tanh if section.gate == "tanh" else jax.nn.sigmoid
         gate = jnp.where(open_gate[:, :, None], bounded(self.memory_gate)[None, None], 0)

@@ -23,13 +23,14 @@ class Memorizing(KindSection):
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
     neighbors: int = adaptable(128)  # A query reads this many tokens of the memory.
-    # The memory is searched exactly (exact), or approximately with one result from each of
-    # `neighbors` buckets (bucketed), as in the original code.
+    # "exact" finds the tokens whose keys have the largest products with the query. "bucketed"
+    # divides the memory into `neighbors` buckets and finds the best token of each bucket, as the
+    # authors' code does.
     search: Literal["exact", "bucketed"] = adaptable("exact")
-    # A gate of each head mixes what tokens read of the memory and of their window. The gate of the
-    # paper (sigmoid) begins half open, and the layer has no positions. The other gate (tanh) begins
-    # closed, and the window has the model's positions, so the model begins as the model without a
-    # memory.
+    # A gate for each head mixes attention to the memory and attention to the window. With the gate
+    # of the paper, "sigmoid", the layer has no positions, and the gate is half open in a new model.
+    # With "tanh", the window has the model's positions, and the gate is closed in a new model,
+    # which therefore computes the same as the model without a memory.
     gate: Literal["sigmoid", "tanh"] = adaptable("sigmoid")
 
     def __post_init__(self) -> None:
@@ -51,9 +52,11 @@ class Memorizing(KindSection):
         check_reach("Memorizing.layers", self.layers, model)
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if a segment of `length` tokens is longer than the memory.
+        """Raises ConfigError if a segment is longer than the memory.
 
-        `name` is the name of the setting with the length, for the message.
+        Args:
+          name: the name of the setting that gives the length of a segment, for the message.
+          length: the number of tokens of a segment.
         """
         check(
             self.size >= length,

@@ -1,4 +1,5 @@
-"""A layer of Griffin's recurrent blocks: a gated linear recurrence over tokens, and an MLP.
+"""A layer with the recurrent block of Griffin (De et al. 2024) in place of attention: the RG-LRU, a
+gated linear recurrence over tokens.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
 numbers of a token's vector, H of heads, R of channels of a head, and L of earlier tokens that the
@@ -37,13 +38,13 @@ from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, scan, step
 from brt.memories.rg_lru.section import RGLRU
 from brt.ops.dense import dense
 
-# A step multiplies the state of a channel by a factor. The rates of new layers are drawn so that
-# this factor is between these two numbers if the gate of the channel is open.
+# With every token, the hidden state of a channel is multiplied by a factor. The parameter `rate` of
+# a new layer is drawn so that this factor is between these two numbers while the gate is open.
 _SLOWEST, _FASTEST = 0.999, 0.9
 
 
 class RGLRUState(NamedTuple):
-    """The state that the layer carries from token to token.
+    """The state that an RG-LRU layer carries from token to token.
 
     Attributes:
       hidden: float32 [B, H, R], the hidden state of every channel.
@@ -56,10 +57,10 @@ class RGLRUState(NamedTuple):
 
 
 def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
-    """Returns the state of a layer before the first token.
+    """Returns the state of an RG-LRU layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of the inputs of the convolution.
     """
@@ -71,16 +72,16 @@ def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
 
 
 def state_axes(model: Model) -> RGLRUState:
-    """Returns the names of the axes of the state's arrays, for the sharding rules; None stands for
-    an axis that is not sharded. All models have the same names.
+    """Returns an `RGLRUState` in which each array is replaced by the names of its axes, from which
+    `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
     """
     axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
     return RGLRUState(*axes)
 
 
 def rg_lru_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the layer: three projections, two gates of each head, the
-    convolution, and the MLP. The recurrence itself has no products of matrices.
+    """Returns the FLOPs per token of an RG-LRU layer: three projections, two gates of each head,
+    the convolution, and the MLP. The recurrence itself has no matrix products and is not counted.
     """
     heads, size = _channels(model)
     width = heads * size
@@ -94,22 +95,22 @@ def _channels(model: Model) -> tuple[int, int]:
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns rates with which a state's factor is between `_FASTEST` and `_SLOWEST` if the gate is
-    open (Griffin, section 2.4).
+    """Returns initial values of the parameter `rate`, with which the factor of a state is between
+    `_FASTEST` and `_SLOWEST` while the gate is open (Griffin, section 2.4).
     """
     drawn = jax.random.uniform(key, shape, dtype, _FASTEST**2, _SLOWEST**2)
     return jnp.log(jnp.expm1(-0.5 * jnp.log(drawn) / SHARPNESS))
 
 
 class RGLRULayer(nn.Module):
-    """A layer with a gated recurrence over tokens and an MLP.
+    """A layer with a gated recurrence over tokens, in place of attention, and an MLP.
 
-    The normalized inputs pass through two branches: a gate, and a convolution followed by the
+    The normalized inputs pass through two branches: a GELU, and a convolution followed by the
     recurrence. The product of both branches is projected to the width of the model and added to the
     inputs, and the MLP follows.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
       kernels: unused, because the layer has a single implementation.
     """
@@ -169,7 +170,7 @@ class RGLRULayer(nn.Module):
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
+          state: the state after the previous block, which is returned as the open block.
         """
         return LayerOutput(x, state)
 
@@ -188,16 +189,16 @@ class RGLRULayer(nn.Module):
         return LayerOutput(y, RGLRUState(hidden, last))
 
     def end_block(self, x: None, *, block: RGLRUState, **_: Any) -> LayerOutput:
-        """Returns the state after a full block, which is the open block.
+        """Returns the open block, which is the state after a full block.
 
         Args:
           x: None, which is returned as the output.
-          block: the open block.
+          block: the open block, which is the state after the last token of the block.
         """
         return LayerOutput(x, block)
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Returns the gate [B, T, H, R] of the outputs, and the inputs of the convolution."""
+        """Returns the output of the GELU branch [B, T, H, R], and the inputs of the convolution."""
         h = dropout(self, normed(self.model, x, self.norm), self.model.dropout)
         branch, inputs = (
             constrain(dense(h, kernel), "lanes", None, "heads", None)
@@ -206,7 +207,9 @@ class RGLRULayer(nn.Module):
         return jax.nn.gelu(branch, approximate=True), inputs
 
     def _steps(self, x: Float[Array, "B T H R"]) -> tuple[Array, Array]:
-        """Returns the factors and inputs of the recurrence, from the convolved inputs."""
+        """Returns the factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t, from the
+        convolved inputs.
+        """
         gates = GateParameters(
             self.input_gate, self.input_gate_bias, self.recurrence_gate,
             self.recurrence_gate_bias, self.rate,
@@ -216,6 +219,6 @@ class RGLRULayer(nn.Module):
     def _finish(
         self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]
     ) -> Float[Array, "B T D"]:
-        """Returns the output of the layer, with the MLP."""
+        """Returns the output of the layer, from its input and the outputs of both branches."""
         y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
         return self.mlp(x + dropout(self, y, self.model.dropout), None)

@@ -14,18 +14,20 @@ from jaxtyping import Array, Float
 
 from brt.ops.products import einsum_float32
 
-SHARPNESS = 8.0  # This is the constant c of equation 3.
+SHARPNESS = 8.0  # This is the constant c of the paper's equation 3.
 
 
 class GateParameters(NamedTuple):
-    """Parameters of the two gates of every channel, and of its decay.
+    """Parameters of the input gate, the recurrence gate and the decay of every channel.
 
     Attributes:
-      input: [H, R, R], the kernel from the convolved inputs to the gates of the input.
-      input_bias: [H, R], the bias of these gates.
-      recurrence: [H, R, R], the kernel from the convolved inputs to the gates of the decay.
-      recurrence_bias: [H, R], the bias of these gates.
-      rate: [H, R], the rate of decay while the gate of the decay is open.
+      input: [H, R, R], the kernel from the convolved inputs to the input gates, which scale the
+        inputs of the recurrence.
+      input_bias: [H, R], the bias of the input gates.
+      recurrence: [H, R, R], the kernel from the convolved inputs to the recurrence gates, on which
+        the decay depends.
+      recurrence_bias: [H, R], the bias of the recurrence gates.
+      rate: [H, R], the parameter that determines how fast the hidden state decays (see `decays`).
     """
 
     input: Float[Array, "H R R"]
@@ -38,18 +40,18 @@ class GateParameters(NamedTuple):
 def steps(
     x: Float[Array, "B T H R"], gates: GateParameters
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H R"]]:
-    """Returns the float32 factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t
-    (equations 1 to 4).
+    """Returns the float32 factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t for the
+    tokens of a segment (equations 1 to 4 of the paper).
 
     Args:
-      x: the convolved inputs.
-      gates: float32 parameters.
+      x: the convolved inputs of the layer.
+      gates: the parameters, in float32.
     """
 
     def gate(kernel: Float[Array, "H R R"], bias: Float[Array, "H R"]) -> Float[Array, "B T H R"]:
-        """Returns a gate of every channel and token, between 0 and 1.
+        """Returns the values, between 0 and 1, of a gate of every channel for every token.
 
-        `kernel` maps the convolved inputs to the gates' logits, to which `bias` is added.
+        `kernel` maps the convolved inputs to logits, to which `bias` is added before the sigmoid.
         """
         logits = einsum_float32("bthr,hrs->bths", x, kernel.astype(x.dtype))
         return jax.nn.sigmoid(logits + bias[None, None])
@@ -63,11 +65,12 @@ def decays(
 ) -> tuple[Float[Array, "*B H R"], Float[Array, "*B H R"]]:
     """Returns the factor a of the hidden state, and the factor sqrt(1 - a^2) of the gated input.
 
-    The factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4).
+    The factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4 of the
+    paper).
 
     Args:
-      rate: float32, the parameter of a channel.
-      gate: float32, the recurrence gate of a token, between 0 and 1.
+      rate: float32, the parameter of each channel.
+      gate: float32, the values of the recurrence gate, between 0 and 1.
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
     rest = -jnp.expm1(2 * log_a)  # 1 - a^2
@@ -88,8 +91,8 @@ def scan(
     """
 
     def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the step that equals the steps `first` and `second`, one after the other; a step
-        h -> a h + b is the pair (a, b).
+        """Returns the step that has the same effect as the step `first` followed by the step
+        `second`. The pair (a, b) stands for the step h -> a h + b.
         """
         return first[0] * second[0], second[0] * first[1] + second[1]
 

@@ -26,12 +26,14 @@ class RGLRU(KindSection):
         check_not_negative(self, "width")
 
     def width_of(self, model: Model) -> int:
-        """Returns the number of channels of the recurrence."""
+        """Returns the number of channels of the recurrence in a model, in all heads together."""
         return self.width or model.model_dim
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are RG-LRU layers and their channels cannot be divided among
-        the heads, or `Model.feedback` is set.
+        """Raises ConfigError if the section places RG-LRU layers in a model that cannot have them.
+
+        The number of heads must divide the number of channels, and `Model.feedback` must not be
+        set, because these layers cannot attend to recurrent states.
         """
         if not self.layers:
             return

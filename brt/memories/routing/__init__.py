@@ -1,5 +1,5 @@
-"""Layers in which some heads attend to the tokens of a cluster (Routing Transformer, arXiv
-2003.05997).
+"""Layers in which some heads attend to tokens with similar queries, by clusters of queries (Routing
+Transformer, arXiv 2003.05997).
 """
 
 from brt.layers.kinds import LayerKind, register_kind

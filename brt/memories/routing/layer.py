@@ -1,6 +1,9 @@
 """The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
 attend to the last tokens of the token's cluster.
 
+A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
+whose queries are nearest to the cluster's centroid.
+
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
 tokens, D of numbers of a token's vector, G of routed heads, K of numbers of a head, C of clusters
 of a routed head, and R of tokens of a cluster that a token reads.
@@ -49,13 +52,12 @@ from brt.ops.positions import relative_bias
 
 
 class RoutedState(NamedTuple):
-    """The cache of the windowed heads, and the last tokens of every cluster.
-
-    Each of the G routed heads has C clusters with places for R tokens.
+    """The cache of the windowed heads, and the last R tokens of every cluster.
 
     Attributes:
-      window: the keys and values of the last block, as in a sliding-window layer with H - G heads.
-      keys: [B, G, C, R, K], unit vectors, oldest first; places without a token are zeros.
+      window: the keys and values of the last block, as in a sliding-window layer, for the heads
+        that are not routed.
+      keys: [B, G, C, R, K], unit vectors, oldest token first; places without a token are zeros.
       values: [B, G, C, R, K], the values of the same tokens.
       filled: int32 [B, G, C], the number of places of a cluster that have a token, at most R.
     """
@@ -67,7 +69,7 @@ class RoutedState(NamedTuple):
 
     @property
     def rings(self) -> Rings:
-        """The last tokens of every cluster, which are all fields but `window`."""
+        """The last tokens of every cluster: the fields `keys`, `values` and `filled`."""
         return Rings(*self[1:])
 
 
@@ -76,7 +78,8 @@ class RoutedBlock(NamedTuple):
 
     Attributes:
       tokens: the keys and values of the windowed heads, as in a sliding-window layer.
-      routed: the keys, values [B, W, G, K] and clusters of the routed heads.
+      routed: for the routed heads, the keys and values [B, W, G, K] of the block's tokens and the
+        indices [B, W, G] of their clusters.
     """
 
     tokens: OpenBlock
@@ -88,7 +91,7 @@ ROUTED_AXES: Any = RoutedState(WINDOW_AXES, _RINGS, _RINGS, _RINGS[:3])
 
 
 def _of_windows(model: Model) -> Model:
-    """Returns the settings of the windowed heads."""
+    """Returns the settings of a sliding-window layer that has only the windowed heads."""
     section = model.of(Routing)
     return dataclasses.replace(model.without(Routing), heads=model.heads - section.heads)
 
@@ -97,7 +100,7 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
     """Returns the state of a routing layer before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: the dtype of cached keys and values.
     """
@@ -110,21 +113,20 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 
 
 def new_routing(model: Model) -> ClusterStatistics:
-    """Returns the initial model state of a routing layer: the statistics of its clusters, which are
-    learned without gradients.
+    """Returns the initial model state of a routing layer: statistics of the clusters, from which
+    the centroids are computed. They are learned without gradients.
     """
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
 
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    """Returns the model state after a train step: the moving averages of the clusters' statistics
-    are updated with the tokens of the step.
+    """Returns the model state after a train step, in which the centroids have moved towards the
+    queries of the step. This function is the `settle` of the layer kind.
 
     Args:
-      model: the settings of the model, as the layer sees them.
-      statistics: the model state before the update, to which all tokens of the step have been
-        added.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+      statistics: the statistics of the clusters, to which all tokens of the step have been added.
     """
     return update_averages(statistics, model.of(Routing).decay)
 
@@ -132,8 +134,9 @@ def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStati
 def routing_flops(model: Model) -> int:
     """Returns the FLOPs per token of a routing layer.
 
-    Compared with a sliding-window layer, routed heads also assign tokens to clusters and attend to
-    the tokens of a cluster. They need no attention to a window and no projection to keys.
+    The count is that of a sliding-window layer, with two changes for the routed heads. They assign
+    tokens to clusters and attend to the tokens of a cluster; and they need no attention to a window
+    and no projection to keys.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -142,15 +145,16 @@ def routing_flops(model: Model) -> int:
 
 
 class RoutingLayer(nn.Module):
-    """A layer with routed heads. The model state of the layer is the statistics of the clusters.
+    """A layer with windowed heads and routed heads.
 
     In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
-    token's query. The token attends to the last tokens of this cluster including itself
-    (`brt.memories.routing.routed_attention`). The distance for T5's position bias is the number of
-    tokens of the cluster between a key and the query.
+    token's query. The token attends to the last tokens of this cluster, including itself
+    (`brt.memories.routing.routed_attention`). The query is also the token's key. With T5's position
+    bias, distances are counted in tokens of the cluster. The layer has a model state: statistics of
+    the clusters, from which the centroids are computed, and which are learned without gradients.
 
     Attributes:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
       kernels: the settings that select the implementations of ops.
     """
@@ -200,7 +204,9 @@ class RoutingLayer(nn.Module):
     def _routed(
         self, x: Float[Array, "B T D"], statistics: ClusterStatistics
     ) -> tuple[Float[Array, "B T G K"], RoutedTokens]:
-        """Returns scaled queries, and the tokens in the form in which others attend to them."""
+        """Returns the scaled queries of the routed heads, and the tokens' keys (their normalized
+        queries), values and clusters.
+        """
         h = self.tokens.normed(x)
         products = dense(h, self.queries)
         keys, values = l2_normalize(products), dense(h, self.values)
@@ -218,14 +224,14 @@ class RoutingLayer(nn.Module):
     ) -> LayerOutput:
         """Reads a segment and returns the outputs of its tokens and the state after the segment.
 
-        The field `aux` of the result has the statistics of the clusters with the segment's tokens
-        added.
+        The field `aux` of the result has the next model state: the statistics of the clusters, to
+        which the segment's tokens have been added.
 
         Args:
           x: the vectors of the tokens.
           state: the state before the segment.
           document_start: True where a document starts with block n.
-          model_state: the statistics of the clusters, which determine the centroids.
+          model_state: the statistics of the clusters, from which the centroids are computed.
         """
         m, statistics = self.model, model_state
         projections = self.tokens.project(x)
@@ -290,15 +296,15 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, which enters the open block. The clusters' last tokens in `state` do not
-        change.
+        """Reads one token, which enters the open block. The last tokens of the clusters in `state`
+        do not change before the end of the block.
 
         Args:
           x: the input vector of the token.
           state: the layer's state after the previous block.
           block: the open block, which has the block's earlier tokens.
           position: the position of the token in the block.
-          model_state: the statistics of the clusters, which determine the token's cluster.
+          model_state: the statistics of the clusters, from which the centroids are computed.
 
         Returns:
           The token's output vector; and the open block with the token added, as the state of the
@@ -324,7 +330,7 @@ class RoutingLayer(nn.Module):
     def end_block(
         self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block. The block becomes the cache, and its tokens
+        """Returns the layer's state after a full block: the block becomes the cache, and its tokens
         become the last tokens of their clusters.
 
         Args:

@@ -11,19 +11,22 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing(KindSection):
-    """Settings of layers of a causal Routing Transformer: some heads attend to clusters."""
+    """Settings of layers of a causal Routing Transformer, in which some heads attend to the tokens
+    of a cluster instead of a window.
+    """
 
     kind: ClassVar[str] = "routing"
 
     layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
-    # This many heads of a layer attend to clusters; the other heads attend to a window.
+    # This many heads of a layer attend to clusters. The other heads attend to a window.
     heads: int = inherited(2)
     clusters: int = inherited(16)  # Each head that attends to clusters has this many clusters.
     # A token attends to this many of the last tokens of its cluster.
     keep: int = adaptable(512)
-    # The centroids are moving averages. Each train step multiplies the old averages by this factor.
+    # The centroids are moving averages of queries. Each train step multiplies the old averages by
+    # this factor.
     decay: float = free(0.999)
-    # This is the weight of the loss that keeps queries close to their centroids.
+    # This is the weight of the auxiliary loss that keeps queries close to their centroids.
     commitment: float = free(1e-4)
 
     def __post_init__(self) -> None:
@@ -33,10 +36,10 @@ class Routing(KindSection):
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are routing layers in a model in which they cannot work.
+        """Raises ConfigError if the section places routing layers in a model that cannot have them.
 
-        They need heads with windows, positions other than rotary ones, a cache, and
-        `Model.feedback` = False.
+        At least one head of a layer must have a window, positions must not be rotary, the model
+        must have a cache, and `Model.feedback` must not be set.
         """
         if not self.layers:
             return

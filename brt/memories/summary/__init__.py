@@ -1,5 +1,7 @@
-"""Layers that summarise every block for the layer above and for the next block (MELODI, arXiv
-2410.03156).
+"""Layers that compute a few vectors as a summary of every block, for the layer above and for the
+next block (MELODI, arXiv 2410.03156).
+
+Layers of the kind "long_summary" also collect vectors of many blocks in a long-term memory.
 """
 
 from brt.layers.kinds import LayerKind, register_kind

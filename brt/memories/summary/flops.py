@@ -1,4 +1,4 @@
-"""FLOPs of summary layers, computed from the sizes of the model."""
+"""FLOPs of summary layers (see `layer.py`), computed from the sizes of the model."""
 
 from brt.config import Model
 from brt.layers.flops import window_flops
@@ -8,10 +8,10 @@ from brt.memories.summary.section import Summaries
 def summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term memory.
 
-    The count starts from a sliding-window layer, and replaces its attention to a window by
-    attention to the block and to the short-term memory. It adds the summaries, which are processed
-    like tokens, and the mixtures: the weighted sums of memory and summaries that become the new
-    memory.
+    The count is that of a sliding-window layer, in which attention to the window is replaced by
+    attention to the block and to the short-term memory. The FLOPs of the summaries, which are
+    processed like tokens, are added, and the FLOPs of the weighted sums over a block that become
+    the next memory and the summaries for the layer above.
     """
     section = model.of(Summaries)
     m, width, places = (
@@ -21,7 +21,8 @@ def summary_flops(model: Model) -> int:
     )
     projection, attention = 2 * m.model_dim * width, 4 * width
     dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
-    # `keys` is the number of keys that a place sees, averaged over the places of a block.
+    # A block has `places` tokens and summaries. `keys` is the number of keys that each of them
+    # attends to, on average.
     keys = section.short_memory + places // 2
     mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
     block = section.summaries * dense + places * (attention * keys + mixes)
@@ -32,8 +33,8 @@ def summary_flops(model: Model) -> int:
 def long_summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term and a long-term memory.
 
-    The keys of the long-term memory at the start of a segment are not counted, because they are
-    computed only once per segment.
+    The projection of the long-term memory to keys and values at the start of a segment is not
+    counted, because it is computed only once per segment.
     """
     section = model.of(Summaries)
     m, width, places = (

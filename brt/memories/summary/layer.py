@@ -3,9 +3,8 @@
 A layer reads the W tokens of a block, followed by U vectors that summarise the block and come from
 the layer below. Each of these P = W + U places attends to the places of the block up to itself, and
 to the short-term memory: S vectors that the layer computed from the previous block. A layer with a
-long-term memory also attends to M vectors that the layer computed from many blocks; new vectors
-replace the oldest vectors. All vectors of the memories are mixtures of the layer's outputs and
-never depend on later tokens.
+long-term memory also attends to M vectors that it computed from many blocks; new vectors replace
+the oldest. All memory vectors are weighted sums of the layer's outputs at the places of a block.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
 numbers of a vector, H of heads, and K of numbers of a head.
@@ -33,7 +32,7 @@ from brt.ops.window_attention import circulant
 
 
 class Read(NamedTuple):
-    """The memories that a layer reads with a block.
+    """The memories that the tokens and summaries of a block attend to.
 
     Attributes:
       state: the state before the block, a `SummaryState` or a `LongSummaryState`.
@@ -63,8 +62,8 @@ class SummaryBlock(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The layer's inputs for the P places (tokens, then summaries) of N blocks, and their queries,
-    keys and values.
+    """Inputs of a layer at the P places (tokens, then summaries) of N blocks, and the queries, keys
+    and values that are computed from them.
     """
 
     inputs: Float[Array, "B N P D"]
@@ -74,13 +73,13 @@ class Tokens(NamedTuple):
 
 
 class TokenMix(nn.Module):
-    """A module that computes `size` weighted sums over the P = W + U places of a block: W tokens
-    and U summaries.
+    """A module that computes `size` learned weighted sums over the P = W + U places of a block: W
+    tokens and U summaries.
 
     Attributes:
       model: the settings of the model.
       size: O, the number of weighted sums.
-      residual: True normalises the inputs and adds the summaries to the result.
+      residual: True normalises the inputs and adds the summaries to the result, for O = U.
     """
 
     model: Model
@@ -91,7 +90,7 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        """Returns O = `size` learned weighted sums over the tokens and summaries of a block."""
+        """Returns O = `size` weighted sums over the vectors `tokens` and `summaries` of a block."""
         section = self.model.of(Summaries)
         places = self.model.window + section.summaries
         weights = MixWeights(
@@ -108,11 +107,10 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A layer in which every block passes vectors, the short-term memory, to the next block
-    (MELODI, arXiv 2410.03156).
+    """A layer in which every block passes vectors, the short-term memory, to the next block.
 
     The layer has the settings `model`, applies dropout if `training` is True, and computes
-    attention with the implementations that `kernels` selects.
+    attention with the implementations that `kernels` selects. See the docstring of the module.
     """
 
     model: Model
@@ -121,8 +119,8 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, the mixtures, and the gate of a long-term
-        memory.
+        """Creates the block of attention and MLP, the modules that compute weighted sums, and the
+        gate of a long-term memory.
         """
         section = self.model.of(Summaries)
         m = self.model
@@ -153,11 +151,12 @@ class SummaryLayer(nn.Module):
         the summaries of its blocks for the layer above.
 
         The projections of all blocks are computed at once. Then the blocks are read one by one,
-        because each block reads the memory that the previous block has changed. `summaries` has the
-        summaries of the blocks by the layer below.
+        because each block reads the memory that the previous block has changed. `state` has the
+        memories before the segment, `document_start` is True for the first block of a document, and
+        the layer below has computed the `summaries` of the blocks.
         """
         m, blocks, shape = self.model, document_start.shape[1], x.shape
-        # The blocks are read one after the other, so every device holds all blocks.
+        # The blocks are read one after the other, so every device needs all blocks of its lanes.
         x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
         z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
         projected = self._projected(z.reshape(len(z), -1, m.model_dim))
@@ -214,7 +213,7 @@ class SummaryLayer(nn.Module):
         """
         section = self.model.of(Summaries)
         m, state, implementation = self.model, read.state, self.kernels.masked_attention
-        # If `mask_empty_cache` is False, missing keys of the memories count as zero keys.
+        # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
         nulls = not m.sliding.mask_empty_cache
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
@@ -231,15 +230,15 @@ class SummaryLayer(nn.Module):
             queries, *read.long, None, (there | nulls)[:, None], self._dropout(),
             implementation=implementation,
         )  # fmt: skip
-        # The gate's weight of the local attention is 1 if the long-term memory is empty, so that an
-        # empty memory has no influence.
+        # `kept` is the weight of attention to the block and the short-term memory. It is 1 if the
+        # long-term memory is empty, so that an empty memory has no influence.
         kept = jnp.where(_along((state.length > 0) | nulls, y), nn.sigmoid(self.memory_gate), 1)
         return (kept * y + (1 - kept) * far).astype(y.dtype)
 
     def _after(
         self, read: Read, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
     ) -> tuple[Read, Float[Array, "B U D"]]:
-        """Returns what the layer knows after a block, and the summaries for the layer above."""
+        """Returns the memories after a block, and the summaries for the layer above."""
         section = self.model.of(Summaries)
         state, long, above = read.state, read.long, self.summary_mix(x, u).astype(u.dtype)
         short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
@@ -266,8 +265,8 @@ class SummaryLayer(nn.Module):
         return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
 
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
-        """Returns the distance of every key from the nearest key that is attended to; short-term
-        vectors come first.
+        """Returns the distance of every key from the nearest key that each place attends to. The
+        keys of the short-term memory come before those of the block.
         """
         section = self.model.of(Summaries)
         m = self.model
@@ -332,8 +331,8 @@ class SummaryLayer(nn.Module):
         queries, keys, values = self._projected(x)
 
         def with_token(whole: Array, z: Array) -> Array:
-            """Returns `whole` [B, W, ...], an array of the block's tokens, after the entry z
-            [B, 1, ...] of this token has been written at `position`.
+            """Returns the array `whole` [B, W, ...] of the block's tokens, with this token's entry
+            z [B, 1, ...] written at `position`.
             """
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
@@ -367,8 +366,8 @@ class SummaryLayer(nn.Module):
           x: None, which is returned as the output.
           state: the layer's state after the previous block.
           block: the open block, which has all tokens of the block.
-          summaries: the summaries of the block by the layer below. They attend to the complete
-            block, so they are processed here and not in `decode_step`.
+          summaries: the summaries of the block that the layer below has computed. They attend to
+            the complete block, so they are processed here and not in `decode_step`.
         """
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)
@@ -385,7 +384,7 @@ class SummaryLayer(nn.Module):
 
 
 class LongSummaryLayer(SummaryLayer):
-    """A `SummaryLayer` with a long-term memory, to which every block adds a few vectors."""
+    """A `SummaryLayer` that also has a long-term memory, to which every block adds vectors."""
 
     remembers: ClassVar[bool] = True
 

@@ -46,12 +46,15 @@ class Summaries(KindSection):
         return {_SHORT: self.layers, _LONG: self.long_layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the name of the setting that has the indices of the layers of a kind."""
+        """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
+        a key of `places`.
+        """
         return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are summary layers and positions are rotary or
-        `Model.feedback` is set.
+        """Raises ConfigError if the section places summary layers in a model that cannot have them.
+
+        Positions must not be rotary, and `Model.feedback` must not be set.
         """
         for kind, layers in self.places().items():
             check(

@@ -17,8 +17,9 @@ class SummaryState(NamedTuple):
     """The state of a layer with a short-term memory only.
 
     Attributes:
-      vectors: float32 [B, S, D], computed from the last block; zeros before the first block.
-      valid: bool [B], False before the first block of a document.
+      vectors: float32 [B, S, D], the short-term memory, which was computed from the last block;
+        zeros before the first block.
+      valid: bool [B], False before the first block of a document, when there is no memory to read.
     """
 
     vectors: Float[Array, "B S D"]
@@ -26,7 +27,9 @@ class SummaryState(NamedTuple):
 
     @property
     def short(self) -> "SummaryState":
-        """The short-term memory; `LongSummaryState` has a field of the same name."""
+        """The short-term memory, which is this state itself. `LongSummaryState` has a field of this
+        name, so that code can read the short-term memory of both kinds of states.
+        """
         return self
 
 
@@ -37,7 +40,8 @@ class LongSummaryState(NamedTuple):
       short: the short-term memory.
       vectors: float32 [B, M, D], the long-term memory, oldest vector first; unused places are
         zeros.
-      length: int32 [B], the number of vectors that belong to the current document.
+      length: int32 [B], the number of vectors of the long-term memory that belong to the current
+        document. They are in the last places.
     """
 
     short: SummaryState
@@ -54,7 +58,7 @@ def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryStat
     """Returns the state of a layer with a short-term memory before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: unused, because memories are float32; other kinds of layers need it for their caches.
     """
@@ -67,7 +71,7 @@ def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSu
     """Returns the state of a layer with a short-term and a long-term memory before the first token.
 
     Args:
-      model: the settings of the model, as the layer sees them.
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
       batch: the number of rows of the batch.
       dtype: unused, because memories are float32; other kinds of layers need it for their caches.
     """
@@ -78,6 +82,6 @@ def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSu
 
 
 def number_of_summaries(model: Model) -> int:
-    """Returns the number of vectors in which a layer summarises a block for the layer above."""
+    """Returns U, the number of vectors that summarise a block for the layer above."""
     section = model.of(Summaries)
     return section.summaries

@@ -1,6 +1,8 @@
-"""Summary vectors of a block: learned weighted sums over its positions (MELODI, arXiv 2410.03156).
+"""Learned weighted sums over the positions of a block, which summarise the block (MELODI, arXiv
+2410.03156).
 
-The inputs are the W tokens of a block and the U summaries of the same tokens by the layer below.
+The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer below
+has summarised the same tokens.
 
 In shapes, B is the number of rows of the batch, D of numbers of a vector, P = W + U of input
 positions, and O of weighted sums.
@@ -16,13 +18,13 @@ from brt.ops.products import einsum_float32
 
 
 class MixWeights(NamedTuple):
-    """Weights of the mixture of P input positions to O vectors.
+    """Weights of O weighted sums over P input positions.
 
     Attributes:
       kernel: [P, O], the weight of each input position in each weighted sum.
       bias: [O], a number that is added to all features of each weighted sum.
       token_norm, summary_norm: [D], the scales of the norms of tokens and of summaries; both None
-        for a mixture without norms and without a residual connection.
+        for sums without norms and without a residual connection.
     """
 
     kernel: Float[Array, "P O"]
@@ -37,11 +39,11 @@ def mix_tokens(
     """Returns O weighted sums over the tokens and summaries of a block, in float32.
 
     If the weights have norms, the inputs are normalized first, and the summaries are added to the
-    result, so that O must equal U.
+    result, so O must equal U.
 
     Args:
       tokens: the vectors of the W tokens.
-      summaries: the summaries of the block by the layer below.
+      summaries: the U vectors that summarise the tokens.
       weights: the weights of the sums, and the scales of the norms.
     """
     mixed = tokens, summaries

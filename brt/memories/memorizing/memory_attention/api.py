@@ -47,15 +47,16 @@ def memory_attention(
     `keys` has the memory before the segment, followed by the segment's tokens, so the tokens that
     block n sees begin at index n * W. With one block, `keys` may be the memory alone.
 
-    The memory use of each lane (row of the batch) is limited to `xla.AT_ONCE` float32 scores (or
-    the scores of one query in all heads, if this is more), the same number of retrieved keys and
-    values, and the indices [H, T, R] of neighbours. The limit also holds for the backward pass.
+    For each lane (row of the batch), the temporary arrays have at most `xla.AT_ONCE` float32 scores
+    (or the scores of one query in all heads, if these are more), the same number of elements of
+    retrieved keys and of values, and the indices [H, T, R] of neighbours. The limit also holds for
+    the backward pass.
 
     Args:
       queries: already multiplied by any scale; a positive scale does not change the neighbours.
       keys, values: the keys and values, oldest token first.
-      counts: for each block, the number of last tokens before the block that may be neighbours, at
-        most M.
+      counts: for each block, the number of tokens that may be neighbours, at most M. These are the
+        last tokens before the block.
       size: M, the number of tokens of the memory.
       neighbors: R, the number of neighbours of a query.
       search: "exact" finds the keys with the largest products. "bucketed" divides the tokens among

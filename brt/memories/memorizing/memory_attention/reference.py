@@ -1,7 +1,8 @@
-"""Reference implementation of memory attention: block by block, with all scores at once.
+"""Reference implementation of memory attention (see `api.py`): for each block, all scores at once.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, and Z of keys of the memory and the segment.
+In shapes, B is the number of rows of the batch, T of queries of each head in a segment, N of blocks
+of the segment, H of heads of keys, K of numbers of a head, and Z of keys of the memory and the
+segment.
 """
 
 import jax
@@ -31,12 +32,13 @@ def memory_attention(
     """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: already multiplied by any scale. If several heads of queries share a head of keys,
+        their queries for a token are consecutive, and T is a multiple of the number of tokens.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
-      counts: for each block, the number of last tokens before the block that may be neighbours.
-      window: the number of tokens of a block. There are T / N queries per block, which may be
-        several for each token.
+      counts: for each block, the number of tokens that may be neighbours. These are the last tokens
+        before the block.
+      window: the number of tokens of a block.
       size: the number of tokens of the memory.
       neighbors: the number of neighbours of a query, which are the keys that a search selects.
       search: "exact" finds the keys with the largest products; "bucketed" finds the best key of

@@ -25,8 +25,8 @@ class Neighbors(NamedTuple):
 
     Attributes:
       indices: int32 [B, H, Q, R], the indices of the neighbours' keys.
-      there: bool [B, H, Q, R], False where a neighbour is missing because there are too few keys or
-        a bucket is empty.
+      there: bool [B, H, Q, R], False where a neighbour is missing, because there are fewer than R
+        keys or a bucket is empty. The index then has no meaning.
     """
 
     indices: Int[Array, "B H Q R"]
@@ -43,12 +43,14 @@ def find_neighbors(
 ) -> Neighbors:
     """Returns the R = `neighbors` neighbours of every query among the last `count` keys.
 
-    All [B, H, Q, M] scores exist at once.
+    The scores are the products of queries and keys. All [B, H, Q, M] scores are computed at once,
+    so the caller limits Q.
 
     Args:
-      queries: the queries.
+      queries: the queries, which may already be scaled; a positive scale has no influence.
       keys: the keys of the memory, oldest first.
-      count: the number of last keys that may be neighbours, for each row of the batch.
+      count: for each row of the batch, the number of keys that may be neighbours: the last `count`
+        of the M keys.
       neighbors: R, the number of neighbours of a query.
       search: "exact" or "bucketed"; "bucketed" needs M to be a multiple of R.
     """

@@ -1,12 +1,13 @@
-"""Memory attention in plain XLA, for a few queries at a time to limit the number of scores.
+"""Memory attention (see `api.py`) in plain XLA, for a few queries at a time to limit the number of
+scores.
 
-There are two passes. The first pass searches and keeps only the indices of the neighbours. The
-second pass gathers the neighbours and attends to them. Neighbours take R times the memory of the
-queries, so they are not stored, and the backward pass gathers the neighbours again.
+There are two passes. The first pass searches and stores only the indices of the neighbours. The
+second pass gathers the keys and values of the neighbours and attends to them. These take R times
+the memory of the queries, so they are not stored, and the backward pass gathers them again.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, Q of queries that are processed at once, R of neighbours of a query, H of heads, K of
-numbers of a head, and Z of keys of the memory and the segment.
+In shapes, B is the number of rows of the batch, T of queries of each head in a segment, N of blocks
+of the segment, Q of queries that are processed at once, R of neighbours of a query, H of heads of
+keys, K of numbers of a head, and Z of keys of the memory and the segment.
 """
 
 from collections.abc import Callable
@@ -44,12 +45,13 @@ def memory_attention(
     """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: already multiplied by any scale. If several heads of queries share a head of keys,
+        their queries for a token are consecutive, and T is a multiple of the number of tokens.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
-      counts: for each block, the number of last tokens before the block that may be neighbours.
-      window: the number of tokens of a block. If several heads of queries share a head of keys, a
-        token has several queries, and T is the number of queries instead of tokens.
+      counts: for each block, the number of tokens that may be neighbours. These are the last tokens
+        before the block.
+      window: the number of tokens of a block.
       size: the number of tokens of the memory.
       neighbors: R, the number of neighbours of a query, which are the keys that a search selects.
       search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
@@ -64,8 +66,8 @@ def memory_attention(
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
-        """Returns the attention output of the queries q over their neighbours; `results` has the
-        indices of the neighbours, which are gathered here.
+        """Returns the attention output of the queries q over their neighbours. The keys and values
+        of the neighbours are gathered by the indices in `results`.
         """
         k, v = take(keys, results.indices), take(values, results.indices)
         return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
@@ -96,12 +98,13 @@ def _find_in_blocks(
         Args:
           n: the index of the block.
           q: the queries of the block.
-          count: the number of last keys before the block that may be neighbours.
+          count: for each row of the batch, the number of keys that may be neighbours. These are the
+            last keys before the block.
         """
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            """Returns the neighbours of some of the block's queries, q."""
+            """Returns the neighbours of the queries q, which are some of the block's queries."""
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)

@@ -1,11 +1,11 @@
 """Causal attention of tokens to tokens with similar queries (after Roy et al. 2020, Routing
 Transformers).
 
-In the paper, each cluster selects the tokens of a complete sequence that are nearest to its
-centroid, so a token depends on later tokens; the paper's public code also has this leak. Here each
-token selects the cluster whose centroid is nearest to its query, and reads the last R tokens of
-that cluster in its document. No token is omitted or read twice, and nothing depends on later
-tokens.
+The queries of a head form clusters with learned centroids. In the paper, each cluster selects the
+tokens of a complete sequence that are nearest to its centroid. The selection therefore depends on
+later tokens; the paper's public code also has this leak. Here, each token selects the cluster whose
+centroid is nearest to its query, and reads the last R tokens of that cluster in its document. Every
+token belongs to exactly one cluster of a head, and nothing depends on later tokens.
 
 Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
 centroids.
@@ -50,11 +50,12 @@ def routed_attention(
     Args:
       queries: already multiplied by any scale.
       tokens: the keys, values and clusters of the segment's tokens.
-      rings: the last R tokens of every cluster before the segment. Tokens after the start of a
-        document in the segment do not read them.
+      rings: the last R tokens of every cluster before the segment. If a document starts in the
+        segment, its tokens and all later tokens do not read `rings`.
       document_start: True where a document starts with block n.
       bias: float32, added to the logits of the cluster's last R tokens, the nearest first.
-      attend_to_self: True if the nearest token is the token itself.
+      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
+        is the token of the cluster before.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -82,12 +83,13 @@ def routed_attention_step(
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
     """Returns the attention output of one token of each row over the last R tokens of the token's
-    cluster.
+    cluster, for reading a block token by token.
 
     Args:
       queries: the query of the token, already multiplied by any scale.
-      cluster: the token's cluster in each head.
-      block: the keys, values and clusters of the token's block up to and including the token.
+      cluster: the index of the token's cluster in each head.
+      block: the keys, values and clusters of the block's tokens, including this token. Entries
+        after this token are ignored.
       rings: the last R tokens of every cluster before the block.
       position: the index of the token in its block.
       bias, attend_to_self: as for `routed_attention`.

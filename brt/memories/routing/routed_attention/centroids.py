@@ -1,9 +1,9 @@
-"""Centroids of clusters of tokens: means of their queries, learned without gradients.
+"""The centroids of clusters of tokens: means of the tokens' queries, learned without gradients.
 
-The counts and sums of each cluster's queries are moving averages over train steps (Routing
-Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start as 1, so
-that no sum is divided by a count near 0 at the start. Tokens are assigned to clusters by the
-directions of the centroids alone, so the length of a centroid does not matter.
+The number of a cluster's tokens and the sum of their queries are moving averages over train steps
+(Routing Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start
+as 1, so that no sum is divided by a count near 0 at the start. Tokens are assigned to clusters by
+the directions of the centroids alone, so the length of a centroid does not matter.
 
 In shapes, B is the number of rows of the batch, T of tokens of a row, H of heads, C of clusters of
 a head, and K of numbers of a head.
@@ -23,12 +23,12 @@ class ClusterStatistics(NamedTuple):
     """Float32 statistics of C clusters of each head.
 
     Attributes:
-      counts: [*L, H, C], the average number of a cluster's tokens in a train step. L stands for an
-        axis of layers, if statistics of several layers are stacked.
-      sums: [*L, H, C, K], the average sum of these tokens' queries; `sums / counts` are the
-        centroids.
-      new_counts, new_sums: the number of tokens and the sum of queries since the last call of
-        `update_averages`. Only that function changes the centroids.
+      counts: [*L, H, C], the moving average of the number of a cluster's tokens in a train step. *L
+        stands for an axis of layers, if statistics of several layers are stacked.
+      sums: [*L, H, C, K], the moving average of the sum of these tokens' queries. The centroids are
+        `sums` / `counts`.
+      new_counts, new_sums: the number of tokens and the sum of their queries since the last call of
+        `update_averages`. Only this function changes the averages and so the centroids.
     """
 
     counts: Float[Array, "*L H C"]
@@ -56,8 +56,8 @@ def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
 def nearest_clusters(
     queries: Float[Array, "B T H K"], statistics: ClusterStatistics
 ) -> Int[Array, "B T H"]:
-    """Returns the index of the cluster whose centroid has the largest cosine to each token's query,
-    int32.
+    """Returns, as int32, the index of the cluster whose centroid has the largest cosine to a query,
+    for each token and head.
 
     The centroids are computed from `statistics`. The queries get no gradient.
     """
@@ -72,7 +72,8 @@ def nearest_clusters(
 def add_tokens(
     statistics: ClusterStatistics, queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"]
 ) -> ClusterStatistics:
-    """Returns the statistics with tokens added to `new_counts` and `new_sums`.
+    """Returns the statistics with tokens added to `new_counts` and `new_sums`. The centroids do not
+    change.
 
     Args:
       statistics: the statistics before the tokens.
@@ -91,13 +92,13 @@ def add_tokens(
 def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStatistics:
     """Returns the statistics after a train step.
 
-    The averages move towards `new_counts` and `new_sums`, which are then set to zero. A cluster
-    without new tokens keeps its averages, which would otherwise decay to zero. A train step calls
-    this function once, even if it reads its batch in several parts.
+    The averages `counts` and `sums` move towards `new_counts` and `new_sums`, which are then set to
+    zero. A cluster without new tokens keeps its averages, which would otherwise decay to zero. A
+    train step calls this function once, even if the step reads its batch in several parts.
 
     Args:
       statistics: the statistics, to which all tokens of the step have been added.
-      decay: the weight of the old averages.
+      decay: the weight of the old averages, between 0 and 1.
     """
     old, new = statistics[:2], statistics[2:]
     full = statistics.new_counts > 0
@@ -112,13 +113,14 @@ def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStati
 def commitment(
     queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"], statistics: ClusterStatistics
 ) -> Float[Array, ""]:
-    """Returns the mean squared distance between queries and the centroids of their clusters.
+    """Returns the mean squared distance between queries and the centroids of their clusters: the
+    loss that keeps queries close to centroids.
 
     The centroids get no gradient.
 
     Args:
       queries: the queries of the tokens.
-      clusters: the cluster of each query.
+      clusters: the index of the cluster of each query.
       statistics: the statistics from which the centroids are computed.
     """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])

@@ -1,6 +1,5 @@
-"""Reference implementation of routed attention: every token and every position, with a mask.
-
-The computation is in float32.
+"""Reference implementation of routed attention (see `api.py`): it computes the logits of all pairs
+of a query and a key, in float32, and masks those that a query must not read.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
 heads, K of numbers of a head, and R of tokens of its cluster that a token reads.
@@ -31,7 +30,8 @@ def routed_attention(
       rings: the last R tokens of every cluster before the segment.
       document_start: True where a document starts with block n.
       bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the nearest token is the token itself, False if it is the one before.
+      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
+        is the token of the cluster before.
     """
     visible = places(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]

@@ -1,9 +1,9 @@
-"""The last tokens of every cluster (a ring for each cluster), which are carried from segment to
-segment.
+"""The last tokens of every cluster, which are carried from segment to segment.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, C of clusters of a head, and R of tokens of a ring. There are M = C R
-+ T places for tokens: first the places of the rings, then one place for each token of the segment.
+The last R tokens of a cluster are called the ring of the cluster. In shapes, B is the number of
+rows of the batch, T of tokens of a segment, N of its blocks, H of heads, K of numbers of a head, C
+of clusters of a head, and R of tokens of a ring. A segment reads M = C R + T places for tokens:
+first the places of all rings, then one place for each token of the segment.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.gathering import take
 
-NO_TOKEN = -1  # A place that has no token has this number instead of a cluster.
+NO_TOKEN = -1  # `Places.groups` has this number for a place without a token.
 
 
 class Rings(NamedTuple):
@@ -22,7 +22,8 @@ class Rings(NamedTuple):
     Attributes:
       keys: [B, H, C, R, K], oldest token first; places before the first token are zeros.
       values: [B, H, C, R, K], in the same order.
-      filled: int32 [B, H, C], the number of tokens of each ring. The tokens are in the last places.
+      filled: int32 [B, H, C], the number of tokens in each ring. They are in the last of the R
+        places.
     """
 
     keys: Float[Array, "B H C R K"]
@@ -31,7 +32,9 @@ class Rings(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Keys and values of tokens, and the index of each token's cluster in each head."""
+    """The tokens of a segment or a block: their keys and values, and the index of each token's
+    cluster in each head.
+    """
 
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
@@ -39,13 +42,15 @@ class RoutedTokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """All tokens that a segment can read, in the order in which they were read.
+    """All tokens that the tokens of a segment may read: the rings, followed by the segment.
+
+    The tokens of a cluster stand in the order in which they were read.
 
     Attributes:
       keys, values: the keys and values of the rings, followed by the keys and values of the
         segment.
-      groups: int32, a number that is equal for tokens of the same cluster and document; NO_TOKEN
-        for places without a token.
+      groups: int32, a number that is equal for tokens of the same cluster and the same document;
+        NO_TOKEN for places without a token.
     """
 
     keys: Float[Array, "B H M K"]
@@ -60,12 +65,12 @@ def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
 
 
 def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
-    """Returns the tokens of the rings, followed by the tokens of the segment.
+    """Returns the tokens of the rings, followed by the tokens of the segment, as `Places`.
 
     Args:
       tokens: the tokens of the segment.
       rings: the rings before the segment. Their tokens belong to the document that is being read
-        when the segment begins.
+        when the segment begins, so no token reads them if a document starts with the first block.
       document_start: True where a block of the segment is the first of a document.
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
@@ -86,9 +91,9 @@ def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
     """Returns the rings after a segment.
 
-    The ring of a cluster then has the last R tokens of the cluster in the segment's last document.
-    If no document starts in the segment, this document started in an earlier segment, and tokens of
-    `rings` stay in a ring until R newer tokens have replaced them.
+    The ring of a cluster then has the last R tokens of the cluster in the last document of the
+    segment. If no document starts in the segment, this document started in an earlier segment, and
+    tokens of `rings` stay in a ring until R newer tokens have replaced them.
 
     Args:
       tokens: the tokens of the segment.
@@ -102,7 +107,8 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
     wanted = wanted[:, None, :, None]
     there = visible.groups[:, :, None]
     counts = jnp.sum(there == wanted, axis=-1, dtype=jnp.int32)
-    # `ends` are the indices at which the groups end if the places are sorted by group.
+    # `wanted` are the groups of the segment's last document, one for each cluster. `ends` are the
+    # indices at which these groups end if the places are sorted by group.
     ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)
     order = jnp.argsort(visible.groups, axis=-1, stable=True)
     places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)

@@ -1,9 +1,11 @@
-"""Routed attention in plain XLA: the tokens of a cluster are stored side by side, in small chunks.
+"""Routed attention (see `api.py`) in plain XLA: the tokens of a cluster are copied into small
+chunks, so that attention to a cluster becomes attention to neighbouring chunks.
 
-A chunk has tokens of one cluster and one document (a group). The tokens of a group fill chunk after
-chunk. The place of a token in its chunk, and the tokens before it, therefore depend on earlier
-tokens alone, and the token's result is bitwise the same for any later tokens. The tokens before the
-segment come from rings, which have the last R tokens of every cluster.
+A group is the tokens of one cluster in one document. The tokens of a group fill chunk after chunk,
+and no chunk has tokens of two groups. The place of a token in its chunk, and the tokens before it,
+therefore depend on earlier tokens alone, and the token's result is bitwise the same for any later
+tokens. The tokens before the segment come from rings, which have the last R tokens of every
+cluster.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
 heads, K of numbers of a head, R of tokens of its cluster that a token reads, M of tokens of the
@@ -34,11 +36,10 @@ MIN_CHUNK = 8
 
 
 class ChunkLayout(NamedTuple):
-    """The assignment of tokens to the rows of chunks.
+    """The assignment of the M tokens to the Z = P Q rows of all chunks.
 
     Attributes:
-      sources: int32 [B, H, Z], the index of the token in each of Z = P Q rows of chunks; M for an
-        empty row.
+      sources: int32 [B, H, Z], the index of the token in each row; M for an empty row.
       rows: int32 [B, H, M], the row of each token; Z for places without a token.
     """
 
@@ -63,13 +64,14 @@ def routed_attention(
       rings: the last R tokens of every cluster before the segment.
       document_start: True where a document starts with block n.
       bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the nearest token is the token itself, False if it is the one before.
+      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
+        is the token of the cluster before.
     """
     visible = places(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
-    # In every cluster of every document, one chunk may not be full. The number of chunks below is
-    # sufficient for this case.
+    # In every cluster of every document, one chunk may not be full. `chunks` is large enough for
+    # the case that each of these chunks has a single token.
     size = min(max(count // (blocks * clusters), MIN_CHUNK), bias_length)
     total = visible.groups.shape[-1]
     chunks = (total + blocks * clusters * (size - 1)) // size
@@ -77,8 +79,8 @@ def routed_attention(
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
     def in_chunks(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
-        """Returns a vector for each row of the chunks: the vector of the row's token in x, or zeros
-        for an empty row.
+        """Returns the vectors x of M tokens in the order of the chunks' rows, with zeros for empty
+        rows.
         """
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return take(padded, sources)
@@ -133,7 +135,9 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
 
 
 def _with_previous_chunks(x: Array, back: int, nothing: int) -> Array:
-    """Returns [B, H, P, (back + 1) * Q, ...], every chunk after the `back` chunks before it."""
+    """Returns an array [B, H, P, (back + 1) * Q, ...] in which every chunk of x [B, H, P, Q, ...]
+    follows the `back` chunks before it; `nothing` fills the chunks before the first.
+    """
     pad = [(0, 0)] * x.ndim
     pad[2] = (back, 0)
     padded = jnp.pad(x, pad, constant_values=nothing)
