@@ -65,7 +65,9 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
 
 
 def config_text(config: Config) -> str:
-    """Returns a gin file that binds every setting; reading it yields the same config."""
+    """Returns the text of a .gin file that describes this config. The file binds every setting that
+    the model and the task of the run have.
+    """
     return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
 
 
@@ -230,7 +232,7 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections.
+    """Returns the value of every setting, {"Model.layers": 12, ...}, in the order of the sections.
 
     Settings of kinds of layers that the model does not have are included with their defaults, and
     so are settings that runs of this task do not have.

@@ -57,7 +57,8 @@ class KindSection:
         return f"{type(self).__name__}.layers"
 
     def check_model(self, model: "Model") -> None:
-        """Refuses settings of this section that contradict settings of the model.
+        """Refuses settings of this section that contradict settings of the model. Sections without
+        such settings inherit this method, which does nothing.
 
         Args:
           model: the model that has this section.
@@ -67,7 +68,8 @@ class KindSection:
         """
 
     def check_segment(self, name: str, length: int) -> None:
-        """Refuses lengths of segments that layers of this kind cannot read.
+        """Refuses lengths of segments that layers of this kind cannot read. Sections whose layers
+        read any length inherit this method, which does nothing.
 
         Args:
           name: the setting that gives the length, for the error message.

@@ -7,7 +7,7 @@ from brt.config.fields import inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """Form of the decoder's MLPs, whose width and activation are settings of `Model`."""
+    """Settings of the decoder's MLPs, besides `Model.mlp_dim` and `Model.activation`."""
 
     # True multiplies the activations by a second projection of the input (Shazeer 2020).
     gated: bool = inherited(False)

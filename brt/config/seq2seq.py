@@ -17,7 +17,8 @@ from brt.config.columns import check_columns, column
 from brt.config.fields import derived, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
-SMALLEST_THRESHOLD = 1e-3  # With raf_parameters = 'bounded', thresholds are above this value.
+# With CrossAttention.raf_parameters = 'bounded', neurons fire at thresholds above this value.
+SMALLEST_THRESHOLD = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ _TASKS: dict[str, dict[str, str]] = {}
 
 
 def register_sections(task: str, model: str, data: str) -> None:
-    """Records which sections describe the model and the data of a task.
+    """Records which sections describe the model and the data of a task, so that `field_name` can
+    find the field for a setting such as `Data.train`.
 
     Args:
       task: the name of the task.
@@ -84,7 +85,7 @@ def field_name(name: str, task: str) -> str:
 
 
 def tasks_with(name: str) -> list[str]:
-    """Returns the names of the tasks that have the field `name` in one of their sections."""
+    """Returns the names of the tasks that have the section of a field such as "Pairs.train"."""
     section = name.partition(".")[0]
     return [task for task, sections in _TASKS.items() if section in sections.values()]
 

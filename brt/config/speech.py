@@ -60,8 +60,8 @@ class Speech:
     stack: int = fixed(1, cached=True)
     # Of this number of consecutive stacked frames, only the first is read.
     stride: int = fixed(1, cached=True)
-    # Batches are padded to one of these lengths, which are ascending numbers of frames after
-    # `stride`. () pads all batches to the longest utterance.
+    # Batches are padded to one of these ascending lengths, which count the frames that remain after
+    # `stack` and `stride`. () pads all batches to the longest utterance.
     buckets: tuple[int, ...] = fixed((), cached="longest")
     # If utterances are too short for CTC, or too long, the file is refused or the utterances are
     # skipped.
@@ -101,5 +101,7 @@ class Speech:
 
     @property
     def longest(self) -> int:
-        """Largest number of frames, after `stride`, of an utterance that is read; 0: no limit."""
+        """Number of frames, after `stack` and `stride`, of the longest utterance that is read; 0
+        means that there is no limit.
+        """
         return self.buckets[-1] if self.buckets else 0

@@ -175,7 +175,9 @@ class Task(abc.ABC):
         return ()
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Returns the names of the entries of the model state that no step changes."""
+        """Returns the names of the entries of the model state that no step changes. Their files
+        are shared by all checkpoints of a run.
+        """
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:

@@ -29,7 +29,7 @@ TEACHER = "teacher"  # The entry of the model state with the teacher's parameter
 
 
 class DistillationCarry(NamedTuple):
-    """The carry (caches and states that one step hands to the next) of a run that distills.
+    """The carry (caches and states that one step hands to the next) of a run with distillation.
 
     Attributes:
       student: caches and recurrent states of the trained model.
@@ -88,7 +88,8 @@ def student_state(carry: StackState | DistillationCarry) -> StackState:
 def with_teacher_state(
     config: Config, carry: StackState, lanes: int, dtype: jnp.dtype
 ) -> StackState | DistillationCarry:
-    """Adds the teacher's empty caches to the carry of a run that distills.
+    """Returns the initial carry of a run: with the teacher's empty caches if the config asks for
+    distillation, and otherwise unchanged.
 
     Args:
       config: config of the run.
@@ -103,8 +104,12 @@ def with_teacher_state(
 
 
 def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
-    """Adds the names of the axes of the teacher's caches to `axes`, the names of the axes of the
-    trained model's carry, if the run distills.
+    """Returns the names of the axes of a run's carry: with those of the teacher's caches if the
+    config asks for distillation, and otherwise unchanged.
+
+    Args:
+      config: config of the run.
+      axes: the names of the axes of the trained model's carry.
     """
     if not distills(config):
         return axes
@@ -131,7 +136,7 @@ def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> P
       initial: arrays with the names and shapes of the teacher's parameters.
 
     Raises:
-      CheckpointError: the weights are not those of a decoder with windows alone.
+      CheckpointError: the weights belong to a decoder with other layers than sliding-window ones.
     """
     start = warm_start.start(teacher_config(config).model, weights, initial)
     if other := [*start.missing, *start.unused]:
@@ -188,7 +193,8 @@ def extra_flops_per_token(config: Config) -> int:
 
 
 def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
-    """Returns the teacher's entry of the model state, with newly initialised parameters.
+    """Returns the teacher's entry of the model state, with newly initialised parameters; an empty
+    dict if the config does not ask for distillation.
 
     Args:
       config: config of the run.

@@ -127,7 +127,9 @@ class LanguageModeling(Task):
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns the reader of the training documents, which continue from batch to batch."""
+        """Returns the reader of the training documents. Each row of a batch (lane) continues with
+        the tokens that follow those of the previous batch.
+        """
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -248,7 +250,11 @@ class LanguageModeling(Task):
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns "xz -9e", and the bits per byte of this compressor on the validation data."""
+        """Returns "xz -9e", and the bits per byte of this compressor on the validation data.
+
+        The result is None if there are no validation data, if they are too large for xz, or if the
+        tokenizer loses a part of the text.
+        """
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -268,7 +274,7 @@ class LanguageModeling(Task):
         return manifest["bytes"] / manifest["tokens"]
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
-        """Returns an object that continues prompts."""
+        """Returns an object that generates the continuation of a prompt."""
         session = Session(
             config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size
         )
@@ -287,7 +293,9 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns the decoder as a Hugging Face model, together with its PyTorch code."""
+        """Returns the decoder in Hugging Face's format, with PyTorch code that runs the decoder if
+        Hugging Face has no class for it.
+        """
         opened = source.tokenizer()
         model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
         write = causal.to_format if causal.family_of(model.model) else to_format

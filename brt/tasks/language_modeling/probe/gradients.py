@@ -142,7 +142,8 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
     )  # fmt: skip
     segments = [batch for batch, _ in islice(batches, 2)]
     if len(segments) == 1 or not segments[1].scored.all():
-        # A segment with much padding would have few gradients, so the first segment is read twice.
+        # Padding has no loss and so no gradients. Instead of a segment with padding, the first
+        # segment is read again.
         segments = [segments[0]] * 2
     first, second = (jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch) for batch in segments)
     start = second.document_start.copy()
@@ -180,7 +181,9 @@ def _state_reach(
         return {}, {}
 
     def read(states: States) -> tuple[Float[Array, " N"], States]:
-        """Returns the nats of each block in the first lane, and its states after the segment."""
+        """Reads the segment from recurrent states, and returns the nats of each block in the first
+        lane, and the recurrent states of this lane after the segment.
+        """
         state = with_states(config.model, carried, states)
         nats, after = block_nats(config, variables, state, batch)
         return nats[0], jax.tree.map(lambda x: x[0], layer_states(config.model, after))

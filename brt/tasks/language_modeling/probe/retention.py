@@ -72,7 +72,8 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
         carried = read(variables, carried, lanes)
         if index >= before:
             for layer, distance in _distances(model, carried).items():
-                if initial[layer] > 0:  # A state of zeros is not perturbed.
+                # A state of zeros is not perturbed, because the noise is relative to its size.
+                if initial[layer] > 0:
                     remaining[layer].append(distance / initial[layer])
     return remaining
 
