@@ -25,8 +25,8 @@ class MetricAccumulator:
       saved: the totals in a checkpoint, as the method `state` returned them; None at step 0.
       spike_factor: Training.spike_factor: a step is bad if its loss exceeds this multiple of the
         median of recent losses; 0 sets no limit.
-      on_skip: called with the number of every step that left the train state unchanged, and with
-        the reason.
+      on_skip: a function that is called with the number of every step that left the train state
+        unchanged, and with a phrase that says why.
 
     Attributes:
       tokens_seen: number of scored tokens since step 0.
@@ -72,10 +72,11 @@ class MetricAccumulator:
 
         Args:
           step: number of the step, counted from 1.
-          metrics: what the train step returned.
+          metrics: the metrics that the train step returned, as arrays on devices.
 
         Raises:
-          BadStep: the loss or gradients of the step before were not finite, or its loss jumped.
+          BadStep: the loss or gradients of the step before were not finite, or its loss exceeded
+            the limit.
         """
         self.flush()
         self._pending = step, metrics
@@ -84,7 +85,8 @@ class MetricAccumulator:
         """Waits for the step that `add` stored, and adds the step's metrics to the totals.
 
         Raises:
-          BadStep: the loss or gradients of the step were not finite, or its loss jumped.
+          BadStep: the loss or gradients of the step were not finite, or its loss exceeded the
+            limit. If Training.on_bad_step is "skip", `on_skip` is called instead.
         """
         if self._pending is None:
             return
@@ -125,9 +127,11 @@ class MetricAccumulator:
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages of the metrics since the last call, by tag, and resets them.
+        """Returns the averages of the metrics since the last call, and resets them.
 
-        One entry is not an average: "data/tokens", the number of scored tokens since step 0.
+        Returns:
+          The averages by tag, such as "train/bits_per_token". One entry is not an average:
+          "data/tokens", the number of scored tokens since step 0.
         """
         tokens = max(self._tokens, 1.0)
         values = {
@@ -148,7 +152,7 @@ class MetricAccumulator:
     def state(self) -> dict[str, Any]:
         """Returns the totals as JSON, for a checkpoint.
 
-        `flush` has to be called first, because a step that is still stored is not included.
+        `flush` has to be called first, because the totals lack the step that `add` stored last.
         """
         return {
             "tokens_seen": self.tokens_seen,

@@ -1,8 +1,9 @@
-"""Low-rank adapters of kernels (Hu et al. 2021): small factors that are trained in their place.
+"""Low-rank adapters (LoRA, Hu et al. 2021), which are trained instead of the kernels of a model.
 
-The factors of the kernel `stack/window_0/tokens/keys` are the parameters
-`adapters/stack/window_0/tokens/keys/a` and `.../b`. Models do not know adapters: `merged` adds the
-products of the factors to the kernels before parameters reach a model.
+An adapter consists of two small matrices, A and B, whose product is added to a kernel. The matrices
+for the kernel `stack/window_0/tokens/keys` are the parameters
+`adapters/stack/window_0/tokens/keys/a` and `.../b`. The code of models knows nothing of adapters:
+`merged` adds the products to the kernels before the parameters are passed to a model.
 """
 
 import zlib
@@ -19,20 +20,21 @@ from brt.errors import ConfigError
 from brt.training import parameter_paths
 from brt.training.matrices import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
 
-# The random key of adapters is the run's key with this number folded in.
+# The random key of adapters is the run's key with this number folded in (`jax.random.fold_in`).
 _KEY = 2
 ROOT = "adapters"  # The factors of all adapters are below this name in the tree of parameters.
 
 
 def added(params: PyTree, config: Config, key: Array) -> PyTree:
-    """Returns the parameters of a model together with new adapters, whose products are zero.
+    """Returns the parameters of a model together with the initial values of its adapters.
 
-    The elements of A are normal with the variance 1 / in, and those of B are zeros.
+    A has the shape [in, rank] and normal elements with the variance 1 / in. B has the shape
+    [rank, out] and is zero, so that the adapters do not change the model at first.
 
     Args:
-      params: the parameters, boxed with the names of their axes. Arrays without a box have no
-        adapters.
-      config: the config.
+      params: the parameters, each in a Flax box (`nn.Partitioned`) with the names of its axes.
+        Arrays without a box get no adapters.
+      config: the config of the run. If Adapter.rank is 0, `params` are returned unchanged.
       key: random key of the run.
 
     Raises:
@@ -46,7 +48,8 @@ def added(params: PyTree, config: Config, key: Array) -> PyTree:
     for path in _adapted(params, adapter):
         names = matrix_names(flat[path].names)
         *layers, rows, columns = matrix_shape(flat[path].names, flat[path].value.shape)
-        # The key depends on the path alone, so that the choice of other kernels has no effect.
+        # The key depends only on the path of the kernel, so that an adapter's initial values do not
+        # depend on which other kernels have adapters.
         own_key = jax.random.fold_in(jax.random.fold_in(key, _KEY), zlib.crc32(path.encode()))
         a = jax.random.normal(own_key, (*layers, rows, adapter.rank)) * rows**-0.5
         b = jnp.zeros((*layers, adapter.rank, columns))
@@ -56,12 +59,13 @@ def added(params: PyTree, config: Config, key: Array) -> PyTree:
 
 
 def merged(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
-    """Returns the parameters of the model, in which the products of adapters are added to kernels.
+    """Returns the parameters of the model, in which each kernel with an adapter has become
+    kernel + alpha / rank * A B.
 
     Args:
-      params: parameters of the model and of adapters.
-      adapter: settings.
-      axes: names of the parameters' axes, by path.
+      params: parameters of the model and of its adapters.
+      adapter: settings of the adapters, such as alpha and rank.
+      axes: names of the axes of each parameter of the model, by the parameter's path.
     """
     model, factors = split(params)
     flat, factors = flatten_dict(model, sep="/"), flatten_dict(factors, sep="/")
@@ -74,7 +78,9 @@ def merged(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]
 
 
 def split(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters of the model, and those of adapters, {} if there are none."""
+    """Separates the parameters of the model, returned first, from the parameters of its adapters,
+    which are {} if there are no adapters.
+    """
     model = {name: value for name, value in params.items() if name != ROOT}
     return model, params.get(ROOT, {})
 

@@ -1,11 +1,12 @@
 """Detects and records bad steps: loss or gradients that are not finite, or a loss that jumps.
 
-Training.on_bad_step says what follows:
+Training.on_bad_step says what the run does after a bad step:
 
     stop      the run ends, and nothing of the step is saved
     skip      the step leaves the train state unchanged; the compiled step itself decides this
-    rollback  the run returns to its newest checkpoint and continues after the bad batch; batches
-              between the two are not read again (Chowdhery et al. 2022, section 5.1)
+    rollback  the run returns to its newest checkpoint and continues after the bad batch; the
+              batches between the checkpoint and the bad batch are not read again (Chowdhery et al.
+              2022, section 5.1)
 
 A skipped batch still counts as a step, so that a step of a given number always reads the same
 batch. The learning rate counts only updates. bad_batches.jsonl records for every bad step what was
@@ -28,9 +29,9 @@ from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
-# The median loss of this number of recent steps counts as normal.
+# A loss is compared with the median loss of this number of recent steps.
 RECENT = 64
-# Before this number of losses is known, no loss counts as a jump.
+# Until the losses of this number of steps are known, no loss counts as a jump.
 FEWEST = 16
 _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": list}
 
@@ -52,13 +53,13 @@ class BadStep(NonFiniteError):
 class RecentLosses:
     """Losses of recent steps, and the limit above which the loss of the next step is a jump.
 
-    A step is started while the step before may still be running. The limit of a step therefore
-    uses losses up to the last step but one, even if a later loss is already known, so that it
-    does not depend on timing.
+    A step is started while the previous step may still be running. The limit for step n therefore
+    uses the losses up to step n - 2, even if the loss of step n - 1 is already known, so that the
+    limit does not depend on timing.
 
     Args:
       factor: Training.spike_factor: the limit is this multiple of the median loss; 0 sets no limit.
-      saved: steps and losses in a checkpoint, as the method `state` returned them.
+      saved: pairs of step and loss in a checkpoint, as the method `state` returned them.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -71,7 +72,7 @@ class RecentLosses:
             self._losses.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """Returns the loss above which the loss of the step `step` is a jump.
+        """Returns the loss, in nats per token, above which the loss of the step `step` is a jump.
 
         The limit is infinite while fewer than FEWEST losses are known.
         """
@@ -86,10 +87,10 @@ class RecentLosses:
 
 
 class BadSteps:
-    """The bad steps of a run, recorded in bad_batches.jsonl.
+    """The bad steps of a run, which are recorded in the file bad_batches.jsonl.
 
     Args:
-      training: the run's settings.
+      training: the config section Training of the run.
       file: bad_batches.jsonl, which process 0 writes.
       start: the step that the run starts from. Records of skipped steps after `start` are deleted,
         because the run reaches these steps again.
@@ -114,13 +115,13 @@ class BadSteps:
         return self._training.on_bad_step == "rollback"
 
     def skip_to(self, step: int) -> int:
-        """Returns the step at which the run continues if it has to leave out the next batches.
+        """Returns the number of the last step whose batch the run leaves out after a rollback.
 
         Args:
-          step: number of completed steps.
+          step: number of completed steps, to which the run has rolled back.
 
         Returns:
-          The number of the last step whose batch is left out; 0 if the next batch is used.
+          The number of the step; 0 if the batch of the next step is used.
         """
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 

@@ -1,4 +1,4 @@
-"""Reports of evaluations in a workdir, the files `evaluations/<step>/<split>*`."""
+"""Writes and reads reports of evaluations: the files `evaluations/<step>/<split>*` of a run."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,15 +36,16 @@ class Evaluated(NamedTuple):
 
 
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the tag under which metrics of a split are logged.
+    """Returns the common prefix, such as "eval/validation", of the tags under which the metrics of
+    a split are logged.
 
     If training usually evaluates only a part of the split, metrics of the whole split get another
-    tag, because the two kinds of numbers cannot be compared and must not share a curve.
+    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
 
     Args:
       split: name of the split.
-      evaluator: the evaluator of the split; `evaluator.partial` is True if it usually evaluates a
-        part.
+      evaluator: the evaluator of the split; `evaluator.partial` is True if the evaluator usually
+        evaluates only a part of the split.
       whole: True if the metrics are computed on the whole split.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
@@ -53,13 +54,14 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics of an evaluation that are logged as curves, by `<tag>/<name>`.
+    """Returns the metrics of an evaluation that are logged as curves, by their full tags, such as
+    "eval/validation/bits_per_byte".
 
     Args:
-      task: the task, whose `select_metrics` chooses the metrics.
+      task: the task, whose method `select_metrics` chooses the metrics.
       evaluator: the evaluator of the split.
       split: name of the split.
-      report: all metrics of the evaluation.
+      report: all metrics of the evaluation, by name.
       whole: True if the metrics are computed on the whole split; see `tag`.
     """
     prefix = tag(split, evaluator, whole)
@@ -75,16 +77,16 @@ def write(
 ) -> Evaluated:
     """Writes the files of an evaluation, and returns the evaluation's report.
 
-    The file of metrics is written last, so its existence shows that the files of rows, text and
-    plot are complete. With several processes, only the first process writes.
+    The JSON file with the metrics is written last, so its existence shows that the other files
+    (JSON lines, text and plot) are complete. With several processes, only the first process writes.
 
     Args:
       workdir: the run directory.
       step: the step of the evaluated checkpoint.
       split: the evaluated split.
-      result: what the evaluator returned.
-      tell: called with the report before the files are written, so that the user sees the report
-        even if writing fails.
+      result: the result that the evaluator returned.
+      tell: a function that is called with the report before the files are written, so that the
+        user sees the report even if writing fails.
 
     Raises:
       ConfigError: the directory cannot be written.

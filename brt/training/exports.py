@@ -11,7 +11,7 @@ from brt.training.workdir import Workdir
 
 
 def export(directory: Path) -> Exported:
-    """Returns the model of a directory in the form that other libraries read.
+    """Returns the model of a directory in a format that other libraries can read.
 
     Args:
       directory: a run directory, whose newest checkpoint is exported, or a directory of weights

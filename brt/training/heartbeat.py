@@ -23,7 +23,7 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
 
         phase   the current phase; "ended" after the context
         step    number of completed steps
-        beside  the phase of the thread that saves in the background; "" while the thread is idle
+        beside  the phase of the thread that saves in the background; "" while that thread is idle
         moved   time of the last progress, in seconds since 1970
         time    time at which the file was written, in seconds since 1970
         pid     number of the process
@@ -33,7 +33,7 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
     written, training continues.
 
     Args:
-      path: the file.
+      path: the file, in the directory `heartbeat` of the run directory.
       phases: tracks the status that is written.
     """
     over, changed = threading.Event(), threading.Event()

@@ -32,12 +32,12 @@ def stop_if_requested(session: Session) -> None:
 
 
 def start_profile(session: Session) -> None:
-    """Starts a profiler trace before the first step of Training.profile_at."""
+    """Starts a profiler trace before the first of the steps that Training.profile_at names."""
     session.profile.before(session.completed + 1)
 
 
 def stop_profile(session: Session) -> None:
-    """Ends the profiler trace after the last step of Training.profile_at."""
+    """Ends the profiler trace after the last of the steps that Training.profile_at names."""
     if session.profile.after(session.completed, session.state.step):
         first = session.run.config.training.profile_at[0]
         session.progress.message(f"profile of steps {first} to {session.completed} is written")
@@ -94,9 +94,9 @@ def evaluate(session: Session) -> None:
     """Evaluates held-out data and writes the metrics, every Training.evaluate_every steps.
 
     After the last step, all held-out data are evaluated, even if the earlier evaluations used only
-    a part of the data. A request to stop interrupts the evaluation, and nothing of the evaluation
-    is written. A resumed run repeats the evaluation at its checkpoint only if metrics.jsonl lacks
-    the result.
+    a part of the data. If a request to stop interrupts the evaluation, nothing of the evaluation is
+    written. A resumed run repeats the evaluation at its checkpoint only if metrics.jsonl lacks the
+    result.
     """
     if not session.evaluates_now:
         return
@@ -144,7 +144,7 @@ def sample(session: Session) -> None:
 
 
 def save(session: Session) -> None:
-    """Starts a checkpoint every Checkpoint.every steps, and after the last step."""
+    """Starts to save a checkpoint every Checkpoint.every steps, and after the last step."""
     every = session.run.config.checkpoint.every
     if session.completed == session.steps or session.is_time(every):
         session.save()
@@ -153,8 +153,8 @@ def save(session: Session) -> None:
 def answer_requests(session: Session) -> None:
     """Fulfils requests that the user made by creating a file in the run directory.
 
-    `checkpoint_now` requests a checkpoint. `stop_after_evaluation` requests a checkpoint and the
-    end of the run after an evaluation.
+    A file called `checkpoint_now` requests a checkpoint. A file called `stop_after_evaluation`
+    requests a checkpoint and the end of the run after the next evaluation.
 
     Raises:
       Preempted: the run has to end before its last step.

@@ -1,4 +1,4 @@
-"""Opens decoders in Hugging Face's format, and writes them as runs that every command opens."""
+"""Opens decoders in Hugging Face's format, and converts them to run directories of brt."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,13 +20,14 @@ from brt.training.workdir import Workdir
 
 
 def from_hf(source: Path, target: Path, *, verified: bool, window: Reading) -> Iterator[str]:
-    """Converts a decoder of Hugging Face to a run at step 0, and yields lines that report what was
-    done.
+    """Writes a decoder in Hugging Face's format as a run directory with a checkpoint at step 0, and
+    yields lines of text for the user that report what was done.
 
     Args:
       source: the directory in Hugging Face's format.
       target: the run directory to write.
-      verified: True compares arrays and logits with those of the original.
+      verified: True compares the arrays and the logits of the converted model with those of the
+        original.
       window: the window, and the number of sinks (first tokens that stay visible), of layers that
         were trained without a window.
 
@@ -65,7 +66,12 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: Reading) -> I
 
 
 def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
-    """Returns the config of a run with this decoder at step 0, and with this tokenizer's file."""
+    """Returns the config of a run whose model is this decoder.
+
+    Args:
+      decoder: the decoder that was read from a directory in Hugging Face's format.
+      tokenizer: the file of the decoder's tokenizer.
+    """
     length = max(decoder.model.window, decoder.model.block_length)
     return Config(
         model=decoder.model,
@@ -79,9 +85,10 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
     """Returns the trained model of a run, or a decoder in Hugging Face's format.
 
     Args:
-      directory: the directory of the run, or the one in Hugging Face's format.
-      step: the step of the checkpoint; None takes the newest one.
-      change: a function that returns the config with the changes that the user requests.
+      directory: the directory of the run, or a directory in Hugging Face's format.
+      step: the step of the checkpoint; None for the newest one.
+      change: a function from the config of the model to the config that is used, with the changes
+        that the user requests.
 
     Raises:
       ConfigError: the directory does not exist, or the requested config is not valid or would
@@ -112,5 +119,7 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint with the weights of this decoder."""
+    """Returns the metadata for a checkpoint of a decoder: its config, the fingerprint of its
+    tokenizer, and the seed 0.
+    """
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

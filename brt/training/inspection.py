@@ -100,7 +100,8 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
-    """Returns a sha256 over everything that a resumed run restores from the checkpoint of a step.
+    """Returns a SHA-256 hash of everything that a resumed run restores from the checkpoint of a
+    step.
 
     Runs with equal hashes continue identically.
     """
@@ -136,10 +137,11 @@ def add_state_hash(
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
-    """Verifies the checksums of all bytes of a run's prepared data.
+    """Verifies the checksums of a run's prepared data.
 
     Returns:
-      For each split, a phrase with the directory of its data, which says that they are intact.
+      For each split, a phrase that names the directory of the split's data and says that the data
+      are intact.
 
     Raises:
       DataError: the data are damaged or missing.
@@ -179,7 +181,7 @@ def check(result: dict[str, Any], step: int | None = None) -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Returns the result of `survey` as lines of text for people."""
+    """Formats the result of `survey` as lines of text for people."""
     lines = [result["workdir"], ""]
     for entry in result["checkpoints"]:
         state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
@@ -231,7 +233,10 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """Returns the last value of each metric in the file metrics.jsonl at `path`, by tag."""
+    """Returns the last value of each metric in the file metrics.jsonl at `path`, by tag.
+
+    The entry "step" is the last step in the file.
+    """
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record

@@ -42,7 +42,7 @@ def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Ru
       config: config of the run.
       path: the run directory.
       allowed: names of settings, such as "Training.seed", that may differ from the config of the
-        checkpoint, although the run is then no longer the same run.
+        checkpoint, although a run with another value is a different run.
 
     Returns:
       The run, and the paths of its directory.
@@ -84,8 +84,8 @@ def _advance(session: Session) -> None:
     except BadStep as error:
         if not session.bad_steps.rolls_back:
             raise
-        # Only the values of the error are kept, because the error refers to the train state, whose
-        # memory is needed for the restored state.
+        # Only these values of the error are kept. The error itself keeps the train state alive,
+        # through its traceback, but the restored state needs the memory.
         bad_step, reason = error.step, error.reason
     session.rewind(bad_step, reason)
 

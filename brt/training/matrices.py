@@ -1,8 +1,9 @@
-"""Reshapes kernels with an axis of heads to matrices, for optimizers that work on matrices.
+"""Reshapes attention kernels to matrices, for optimizers that work on matrices.
 
 Optimizers such as Muon and Adafactor treat the two axes of a matrix differently. Attention kernels
 have more than two axes: D (the model dimension), H (heads), K (the dimension of a head), and n if
-several kernels are stacked. H, K and n are merged into one axis.
+several kernels are stacked. H, K and n are merged into one axis, so that [n, H, K, D] becomes
+[HnK, D].
 """
 
 import math
@@ -53,8 +54,8 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_names(axes: Names) -> Names:
     """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
-    The merged axis is called "heads" or "kv_heads" if the kernel has such an axis, so that the
-    merged axis is sharded like it. Otherwise its name is None.
+    If the kernel has an axis called "heads" or "kv_heads", the merged axis gets this name, so that
+    it is sharded like the axis of heads. Otherwise the name of the merged axis is None.
 
     Args:
       axes: names of the kernel's axes.
@@ -67,7 +68,7 @@ def matrix_names(axes: Names) -> Names:
 
 
 def as_matrix(axes: Names, x: Array) -> Array:
-    """Returns a kernel, reshaped to a matrix with the shape of `matrix_shape`.
+    """Returns a kernel, reshaped to a matrix whose shape is the result of `matrix_shape`.
 
     Heads come first within the merged axis, so that a device with some of the heads has adjacent
     rows or columns of the matrix.
@@ -80,10 +81,10 @@ def as_matrix(axes: Names, x: Array) -> Array:
 
 
 def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Returns a matrix, reshaped to the kernel from which `as_matrix` made it.
+    """Reshapes a matrix back to the shape of a kernel; the inverse of `as_matrix`.
 
     Args:
-      axes: names of the kernel's axes.
+      axes: names of the kernel's axes; () for an array that `as_matrix` left as it is.
       matrix: result of `as_matrix`, or an update of the same shape.
       shape: shape of the kernel.
     """

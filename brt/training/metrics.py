@@ -29,7 +29,7 @@ _SHOWN = 3  # A message names at most this number of damaged lines.
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives the metrics of a run in addition to metrics.jsonl, such as a tracking service.
+    """A receiver of metrics in addition to metrics.jsonl, such as the client of a tracking service.
 
     A tracker raises no errors, because metrics.jsonl has the complete record.
     """
@@ -46,9 +46,9 @@ class MetricsWriter:
 
     Each step has one line, however often the run is restarted: a new writer removes the lines of
     steps after `resume_step`, because the run trains these steps again. If lines are damaged, the
-    writer copies the file to metrics.damaged_1.jsonl before it removes them. If TensorBoard fails,
-    training continues after one warning. `perf/time` is the time at which the first metric of a
-    step was written, in seconds since 1970.
+    writer copies the file to metrics.damaged_1.jsonl before it removes the lines. If TensorBoard
+    fails, training continues after one warning. Every line has the entry "perf/time", the time at
+    which the first metric of the step was written, in seconds since 1970.
 
     Args:
       workdir: the run directory, which contains metrics.jsonl.
@@ -169,7 +169,7 @@ def damaged_lines(path: Path) -> list[int]:
 
 
 def describe_damage(damaged: Sequence[int]) -> str:
-    """Returns a phrase that names the first few of the damaged lines, given their numbers."""
+    """Returns a phrase that names the first three damaged lines; `damaged` has their numbers."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 
@@ -225,8 +225,9 @@ class Throughput:
         finally:
             now = self._clock()
             self._paused += now - begin
-            # The run compiles before its first step. Since this pause occurs only once,
-            # `seconds_left` must not count on further pauses of that length.
+            # Before its first step, the run compiles. This pause occurs only once, so the clock
+            # starts again after the pause, and `seconds_left` expects no further pauses of this
+            # length.
             if not self._all_steps:
                 self._created, self._started, self._paused = now, now, 0.0
 
@@ -244,7 +245,9 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected seconds for `steps` more steps, with pauses as often as so far."""
+        """Returns the expected number of seconds for `steps` more steps, with as many pauses per
+        step as so far.
+        """
         return (self._clock() - self._created) / self._all_steps * steps
 
 

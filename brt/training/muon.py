@@ -17,10 +17,11 @@ from brt.training.matrices import TABLES, Axes, as_matrix, from_matrix, matrix_s
 # al., 2025, section 2.2).
 _RMS = 0.2
 _MOMENTUM = 0.95
-# A matrix is made orthogonal by iterating polynomials. Each row has the coefficients of x, x^3 and
-# x^5 for one iteration. The polynomial is the best one for the range to which the iterations before
-# have mapped singular values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1).
-# The last polynomial is the limit of the sequence, and is repeated in further iterations.
+# A matrix is made orthogonal by iterations that apply a polynomial to its singular values and so
+# bring them closer to 1. Each row has the coefficients of x, x^3 and x^5 for one iteration. Its
+# polynomial is the best one for the interval to which the previous iterations have mapped singular
+# values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last polynomial is
+# the limit of the sequence, and is repeated in further iterations.
 _POLYNOMIALS = (
     (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
     (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
@@ -32,15 +33,15 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.GradientTransformation:
     """Returns Muon for the matrices of each layer, combined with Nadam for all other parameters.
 
-    Nadam updates tables, biases and norms. Matrices of the same shape are concatenated over all
-    layers, and batched matmuls make them orthogonal, because many small matmuls in sequence leave
-    most of a device idle. If parameters are sharded, each device makes some of these matrices
-    orthogonal, and never a part of a matrix.
+    Nadam updates tables (such as embeddings), biases and norms. Matrices of the same shape are
+    concatenated over all layers, and their updates are made orthogonal by batched matmuls, because
+    many small matmuls in sequence leave most of a device idle. If parameters are sharded, each
+    device processes some of these matrices, and never a part of a matrix.
 
     Args:
-      optimizer: settings.
+      optimizer: settings of the optimizer.
       schedule: function from the number of completed updates to the learning rate.
-      axes: names of the parameters' axes, by path.
+      axes: names of each parameter's axes, by the parameter's path.
     """
     steps = optimizer.orthogonal_steps
     transform = muon(

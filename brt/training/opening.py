@@ -51,7 +51,7 @@ class OpenRun:
 
     Attributes:
       run: config, task, data, devices and optimizer of the run.
-      workdir: the run directory, or a temporary one for all processes but the first.
+      workdir: the run directory; a temporary directory in all processes except for the first.
       state: the train state. A training step donates its memory to the next state.
       completed: number of completed steps, as in `state`.
       resumed: True between the restoring of a checkpoint and the next step.
@@ -63,11 +63,11 @@ class OpenRun:
       profile: records a profiler trace.
       batches: iterator over the batches of this process.
       accumulator: totals of the metrics since the last report.
-      bad_steps: the bad steps so far.
+      bad_steps: the steps so far whose loss or gradients were not usable, and what was done.
       evaluator: evaluates held-out data and draws samples.
-      probe: function from parameters and carry to metrics of the recurrent state; None if the task
-        has no such metrics.
-      provenance: versions, machine, command and config changes, for provenance.json.
+      probe: function from parameters and carry (caches and recurrent states) to metrics of the
+        recurrent states; None if the task has no such metrics.
+      provenance: versions, machine, command and config changes, as JSON for provenance.json.
     """
 
     run: Run
@@ -108,7 +108,7 @@ def open_files(
       allowed: names of settings that may differ from the config of the checkpoint; see
         `Session.open`.
       stop: receives SIGTERM and Ctrl-C.
-      phases: tracks the phases "restoring" and "seeking".
+      phases: the tracker to which the function reports the phases "restoring" and "seeking".
       stack: the exit stack that closes the files at the end of the run.
 
     Raises:
@@ -142,7 +142,8 @@ def open_files(
         data_manifest.check_unchanged(workdir, run.dataset.described())
     constant = constant_arrays(config, run.abstract)
     writer.freeze(constant, start if restored else None)
-    # The disk needs space for a checkpoint, and for a second one while the old one is replaced.
+    # The disk must have space for two checkpoints, or for one if Checkpoint.keep is 1. Checkpoints
+    # share the files of constant arrays.
     saves = min(settings.keep, 2)
     sizes = {
         name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.abstract).items()
@@ -175,8 +176,8 @@ def open_files(
 def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
     """Locks the run directory for this trainer, and returns the directory to write to.
 
-    With several processes, only the first process writes to the run directory. Each of the others
-    gets a temporary directory to write to.
+    With several processes, only the first process locks the run directory and writes to it. Each of
+    the other processes writes to a temporary directory.
 
     Args:
       workdir: the run directory, which exists.

@@ -34,7 +34,7 @@ def learning_rate(
     learning rate beyond this value, so no learning rate is negative.
 
     Args:
-      optimizer: settings.
+      optimizer: settings, such as `learning_rate`, `final_learning_rate` and `warmup_steps`.
       steps: Training.steps, the number of steps of the run.
     """
     top, low, warmup = (
@@ -62,11 +62,12 @@ def learning_rate(
 
 
 class LayerwiseState(NamedTuple):
-    """Optimizer states of `layerwise`.
+    """State of the optimizer that `layerwise` returns.
 
     Attributes:
       outside: state of the parameters that are not stacked by layer.
-      stacked: states of stacked parameters, by the number of layers in the stack.
+      stacked: states of stacked parameters, by the number of layers in the stack (as a string).
+        Every array of these states has a first axis of layers.
     """
 
     outside: optax.OptState
@@ -76,15 +77,15 @@ class LayerwiseState(NamedTuple):
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
     """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
 
-    A model may store the parameters of equal layers as one array with an axis of layers. Adafactor
-    clips and scales updates by the root mean square of a parameter. If it did so for a stack, the
-    layers would influence each other, and the model would train differently than without stacking.
-    Adafactor also factors the second moments of matrices, so kernels with an axis of heads are
-    reshaped to matrices.
+    A model may store the parameters of equal layers as one array (a stack) with an axis of layers.
+    Adafactor clips and scales updates by root mean squares over a parameter. If these were computed
+    over a stack, the layers would influence each other, and the model would train differently than
+    without stacking. Adafactor also factors the second moments of matrices, so kernels with an axis
+    of heads are reshaped to matrices.
 
     Args:
       transform: the optimizer that is applied to each layer.
-      axes: names of the parameters' axes, by path.
+      axes: names of each parameter's axes, by the parameter's path.
     """
 
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
@@ -147,8 +148,8 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
       optimizer: settings.
       steps: Training.steps, the number of steps of the run.
       axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
-        They say which axes are heads. All three optimizers treat an attention kernel as a matrix
-        (see `brt.training.matrices`), which is possible only for parameters with names.
+        The names say which axes are heads. All three optimizers treat an attention kernel as a
+        matrix (see `brt.training.matrices`), which is possible only if its axes have names.
     """
     rate = learning_rate(optimizer, steps)
 

@@ -1,4 +1,8 @@
-"""Patterns of parameter paths, with which settings name parameters of the model."""
+"""Patterns of parameter paths, such as "*/cell/*", by which settings choose parameters of a model.
+
+The patterns are those of the module `fnmatch`. A parameter's path has the names on the way to the
+parameter in the tree of parameters, joined by "/".
+"""
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
@@ -19,9 +23,10 @@ def check(setting: str, patterns: Sequence[str], paths: Collection[str], kind: s
 
     Args:
       setting: name of the setting, for the error message.
-      patterns: the patterns.
+      patterns: the patterns that the setting contains.
       paths: paths of the parameters among which the setting chooses.
-      kind: a noun for these parameters, for the error message: "parameters of the model".
+      kind: a description of these parameters for the error message, such as "parameters of the
+        model".
 
     Raises:
       ConfigError: a pattern matches none of the paths.

@@ -1,6 +1,7 @@
 """Tracks the phase that a run is in, such as compiling or evaluating.
 
-The training loop sets the phase. The watchdog, the heartbeat file and the progress bar read it.
+The training loop sets the phase. The watchdog, which ends a run that hangs, the heartbeat file and
+the progress bar read the phase.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ class RunStatus(NamedTuple):
     """The activity of a run at one moment.
 
     Attributes:
-      phase: "starting", "compiling", "restoring", "seeking", "stepping", "evaluating", "sampling",
-        "saving", "committing" or "ending".
+      phase: "starting", "compiling", "restoring" (a checkpoint), "seeking" (the position in the
+        data), "stepping" (training), "evaluating", "sampling", "saving" (copying the arrays for a
+        checkpoint), "committing" (completing a checkpoint) or "ending".
       step: number of completed training steps.
       last_progress: `time.monotonic` of the last sign of progress: a completed step, an evaluated
         batch, or the beginning of a phase.
@@ -38,8 +40,8 @@ class RunStatus(NamedTuple):
 class PhaseTracker:
     """Holds the current status of a run, and notifies listeners of new phases.
 
-    The main thread changes the status. Every thread may read `now`, which is replaced as one value
-    and therefore never inconsistent.
+    The main thread changes the status. Every thread may read the status (`now`), because it is a
+    single value that is replaced as a whole.
 
     Args:
       clock: returns the current time in seconds.
@@ -57,7 +59,9 @@ class PhaseTracker:
         return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Registers the function `listener`, called with the new status whenever a phase begins."""
+        """Registers the function `listener`, which is called with the new status when a phase
+        begins, and when work in the background begins or ends.
+        """
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -88,9 +92,8 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context in which the attribute `background` of the status is `phase`.
-
-        The thread that saves in the background uses this context.
+        """Context for the thread that saves in the background: within the context, the attribute
+        `background` of the status is `phase`.
         """
         self._background = phase
         self._notify()
@@ -111,7 +114,9 @@ class PhaseTracker:
 
     @property
     def uninterruptible(self) -> str:
-        """The current phase if a request to stop has to wait until the phase ends, otherwise ""."""
+        """Name of the current phase if a request to stop has to wait until the phase ends;
+        otherwise "".
+        """
         return "" if self._status.phase in _INTERRUPTIBLE else self._status.phase
 
     def _notify(self) -> None:

@@ -30,9 +30,11 @@ def draw(
 
     Args:
       workdir: the run directory.
-      metric: the task's primary metric.
-      units_per_token: number of units of the metric (such as bytes) per training token.
-      baseline: a simpler method on the held-out data, drawn as a horizontal line.
+      metric: the task's primary metric, such as bits per byte.
+      units_per_token: number of units of the metric (such as bytes) per training token. Training
+        logs bits per token, which are divided by this number.
+      baseline: name and metric of a simpler method on the held-out data, drawn as a horizontal
+        line; None for no line.
 
     Raises:
       DataError: metrics.jsonl records no training step.

@@ -45,9 +45,10 @@ class StopSignal:
     of the main thread, where Python cannot catch signals, the context does nothing.
 
     Args:
-      announce: called in the thread with a message about what happens next.
-      uninterruptible: returns the name of the current phase, such as "compiling", if the phase has
-        to end before the run can stop; otherwise "".
+      announce: a function that is called in the thread with a message for the user about what
+        happens next.
+      uninterruptible: a function that returns the name of the current phase, such as "compiling",
+        if the phase has to end before the run can stop; otherwise it returns "".
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class StopSignal:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._old_wakeup)
-            self._writer.close()  # The thread ends when the other end of the socket is closed.
+            self._writer.close()  # This ends the thread, which reads from the other end.
             self._thread.join()
             self._reader.close()
 
     def _watch(self) -> None:
-        # Python writes the number of each signal to the socket (signal.set_wakeup_fd).
+        # Python writes the number of each signal to the other end of the socket, as
+        # `signal.set_wakeup_fd` has requested.
         while received := self._reader.recv(1):
             if received[0] not in _SIGNALS:
                 continue

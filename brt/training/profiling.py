@@ -6,10 +6,10 @@ import jax
 
 from brt.training.workdir import Workdir, refuse_links
 
-# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, for each
-# of jax's names of devices.
+# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by the
+# name that jax gives to a kind of device.
 _PEAKS = {
-    # The data sheet of TPU v3 describes a chip. A device of jax is one of the chip's two cores.
+    # The data sheet of TPU v3 describes a chip, but a device of jax is one of the chip's two cores.
     "TPU v3": 123e12 / 2,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -26,7 +26,9 @@ _PEAKS = {
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device; None if it is not known, as for CPUs."""
+    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if the peak is not known, as
+    for CPUs.
+    """
     kind = device.device_kind
     if kind in _PEAKS:
         return _PEAKS[kind]
@@ -35,13 +37,15 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns {"perf/mfu": the share of the devices' peak FLOP/s that the model uses}.
-
-    The result is {} if the FLOPs of a step or the peak of the devices are not known.
+    """Returns the model FLOPs utilization (MFU): the FLOPs per second of the training, divided by
+    the peak FLOP/s of all devices.
 
     Args:
-      flops_per_second: FLOPs per second of the model; None if they are not known.
+      flops_per_second: FLOPs per second of the training on all devices; None if not known.
       mesh: the devices.
+
+    Returns:
+      The metric as a dict, {"perf/mfu": ...}; {} if the FLOPs or the peak are not known.
     """
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):
@@ -63,7 +67,8 @@ class Profile:
     def before(self, step: int) -> None:
         """Starts the trace if `step`, the step that is about to run, is the first one to trace."""
         if self._steps and step == self._steps[0] and not self._running:
-            refuse_links(self._workdir)  # The profiler would follow symbolic links.
+            # The profiler would follow symbolic links to places outside of the run directory.
+            refuse_links(self._workdir)
             jax.profiler.start_trace(str(self._workdir.tensorboard))
             self._running = True
 

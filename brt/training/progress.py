@@ -84,7 +84,7 @@ class Progress:
         self.close()
 
     def step(self, step: int) -> None:
-        """Moves the bar to a step; cheap enough to be called for every step."""
+        """Moves the bar to a step. The method is cheap enough to be called for every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
@@ -97,7 +97,7 @@ class Progress:
           step: number of completed steps.
           bits_per_token: mean training loss since the last report.
           tokens_per_second: speed since the last report.
-          seconds_left: expected time until the end of the run.
+          seconds_left: expected number of seconds until the end of the run.
         """
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
@@ -106,13 +106,21 @@ class Progress:
         self._show_metrics(step, metrics)
 
     def began(self, step: int, bits_per_token: float) -> None:
-        """Shows the training loss of the first step (`bits_per_token`), so that the user need not
-        wait for the first report.
+        """Shows the loss of the first step, so that the user need not wait for the first report.
+
+        Args:
+          step: number of completed steps.
+          bits_per_token: training loss of the step.
         """
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """Shows the summary of an evaluation; the bar shows it until the next evaluation."""
+        """Shows the summary of an evaluation as a line, and in the bar until the next evaluation.
+
+        Args:
+          step: number of completed steps.
+          summary: a text of one line, such as "validation 2.275 bits/byte".
+        """
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
@@ -150,7 +158,7 @@ class Progress:
         self._refresh_bar(now.step)
 
     def close(self) -> None:
-        """Closes the log, and leaves the bar as it is."""
+        """Closes the log, and stops updating the bar, which stays visible."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

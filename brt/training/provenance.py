@@ -21,8 +21,8 @@ _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 def describe_process() -> dict[str, Any]:
     """Returns a description of this process as JSON.
 
-    It has the command, the versions of Python and libraries, the commit of brt, the machine, the
-    devices, and the time of the call.
+    The description has the command, the versions of Python and of libraries, the commit of brt, the
+    machine, the devices, and the time of the call.
     """
     return {
         "command": redacted(sys.argv),

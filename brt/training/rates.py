@@ -1,4 +1,4 @@
-"""Learning rates and weight decays of parameters that have their own (Optimizer.rates)."""
+"""Multiplies learning rates and weight decays of chosen parameters by factors (Optimizer.rates)."""
 
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -12,16 +12,18 @@ from brt.training import parameter_paths
 def with_rates(
     transform: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that multiplies learning rates and weight decays by Optimizer.rates.
+    """Returns an optimizer that multiplies the learning rates and weight decays of parameters by
+    the factors in Optimizer.rates.
 
-    The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so that the
-    updates are multiplied by the factor of the rate. AdamW and Muon read the parameters for weight
-    decay only, so that the parameters that they read are multiplied by the factor of the decay.
-    Adafactor reads the parameters for another purpose and has no weight decay.
+    The updates of Adafactor, AdamW and Muon are proportional to the learning rate. The updates are
+    therefore multiplied by the factor of the learning rate. AdamW and Muon use the parameters only
+    for weight decay. The parameters that these optimizers get are therefore multiplied by the
+    factor of the weight decay. Adafactor uses the parameters for another purpose, and has no weight
+    decay.
 
     Args:
       transform: the optimizer without these factors, which is returned if Optimizer.rates is empty.
-      optimizer: settings.
+      optimizer: settings, such as `rates` and the name of the optimizer.
     """
     if not optimizer.rates:
         return transform
@@ -55,7 +57,10 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
-    """Returns the factors of the learning rate and of the weight decay of a parameter.
+    """Returns two factors for a parameter: of its learning rate, and of its weight decay.
+
+    The first pattern in Optimizer.rates that matches the parameter determines the factors. Without
+    such a pattern, both factors are 1.
 
     Args:
       path: path of the parameter.
@@ -68,8 +73,8 @@ def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
 
 
 def check(trained: PyTree, optimizer: Optimizer) -> None:
-    """Checks that every pattern of Optimizer.rates matches a parameter, and that a parameter has a
-    learning rate.
+    """Checks that every pattern of Optimizer.rates matches a parameter, and that the learning rate
+    of at least one parameter is above 0.
 
     Args:
       trained: the tree of the trained parameters, or of their shapes.
@@ -89,9 +94,10 @@ def check(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe(trained: PyTree, optimizer: Optimizer) -> str:
-    """Returns a message that lists the factors and the numbers of parameters that have them.
+    """Returns a message that lists the factors of Optimizer.rates other than 1, each with the
+    number of parameters that it applies to.
 
-    The message is "" if Optimizer.rates is empty.
+    The message is "" if there are no such factors.
 
     Args:
       trained: the tree of the trained parameters, or of their shapes.

@@ -1,12 +1,14 @@
 """Data parallelism: replicas, the devices along `Mesh.data` that each hold a whole model.
 
-Every replica computes the loss and the gradients of its own lanes as a single device would, and
-one sum over the replicas (`psum`) follows. If this were left to the SPMD partitioner, every loop
-that uses a parameter would reduce the parameter's gradient in every iteration.
+Every replica computes the loss and the gradients of its own lanes (rows of the batch) as a single
+device would. One sum over the replicas (`psum`) follows. If XLA's SPMD partitioner distributed this
+computation, every loop that uses a parameter would sum the parameter's gradient over the devices in
+every iteration.
 
 If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
 distribute the whole computation, because it cannot partition an embedding lookup inside of a
-`shard_map` over replicas (jax 0.10 aborts). Then this module counts one replica.
+`shard_map` over replicas (jax 0.10 aborts). In this case `count` returns 1, and the other functions
+are not used.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +35,7 @@ def count(mesh: rules.Mesh | None = None) -> int:
     """Returns the number of replicas; 1 if parameters are sharded over devices.
 
     Args:
-      mesh: the mesh; None for the mesh that is set.
+      mesh: the mesh of devices; None for JAX's current mesh.
     """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
@@ -50,7 +52,7 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
     Args:
       optimizer: settings. Optimizer.state is "shared" for shards, "whole" for a copy of the whole
         state on each replica, or "auto" for the default of the backend.
-      mesh: the mesh; None for the mesh that is set.
+      mesh: the mesh of devices; None for JAX's current mesh.
     """
     if count(mesh) == 1:
         return False
@@ -60,10 +62,11 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
 
 
 def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """Returns the spec that shards a parameter, or an array of the optimizer, over replicas.
+    """Returns the partition spec that shards a parameter, or an array of the optimizer's state,
+    over replicas.
 
     The first axis that is called "embed", "mlp" or "vocab", and whose size is a multiple of the
-    number of replicas, is sharded. If the array has no such axis, it is replicated.
+    number of replicas, is sharded. If the array has no such axis or is a vector, it is replicated.
 
     Args:
       names: names of the array's axes.
@@ -77,11 +80,12 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 
 
 def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
-    """Returns the `shard_spec` of every parameter, in a tree with the structure of `params`.
+    """Returns the partition spec that shards each parameter over the replicas (the result of
+    `shard_spec`), in a tree with the structure of `params`.
 
     Args:
       params: the parameters.
-      axes: names of the parameters' axes, by path.
+      axes: names of each parameter's axes, by the parameter's path.
     """
 
     def parameter_shard_spec(path: tuple, parameter: Array) -> PartitionSpec:
@@ -108,7 +112,7 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
 
     Args:
       tree: arrays of all lanes.
-      names: names of the axes of each array.
+      names: names of the axes of each array, in a tree whose leaves are tuples of names.
     """
 
     def lane_spec(_: Array, names: Names) -> PartitionSpec:
@@ -119,15 +123,15 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
 
 
 def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns `jax.shard_map` of a function over the replicas.
+    """Returns a function that runs `function` on every replica (`jax.shard_map`).
 
-    An output whose spec lacks the replicas' axis has to be the same on all replicas; this is not
-    checked.
+    An output whose spec lacks the replicas' axis of the mesh has to be the same on all replicas,
+    which is not checked.
 
     Args:
-      function: called by each replica with the replica's shards of the arguments.
-      in_specs: specs of the arguments, or prefixes of their trees.
-      out_specs: specs of the outputs, or prefixes of their trees.
+      function: the function, which each replica calls with its shards of the arguments.
+      in_specs: partition specs of the arguments, or tree prefixes of these specs.
+      out_specs: partition specs of the outputs, or tree prefixes of these specs.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     # The axes of size 1 are manual axes of the shard_map, too, because jax refuses Pallas kernels
@@ -142,15 +146,16 @@ def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Ca
 def psum(
     tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec] | None = None
 ) -> PyTree[Array]:
-    """Returns the sum over the replicas of every array of a tree; called inside of `shard_map`.
+    """Returns the sum over the replicas of every array of a tree. The function has to be called
+    inside of `shard_map`.
 
     On CPUs all arrays are concatenated and sent as one, because the time of a message hardly
     depends on its size there.
 
     Args:
       tree: arrays of one replica.
-      optimizer_shards: specs of shards; each replica receives only its shard of every sum. None if
-        each replica receives the whole sums.
+      optimizer_shards: partition spec of each array; each replica receives only its shard of every
+        sum. None if each replica receives the whole sums.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:

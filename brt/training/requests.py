@@ -13,8 +13,8 @@ from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"
 STOP = "stop_after_evaluation"
-# Looking for files is slow on network file systems, so two looks are at least this number of
-# seconds apart.
+# The run looks for files at most once in this number of seconds, because looking for files is slow
+# on network file systems.
 _LOOK_SECONDS = 1.0
 _NEVER = (
     "this run makes no evaluations (Training.evaluate_every, or no held-out data); stop it with "
@@ -34,8 +34,8 @@ class Requests:
       stop: receives SIGTERM and Ctrl-C.
       workdir: the directory in which users create the files.
       phases: the tracker in which every check for requests is recorded as progress.
-      evaluates: True if the run makes evaluations.
-      say: called with a message for the user.
+      evaluates: True if the run evaluates held-out data.
+      say: a function that is called with messages for the user.
       stack: the exit stack that closes the threads through which several processes agree.
     """
 
@@ -51,8 +51,8 @@ class Requests:
         self._stop, self._workdir, self._phases, self._say = stop, workdir, phases, say
         self._evaluates = evaluates
         self._next_look, self._announced_stop = 0.0, False
-        # With several processes, the pair holds the requests to stop and to save on which all
-        # processes agree.
+        # With several processes, this is a pair of requests on whose step all processes agree: to
+        # stop, and to save a checkpoint. With one process it is None.
         self._agreed: tuple[AgreedRequest, AgreedRequest] | None = None
         if processes.several():
             self._agreed = (

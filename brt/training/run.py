@@ -1,4 +1,4 @@
-"""Builds a run from its config: data, devices, optimizer, shapes, and the compiled step."""
+"""Builds a run from its config: data, devices, optimizer, array shapes, and the compiled step."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ class Shapes(NamedTuple):
     Attributes:
       mesh: the devices.
       optimizer: the optimizer.
-      abstract: shapes, dtypes and shardings of the train state.
+      abstract: the train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) as arrays.
     """
 
     mesh: jax.sharding.Mesh
@@ -50,8 +50,8 @@ class Run(NamedTuple):
     Attributes:
       config: the config, in which sizes that depend on data and machine are filled in.
       task: the task that Training.task names.
-      dataset: the splits and the tokenizer.
-      reader: the batches of the training data.
+      dataset: the splits of the data, and the tokenizer.
+      reader: reads the batches of the training data.
       weights: the weights that Training.init_from names; None if the setting is empty.
       mesh, optimizer, abstract: devices, optimizer, and shapes of the train state; see `Shapes`.
     """
@@ -73,9 +73,9 @@ def build(
 
     Args:
       config: the config.
-      checkpoint: the checkpoint that the run resumes from; None for a new run. The checkpoint
-        describes the model of the weights that Training.init_from names, which may have been
-        removed in the meantime.
+      checkpoint: the checkpoint that the run resumes from; None for a new run. If the run began
+        with the weights that Training.init_from names, the checkpoint describes them, so that they
+        may have been removed in the meantime.
       progress: True shows the progress of preparing the data.
 
     Raises:
@@ -92,7 +92,7 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the shapes of a run without opening the run's data.
+    """Returns the mesh, optimizer and array shapes of a run without opening the run's data.
 
     The result is None if the shapes cannot be known without the data, for example because the data
     determine the size of the vocabulary.
@@ -108,7 +108,7 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     """Returns the mesh and the optimizer of a run, and the shapes of its train state.
 
     Args:
-      config: the config, in which all sizes are filled in.
+      config: the config, in which sizes that depend on the data are filled in.
       devices: the devices of the mesh, which may be descriptions of hardware that this machine
         lacks; None for the devices of this machine.
     """
@@ -170,8 +170,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
 
     Args:
       run: the run.
-      say: called with a message if the weights lack parameters of the model, or have parameters
-        that the model lacks.
+      say: a function that is called with a message if the weights lack parameters of the model, or
+        have parameters that the model lacks.
 
     Raises:
       CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
@@ -207,7 +207,9 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
 
 
 def local_reader(run: Run) -> Reader:
-    """Returns the run's reader, restricted to the lanes (rows) of this process's devices."""
+    """Returns the run's reader of training batches, restricted to the lanes (rows of the batch)
+    that are on this process's devices.
+    """
     if not processes.several():
         return run.reader
     lanes = meshes.local_lanes(run.mesh, run.config.training.batch_size)
@@ -215,11 +217,11 @@ def local_reader(run: Run) -> Reader:
 
 
 def put(run: Run, batch: Any) -> Any:
-    """Puts a batch of `local_reader` onto the devices, sharded by lane (row).
+    """Puts a batch onto the devices of a run, sharded by lane (row of the batch).
 
     Args:
       run: the run.
-      batch: NumPy arrays whose first axis is the lanes of this process.
+      batch: NumPy arrays from `local_reader`, whose first axis is the lanes of this process.
 
     Returns:
       The batch as jax arrays, whose first axis is the lanes of all processes.
@@ -232,9 +234,9 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number as a jax array [] that is replicated on the devices of the run.
+    """Returns a number as a jax array of shape [] that is replicated on the devices of the run.
 
-    All processes must pass the same number.
+    All processes must pass the same number (`value`).
     """
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
@@ -246,7 +248,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     the sizes of `batch`.
 
     The arguments of the lowered step are the two results of `step_inputs`, a batch, the random key
-    and, if `skips_spikes` is True, the limit of the loss.
+    and, if `skips_spikes` is True, the largest loss with which a step is not skipped.
 
     Args:
       config: the config of the run.
@@ -260,8 +262,11 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
         """Returns the train state after a step, and the step's metrics.
 
-        `params` and `rest` are the results of `step_inputs`. The other arguments of `train_step`
-        (the batch, the random key and the limit of the loss) are `inputs`.
+        Args:
+          params: the parameters before the step.
+          rest: the train state before the step, without parameters.
+          *inputs: the other arguments of `train_step`: the batch, the random key, and the limit of
+            the loss if there is one.
         """
         state = rest._replace(params=params)
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
@@ -279,8 +284,8 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         The first axis is the lanes of all processes, even if `x` has only some of the lanes.
         """
         shape = (config.training.batch_size, *x.shape[1:])
-        # NumPy's sums have the dtype int64, which jax converts to int32 when a batch is put onto
-        # devices.
+        # NumPy arrays may have the dtype int64, which jax converts to int32 when it puts a batch
+        # onto devices.
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=lanes)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -293,21 +298,23 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the train state with None in their place.
+    """Returns the parameters, and the train state with None in place of the parameters.
 
-    Both are arguments of the compiled step. They are separate, so that their memory can be donated
-    separately.
+    Both are arguments of the compiled step. They are separate arguments, so that the step can
+    donate the memory of one without the other.
     """
     return state.params, state._replace(params=None)
 
 
 def skips_spikes(config: Config) -> bool:
-    """Returns True if a step whose loss exceeds a limit leaves the train state unchanged."""
+    """Returns True if steps have a limit of the loss, above which a step leaves the train state
+    unchanged.
+    """
     return config.training.on_bad_step == "skip" and bool(config.training.spike_factor)
 
 
 class CompiledStep:
-    """The train step, compiled once for each shape of batch.
+    """The train step, which is compiled once for each shape of its batches.
 
     Args:
       run: the run whose config, devices and optimizer the step uses.
@@ -336,11 +343,11 @@ class CompiledStep:
     def __call__(
         self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, StepMetrics]:
-        """Runs a step; compiles it first if necessary.
+        """Runs a step, which is compiled first if necessary.
 
         Args:
-          state: the train state, which is donated.
-          batch: the result of `put`.
+          state: the train state, whose memory is donated to the result.
+          batch: a batch on the devices, the result of `put`.
           limit: the loss in nats per token above which the step leaves the state unchanged; used
             only if `skips_spikes` is True.
 

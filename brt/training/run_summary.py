@@ -27,7 +27,7 @@ Baseline = tuple[str, float]
 
 
 def parameters(run: Run | Shapes) -> str:
-    """Returns a table, as text, of all parameters with their shapes and sizes."""
+    """Returns a table, as text, of all parameters of a run with their shapes and sizes."""
     return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
 
 
@@ -35,8 +35,8 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
     """Returns counts and sizes of a run that has not started, as JSON.
 
     Args:
-      run: the run; or the `Shapes` of a run whose data are not open, for which the report has no
-        sizes of the data.
+      run: the run; or the `Shapes` of a run whose data are not open. In this case the counts of
+        tokens and steps are left out.
       directory: the run directory, whose free disk space is reported; None for the current
         directory.
     """
@@ -103,7 +103,8 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
-    for split in (f"{SPLIT}_whole", SPLIT):  # Metrics of the whole split are preferred.
+    # If the whole split was evaluated, its metrics are preferred to those of a part of the split.
+    for split in (f"{SPLIT}_whole", SPLIT):
         tag = f"eval/{split}/{metric.name}"
         values = [record[tag] for record in records if record.get(tag) is not None]
         if values:

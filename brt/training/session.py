@@ -67,12 +67,13 @@ class Session(OpenRun):
           config: config of the run.
           path: the run directory; if it has checkpoints, the run resumes from the newest one.
           allowed: names of settings, such as "Training.seed", that may differ from the config of
-            the checkpoint, although the run is then no longer the same run.
+            the checkpoint, although a run with another value is a different run.
 
         Raises:
           BrtError: the run cannot start.
         """
-        # Tracking services may refuse the config, so this is checked before data are prepared.
+        # This call raises an error if a tracking service cannot be used. It comes first, because
+        # preparing the data may take long.
         trackers.requested(config, reader.warn_on_stderr)
         config_changes.check_names(allowed)
         checkpoint = checkpoints.newest(path)
@@ -94,12 +95,14 @@ class Session(OpenRun):
 
     @property
     def variables(self) -> Variables:
-        """The learned arrays that the model computes with."""
+        """The parameters and the model state with which the model computes. Products of adapters
+        are added to the parameters.
+        """
         params = merged_params(self.run.config, self.state.params)
         return Variables(params, self.state.model_state)
 
     def compile(self) -> None:
-        """Compiles the train step, and enters the phase "stepping"."""
+        """Compiles the train step for the largest batches, and enters the phase "stepping"."""
         with self.pause("compiling"):
             self.program = runs.compiled_step(self.run)
         chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.auto_choices().items())
@@ -109,10 +112,11 @@ class Session(OpenRun):
     def step(self) -> None:
         """Trains on the next batch.
 
-        Steps run asynchronously, so the metrics of a step are known only in the next call.
+        Steps run asynchronously, so the metrics of a step are read only in the next call.
 
         Raises:
-          BadStep: the step before was bad.
+          BadStep: the loss or gradients of the previous step were not finite, or its loss exceeded
+            the limit.
           CheckpointError: a save in the background failed.
         """
         assert self.program, "compile() comes first"
@@ -140,7 +144,9 @@ class Session(OpenRun):
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the next batches if the run has rolled back because of a bad step there.
+        """Leaves out the next batches if the run rolled back to this step because of a bad batch.
+
+        All batches up to the bad batch are left out, and count as completed steps.
 
         Returns:
           True if batches were left out.
@@ -247,7 +253,7 @@ class Session(OpenRun):
 
     @contextlib.contextmanager
     def pause(self, phase: str) -> Iterator[None]:
-        """Context for a phase, such as "saving", whose time does not count as training time."""
+        """Context for a phase, such as "saving", whose time is left out of the training speed."""
         with self.phases.during(phase), self.throughput.pause():
             yield
 

@@ -15,9 +15,9 @@ from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
-# Adafactor averages the second moments of a matrix over one axis or over the other. Each of these
-# two factored moments lacks the axis that was averaged. If the axes of the matrix are sorted by
-# size, this axis has the index in the table.
+# For each matrix, Adafactor stores two means of the second moments, `v_row` and `v_col`, each of
+# which lacks one axis of the matrix. The table says which axis is lacking, as an index into the
+# axes sorted by size: -1 is the longest axis, and -2 the second longest.
 _DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 
@@ -30,7 +30,7 @@ def state_shardings(
       mesh: mesh of the run.
       config: config of the run.
       state: shapes and dtypes of the train state.
-      axes: names of the parameters' axes, by path; see `state.parameter_axes`.
+      axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 

@@ -1,4 +1,4 @@
-"""Describes a run before its first step."""
+"""Messages that describe a run to the user before its first step."""
 
 import jax
 
@@ -62,7 +62,9 @@ def replicated_keys(run: Run) -> str:
 
 
 def own_rates(run: Run) -> str:
-    """Returns a message that lists the factors of Optimizer.rates; "" if there are none."""
+    """Returns a message that lists the factors of Optimizer.rates, by which learning rates and
+    weight decays are multiplied; "" if there are none.
+    """
     trained, _ = trainable.split(run.abstract.params, trainable.patterns(run.config))
     return rates.describe(trained, run.config.optimizer)
 

@@ -28,8 +28,8 @@ class TrainState(NamedTuple):
       step: int32, number of completed steps.
       params: float32 parameters, by the names of the model's modules.
       optimizer: state of the optimizer.
-      carry: caches and recurrent states of all lanes (rows of the batch), which the next step
-        continues from; empty for models without caches and states.
+      carry: caches, recurrent states and memories of all lanes (rows of the batch), from which the
+        next step continues; empty for models without them.
       model_state: statistics that the model learns without gradients.
     """
 
@@ -41,7 +41,8 @@ class TrainState(NamedTuple):
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Returns new parameters, each in a Flax box with the names of its axes.
+    """Returns the parameters of a new model and of its adapters, each in a Flax box
+    (`nn.Partitioned`) with the names of its axes.
 
     Args:
       config: config of the run.
@@ -80,7 +81,8 @@ def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
 def initial_state(
     config: Config, optimizer: optax.GradientTransformation, key: Array | None = None
 ) -> TrainState:
-    """Returns the train state at step 0; can be traced by `jax.eval_shape` and `jax.jit`.
+    """Returns the train state at step 0. The function can be traced by `jax.eval_shape` and
+    `jax.jit`.
 
     Args:
       config: config of the run.
@@ -125,7 +127,7 @@ def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
     """Returns the number of all parameters, and the number without the token embedding.
 
     Args:
-      sizes: number of elements of each parameter, by path.
+      sizes: number of elements of each parameter array, by its path, such as "decoder/embedding".
     """
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

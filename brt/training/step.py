@@ -14,17 +14,17 @@ from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas, trainable
 from brt.training.state import TrainState, merged_params, parameter_axes
 
-# The random key of dropout is the run's key with this number folded in. Another number would change
-# the results of every run.
+# The random key of dropout is the run's key with this number folded in (`jax.random.fold_in`).
+# Another number would change the results of every run.
 DROPOUT = 1
 
 
 class StepMetrics(NamedTuple):
-    """Float32 scalars of one step.
+    """Metrics of one training step, as float32 scalars.
 
     Attributes:
       nats: cross-entropy, summed over the scored tokens.
-      tokens: number of scored tokens.
+      tokens: number of scored tokens (targets that are not padding).
       gradient_norm: norm of the gradients of the mean loss, before clipping.
       others: further metrics of the task, by name.
       skipped: 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
@@ -49,7 +49,8 @@ def _loss_and_gradients(
     def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
-        """Returns, for one microbatch, the results of the task's loss, and the gradients.
+        """Returns the loss of one microbatch with its additional results (`Aux`), and the gradients
+        of the summed loss with respect to the trained parameters.
 
         Args:
           carry: carry of the microbatch's lanes.
@@ -59,8 +60,8 @@ def _loss_and_gradients(
         """
 
         def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-            """Returns the summed loss as a function of the trained parameters alone, and the
-            `Aux`.
+            """Returns the loss, summed over the tokens of the microbatch, and the additional
+            results of the task's loss function.
             """
             params = merged_params(config, trainable.merge(trained, frozen))
             return loss(config, params, LossInputs(batch, key, carry, model_state))
@@ -168,17 +169,18 @@ def train_step(
     config: Config,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, StepMetrics]:
-    """Trains on one segment of every lane (row), or on a batch of rows.
+    """Computes one training step: loss, gradients, and the update of the train state.
 
-    The loss is the mean over all scored tokens of the batch. This function is the only place where
-    gradients with respect to the carry are cut.
+    The loss is the mean over all scored tokens of the batch. The batch has one segment of every
+    lane, or, in tasks without lanes, one example in every row. This function is the only place
+    where gradients are stopped at the carry, so that they do not flow into the previous segment.
 
     Args:
       state: the train state before the step.
       batch: arrays whose first axis is lanes or rows.
       key: random key of Training.seed, the same at every step. The key is an argument, so that runs
         with different seeds share one compiled program.
-      limit: the loss above which the step is skipped; None if no loss is too high.
+      limit: the loss, in nats per token, above which the step is skipped; None for no limit.
       config: config of the run.
       optimizer: optimizer of the run.
 

@@ -1,7 +1,8 @@
-"""Sends the metrics of a run to Weights & Biases and MLflow, if the config section Logging asks so.
+"""Sends the metrics of a run to Weights & Biases and MLflow, if the config section Logging says so.
 
-Such a service calls each sequence of metrics a run, too. The id of the service's run is stored in
-trackers.json in the run directory, so that a resumed run continues it.
+These services have runs, too: one run in the service has the metrics of one training run. The id of
+the run in the service is stored in trackers.json in the run directory, so that a resumed training
+run continues the same run in the service.
 """
 
 import importlib
@@ -38,7 +39,9 @@ class _Service:
         self._module, self._warn, self._on = module, warn, True
 
     def refuses(self) -> str:
-        """Returns the reason why the service cannot record metrics here; "" if it can."""
+        """Returns the reason why the service cannot record metrics on this machine; "" if it can
+        record metrics.
+        """
         return ""
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -66,7 +69,7 @@ class _Service:
     def _tolerated(self, call: Callable[[], Any]) -> Any:
         try:
             return call() if self._on else None
-        # Problems of network, login and server raise errors of many classes.
+        # Problems of network, login and server raise errors of many classes, so all are caught.
         except Exception as error:
             self._on = False
             reason = " ".join(str(error).split())
@@ -95,14 +98,16 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """Returns the reason why MLflow's database or directory cannot be opened; "" if it can.
+        """Returns the reason why MLflow's database or directory cannot be opened; "" if it can be
+        opened.
 
         If MLflow records on a server, the server is not contacted.
         """
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
-        # The classes of MLflow's errors differ by version and kind of store.
+        # The classes of MLflow's errors depend on its version and on the kind of store, so errors
+        # of all classes are caught.
         except Exception as error:
             return (
                 f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
@@ -125,11 +130,11 @@ class _Mlflow(_Service):
 
 
 def requested(config: Config, warn: Warn) -> list[_Service]:
-    """Returns the tracking services that the config asks for; `start` starts runs in them.
+    """Returns the tracking services that the config asks for, without starting runs in them.
 
     Args:
       config: config of the run.
-      warn: called with a message if a service fails later.
+      warn: a function that is called with a message if a service fails later.
 
     Raises:
       ConfigError: a service is not installed, or cannot record anything on this machine.
@@ -180,9 +185,13 @@ def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
 
 
 def read_ids(file: Path) -> dict[str, str]:
-    """Returns the content of trackers.json: the id of the service's run, by the service's name.
+    """Returns the content of trackers.json: the id of the run in each tracking service, by the name
+    of the service.
 
     The result is {} if the file does not exist.
+
+    Args:
+      file: path of trackers.json.
 
     Raises:
       CheckpointError: the file is damaged.

@@ -13,9 +13,11 @@ from brt.training import adapters, parameter_paths
 
 
 def patterns(config: Config) -> tuple[str, ...]:
-    """Returns patterns of the paths of trained parameters; () if all parameters are trained.
+    """Returns patterns that match the paths of trained parameters; () if all parameters are
+    trained.
 
-    If the model has adapters, their factors are trained, and what Training.trainable names.
+    If the model has adapters, only the adapters and the parameters that Training.trainable names
+    are trained.
     """
     own = config.training.trainable
     return (*own, f"{adapters.ROOT}/*") if config.adapter.rank else own
@@ -40,7 +42,9 @@ def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
 
 
 def merge(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the tree of all parameters, the inverse of `split`."""
+    """Returns the tree of all parameters from the trees of trained and of frozen parameters; the
+    inverse of `split`.
+    """
     if not frozen:
         return trained
     flat = flatten_dict(trained, sep="/") | flatten_dict(frozen, sep="/")

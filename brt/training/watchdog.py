@@ -18,17 +18,18 @@ from brt.training.phases import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
 
 HUNG = 70  # A process that hung ends with this exit code (EX_SOFTWARE of sysexits.h).
-# Phases that show no progress until they end may take this multiple of the time limit.
+# Phases that show no progress until they end may take this number of times the time limit.
 PATIENCE = 4
-# The watchdog checks the progress this number of times within the time limit, but at least once in
+# The watchdog checks the progress this number of times within the time limit, but at least every
 # _LONGEST_PAUSE seconds.
 _CHECKS = 10
 _LONGEST_PAUSE = 5.0
 # A process that ends waits at most this number of seconds while it tells the other processes.
 _GOODBYE_SECONDS = 5.0
-# A busy machine may delay the watchdog's thread by this number of seconds.
+# A timer outside of Python ends the process this number of seconds later than otherwise necessary,
+# because a busy machine may delay the thread that restarts the timer.
 _SLACK = 10.0
-# Stacks are written to the file descriptor, because sys.stderr may have been replaced.
+# Stacks are written to this file descriptor, because sys.stderr may have been replaced.
 _STDERR = 2
 
 
@@ -37,10 +38,11 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
     """Context in which this process writes a heartbeat file, and a watchdog checks its progress.
 
     Args:
-      workdir: the run directory, in whose directory `heartbeat` the files are written.
-      phases: tracks the status that is reported and watched. The other processes of the run can
-        request the status, too.
-      seconds: Training.watchdog_seconds, the time limit of `watching`.
+      workdir: the run directory; files are written to its directory `heartbeat`.
+      phases: tracks the status that is written and watched, and that is reported to the other
+        processes of the run.
+      seconds: Training.watchdog_seconds: the process is ended after this number of seconds without
+        progress (see `watching`); 0 for no limit.
     """
     index = str(jax.process_index())
     processes.report_activity(lambda: _described(phases.now))
@@ -79,8 +81,8 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
         stacks.unlink()  # The file may be left from an earlier start of the run.
 
     def exit_without_python(limit: float) -> None:
-        """Starts or restarts a timer, which ends the process after little more than twice `limit`,
-        in seconds.
+        """Starts or restarts a timer, which ends the process after little more than twice `limit`
+        (in seconds).
 
         The timer works even if C code holds Python's global interpreter lock.
         """

@@ -1,4 +1,4 @@
-"""The directory of a run: its layout, its lock, and safe writes into it."""
+"""The run directory (workdir): its layout, its lock, and functions that write files safely."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ class Workdir:
 
     @property
     def provenance(self) -> Path:
-        """Path of the description of versions, machine and command."""
+        """Path of the description of the versions, machine and command that train the run."""
         return self.path / "provenance.json"
 
     @property
@@ -54,7 +54,7 @@ class Workdir:
 
     @property
     def data(self) -> Path:
-        """Path of the description of the run's data."""
+        """Path of the description of the run's data, with checksums."""
         return self.path / "data.json"
 
     @property
@@ -74,7 +74,7 @@ class Workdir:
 
     @property
     def metrics(self) -> Path:
-        """Path of the record of metrics."""
+        """Path of the record of metrics, one line per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -104,7 +104,7 @@ class Workdir:
 
     @property
     def log(self) -> Path:
-        """Path of the log of messages for the user."""
+        """Path of the log of the messages that were shown to the user."""
         return self.path / "log.txt"
 
 
@@ -221,7 +221,7 @@ def shadow(workdir: Workdir) -> Iterator[Workdir]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Returns the config of the run in a directory; None if the directory contains no run.
+    """Returns the config of the run in the directory `path`; None if it contains no run.
 
     Raises:
       ConfigError: config.json cannot be read, or brt did not write it.

@@ -1,7 +1,8 @@
 """Finds the checkpoint that a trainer, or a command that reads a run, starts from.
 
-`brt.checkpointing.reader` reads checkpoints of any content. This module checks in addition that the
-metadata were written by a training run, and that the checkpoint that was saved last still exists.
+`brt.checkpointing.reader` verifies and reads checkpoints, whatever their metadata are. This module
+also checks that the metadata are those of a training run, and that the checkpoint that was saved
+last still exists.
 """
 
 from collections.abc import Collection
@@ -30,14 +31,15 @@ def find(
     warned: Collection[str] = (),
     to_resume: bool = False,
 ) -> VerifiedCheckpoint:
-    """Returns the newest intact checkpoint of a trainer, or the checkpoint of one step.
+    """Returns the newest intact checkpoint of a training run, or the checkpoint of one step.
 
     Args:
       directory: the `checkpoints` directory of a run.
-      step: the step of the checkpoint; None for the newest one.
-      warned: problems of checkpoints that the user has already been warned of.
-      to_resume: True if training continues from the checkpoint, which needs the position in the
-        data and the accumulated metrics in addition to the model and its config.
+      step: the step of the checkpoint; None for the newest intact one.
+      warned: sentences about damaged checkpoints (`VerifiedCheckpoint.problems`) of which the user
+        has already been warned.
+      to_resume: True if training continues from the checkpoint. The metadata must then have the
+        position in the data and the accumulated metrics, in addition to the config.
 
     Raises:
       CheckpointError: the checkpoint does not exist, no checkpoint is intact, or the checkpoint
@@ -54,11 +56,12 @@ def find(
 
 
 def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | None:
-    """Returns the newest intact checkpoint of a workdir, or None if the run never saved one.
+    """Returns the newest intact checkpoint of a run directory; None if the run never saved one.
 
     Args:
-      path: the workdir.
-      warned: problems of checkpoints that the user has already been warned of.
+      path: the run directory.
+      warned: sentences about damaged checkpoints (`VerifiedCheckpoint.problems`) of which the user
+        has already been warned.
 
     Raises:
       CheckpointError: no checkpoint is intact, or all checkpoints that were saved have been

@@ -55,8 +55,9 @@ def check_resumable(
     Args:
       saved: the config in the checkpoint.
       config: the config of the run or command that uses the checkpoint.
-      allowed: names of settings that may differ, although the run is then no longer the same run.
-        None if the checkpoint is only read; then the error does not offer --allow_config_change.
+      allowed: names of settings that the user allows to differ (--allow_config_change), although a
+        run with another value is a different run. None if the checkpoint is only read; in this case
+        the error does not mention --allow_config_change.
 
     Returns:
       The differences as "Section.field: old -> new".
@@ -128,11 +129,11 @@ def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> li
 def data_position(
     saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
 ) -> dict[str, Any]:
-    """Returns the state from which the iterator of batches continues in a resumed run.
+    """Returns the position in the data from which a resumed run continues to read batches.
 
     The step is always the step of the checkpoint. If the user allowed changes with
-    --allow_config_change, the entries that determine the order of the data are taken from the new
-    iterator.
+    --allow_config_change, the entries that determine the order of the data (such as the seed) are
+    taken from the new iterator of batches.
 
     Args:
       saved: the iterator's state in the checkpoint.

@@ -20,14 +20,16 @@ from brt.training.workdir import Workdir
 
 _SHOWN = 3  # An error names at most this number of files.
 _HASH = 12  # Messages show this number of digits of a checksum.
-# The description of a split has these entries, and the number of its documents, rows or clips.
+# The description of a split has these entries. It has one more entry, which comes first: the number
+# of the split's documents, rows or clips.
 _SPLIT = {
     "names": [str], "sha256": str, "held_out": str, "bytes?": int,
     "sources": [{"name": str, "sha256": str}],
 }  # fmt: skip
 _MANIFEST = {"directory": str, "splits": {str: _SPLIT}}
 
-# A description is a value of the dict that `Dataset.described` returns.
+# A SplitDescription is JSON that describes the data of one split, with the entries of _SPLIT. The
+# method `Dataset.described` returns one for each split.
 SplitDescription = Mapping[str, Any]
 
 
@@ -69,7 +71,7 @@ def read(workdir: Workdir) -> DataManifest:
 
 
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
-    """Returns the tokenizer that a run stored.
+    """Returns the tokenizer that is stored in a run directory.
 
     Args:
       workdir: the run directory.
@@ -131,7 +133,7 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
 
     Args:
       workdir: the run directory, whose data.json describes the data at the beginning.
-      splits: descriptions of the data as they are now, by split.
+      splits: descriptions of the data as they are now, by the name of the split.
     """
     before, now = read(workdir).splits.get("train"), splits["train"]
     if not before or before["sha256"] == now["sha256"]:

@@ -39,8 +39,8 @@ class SavedModel(NamedTuple):
       params: the parameters of the model, on the devices of `mesh`; products of adapters are added.
       model_state: arrays that the model learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
-      own_tokenizer: the tokenizer of a model that no run has; None for the tokenizer that the run
-        directory stores.
+      own_tokenizer: the tokenizer of a model that is not in a run directory, but in Hugging Face's
+        format; None for the tokenizer that the run directory stores.
     """
 
     workdir: Workdir
@@ -153,7 +153,7 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Returns the tokenizer of a model, which the run directory stores.
+    """Returns the tokenizer of a model, which is read from the run directory.
 
     Raises:
       CheckpointError: the tokenizer is missing, or is not the tokenizer of the checkpoint.

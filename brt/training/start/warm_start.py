@@ -52,7 +52,7 @@ def _tokenizer_file(workdir: Workdir) -> str:
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
-    """Returns a description of the weights of a run, which cannot load the arrays.
+    """Returns a description of the weights of a run, without functions that load the arrays.
 
     A resumed run needs only the description, because its parameters come from its own checkpoint.
 
@@ -83,9 +83,10 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
 def with_model(config: Config, weights: Weights) -> Config:
     """Returns a config whose model section is merged with the model section of the weights.
 
-    Each setting of the model declares in `brt.config` where its value comes from: "own" takes the
-    value of the new run; "adaptable" takes the value of the new run if that is not the default,
-    otherwise the value of the weights; "inherited" takes the value of the weights.
+    Each setting of the model declares in `brt.config` where its value comes from. The value of an
+    "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
+    The value of an "adaptable" setting comes from the new run if it is not the default there,
+    otherwise from the weights.
 
     Args:
       config: config of the new run.
