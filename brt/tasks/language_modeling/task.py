@@ -137,7 +137,7 @@ class LanguageModeling(Task):
         )  # fmt: skip
 
     def example_row(self, config: Config) -> Batch:
-        """Returns a batch of one row with a segment of tokens."""
+        """Returns a batch of one row: a segment of zeros, which has the shapes of training data."""
         tokens = (1, config.training.segment_length)
         blocks = (1, tokens[1] // config.model.block_length)
         ids = np.zeros(tokens, np.int32)
