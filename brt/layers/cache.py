@@ -164,8 +164,8 @@ def closed_window(
     """
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
-    # Block and ring buffer differ in length, so the oldest token of the buffer is not at its start.
-    # Rolling the buffer moves this token to the start.
+    # If the block and the ring buffer differ in length, the oldest token of the buffer is not at
+    # index 0. Rolling the buffer moves this token to index 0.
     keys, values = (jnp.roll(x, -model.block_length, axis=1) for x in (block.keys, block.values))
     length = jnp.minimum(state.length + model.block_length, LONGEST) * model.sliding.cache
     return LocalState(keys, values, length, block.sinks)

@@ -136,8 +136,8 @@ class ClusteredLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the parameters: the block of attention and MLP, the centroids and, if
-        `Clustered.jensen` is set, the standard deviations of the queries around each centroid.
+        """Creates the module with attention and the MLP, the centroids and, if `Clustered.jensen`
+        is set, the standard deviations of the queries around each centroid.
 
         With `Clustered.jensen`, the weights of the sums that centroids keep are corrected for the
         variance of these queries (Jensen's inequality). The variance is the squared deviation.

@@ -16,14 +16,17 @@ def window_flops(model: Model) -> int:
     """
     m, width = model, model.heads * model.head_dim
     projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
-    # The factor 4 counts two products, with keys and with values.
+    # The factor 4 counts two products, with keys and with values, of 2 FLOPs per multiplication.
     attention = 4 * width * (m.window + m.sliding.sinks)
     reading = reading_flops(model) if m.feedback else 0
     return projections + attention + mlp_flops(model) + reading
 
 
 def mlp_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the MLP of a layer; `model` has the settings of the model."""
+    """Returns the FLOPs per token of the matrix products of a layer's MLP.
+
+    `model` has the settings of the model, as the layer sees them.
+    """
     return (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim
 
 

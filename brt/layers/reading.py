@@ -78,8 +78,8 @@ def window_part(
         queries, keys = rotate(queries, own), rotate(keys, own)
     inputs = (cached, past.values), keys, tokens.values
     if not m.window_is_block:
-        # The window and the block have different lengths, or there are sinks. `with_cache` sets
-        # `first` (the place where each block's document begins) in exactly these cases.
+        # The window and the block have different lengths. In this case, `with_cache` has set
+        # `first`, the place where each block's document begins.
         assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.sliding.attend_to_self,

@@ -84,7 +84,7 @@ def recurrent_axes(model: Model) -> Any:
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """Returns the state before the first token, for `batch` lanes and a cache of this dtype."""
+    """Returns a layer's state before the first token, for `batch` lanes and a cache of `dtype`."""
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
@@ -160,7 +160,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )  # fmt: skip
         if section.gate_layout == "single":
-            # The MLP's input is the outputs of all heads, which are then not sharded over devices.
+            # The MLP reads the outputs of all heads at once, so its heads are not sharded.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
@@ -204,7 +204,7 @@ class StateCell(nn.Module):
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
-            """Creates a kernel of the gate, from `inputs` to D; `part` is as for `bias`."""
+            """Creates a kernel [*inputs, D] of the gate; `part` is a part of the kernel's name."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)

@@ -41,8 +41,8 @@ class Recurrence(KindSection):
     # At the start of training, a channel keeps its state for a number of blocks that is drawn
     # between 1 and this number (chrono initialisation). 0 uses gate_bias for all channels instead.
     gate_horizon: float = adaptable(0.0)
-    # The gates of the single layout bound their update by tanh (original, as in the authors' code
-    # of Block-Recurrent Transformers), or the gates of kind lstm do so (paper, as in their paper).
+    # Some gates bound their update by tanh: with original, the gates of the layout single, as in
+    # the authors' code of Block-Recurrent Transformers; with paper, lstm gates, as in their paper.
     gate_tanh: Literal["original", "paper"] = adaptable("original")
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class Recurrence(KindSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clustered(KindSection):
-    """Settings of causal clustered layers, which attend to the whole past by clusters
-    of queries.
+    """Settings of causal clustered layers, in which queries are divided into clusters, and old
+    tokens are read through the centroid of a query's cluster.
     """
 
     kind: ClassVar[str] = "clustered"
@@ -72,8 +72,8 @@ class Clustered(KindSection):
     # A centroid is the vector that stands for a cluster of queries. Each centroid keeps this many
     # keys of the past, and a weighted sum of the values of all other keys.
     top_k: int = adaptable(16)
-    # True corrects the weights of the sums that centroids keep for the variance of the queries
-    # around their centroid (Jensen's inequality).
+    # Each centroid keeps a sum of values. True corrects the weight of this sum for the variance of
+    # the queries around their centroid (Jensen's inequality).
     jensen: bool = adaptable(True)
 
     def __post_init__(self) -> None:

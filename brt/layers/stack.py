@@ -162,11 +162,11 @@ class Stack(nn.Module):
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
             unroll=unrolled(self.model.unroll, document_start.shape[1], BLOCKS_AT_ONCE),
-            # Flax's check of constant variables traces the function twice, which only the
-            # initialisation of parameters needs.
+            # Flax's check of constant variables traces the function twice. Only the initialisation
+            # of parameters needs the check.
             check_constancy_invariants=self.is_initializing(),
         )
-        # The blocks are read one after the other, so every device holds the tokens of all blocks.
+        # The blocks are read one after the other, so every device needs the tokens of all blocks.
         x = constrain(x, "lanes", None, None)
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
         below, taps = _swap_lanes_and_layers(state[:serial]), self._taps(*blocks.shape[:2])

@@ -79,7 +79,8 @@ class Block(NamedTuple):
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """Returns the settings of an encoder's layers, which are RoBERTa's if `m.norm_first` is False.
+    """Returns the settings of an encoder's layers; with `m.norm_first` = False, these are RoBERTa's
+    layers.
 
     Args:
       m: the settings of the encoder.
@@ -94,7 +95,7 @@ def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
 
 
 def of_seq2seq(m: config.Seq2Seq, kernels: config.Kernels) -> Block:
-    """Returns the settings of T5's or BART's layers, of which only BART scales its queries.
+    """Returns the settings of T5's or BART's layers.
 
     Args:
       m: the settings of the encoder-decoder, whose field `family` is "t5" or "bart".

@@ -102,7 +102,7 @@ def state_attention(
 
     Args:
       projected: keys, queries to states, queries to tokens, and values of the states.
-      scales: float32, the scales of the queries to states, then of the queries to tokens.
+      scales: float32, the factors of each head's queries to states, then of its queries to tokens.
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.

@@ -36,7 +36,7 @@ def state_scan(
     """Returns the states after the blocks of a segment, and the state keys and values that the
     tokens read.
 
-    All results are float32.
+    The states are float32, and the state keys and values have the dtype of `keys`.
 
     Args:
       weights: the cell's weights.

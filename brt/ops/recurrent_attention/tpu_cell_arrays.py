@@ -108,7 +108,7 @@ class CellKernelSums(NamedTuple):
       read: [2, S, K], the gradients of the outputs of both attentions: to the states, and to the
         tokens.
       attended: two arrays [S + 2 W, K], gradients of keys and of values: S rows of the states, W
-        of the cached tokens, and W of the block's tokens.
+        of the previous block's tokens, and W of this block's tokens.
       behind: two arrays [H, W, K], the contributions of the next block to the gradients of this
         block's keys and values.
     """

@@ -41,7 +41,7 @@ class CellGrid(NamedTuple):
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     def by_lane(self, x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its lane of x [B, ...]."""
+        """Returns the block spec with which a step reads x [B, ...] at its lane."""
         rest = x.shape[1:]
         return pl.BlockSpec((None, *rest), lambda b, *_: (b, *(0 for _ in rest)))
 
@@ -53,7 +53,7 @@ class CellGrid(NamedTuple):
         )
 
     def by_head(self, x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads its head of x [H, ...]."""
+        """Returns the block spec with which a step reads x [H, ...] at its head."""
         rest = x.shape[1:]
         return pl.BlockSpec((None, *rest), lambda b, n, h, *_: (h, *(0 for _ in rest)))
 
@@ -82,8 +82,8 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the position, along B, H, W and K, of the part of the cache that the step at
-            position (b, n, h) of the grid reads.
+            """Returns the index, along B, H, W and K, of the block of the cache [B, H, W, K] that
+            the step at position (b, n, h) of the grid reads.
             """
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0
 

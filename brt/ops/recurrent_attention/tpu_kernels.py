@@ -91,9 +91,10 @@ class StateKernelOutputs(NamedTuple):
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients that a step writes; each has the shape of the input of the same name.
+    """Gradients that a step of the grid writes, or their block specs; each has the shape of the
+    field of `StateKernelInputs` with the same name.
 
-    The gradient of the scales is summed over the lanes of a head.
+    The gradient of the scales is summed over all lanes (rows of the batch).
     """
 
     projected: Any

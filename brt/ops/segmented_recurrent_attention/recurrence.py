@@ -59,7 +59,7 @@ class RecurrentStates(NamedTuple):
 
 
 class NeuronMetrics(NamedTuple):
-    """Float32 numbers about the neurons for the log; None without neurons.
+    """Float32 numbers about the accumulate-and-fire neurons to log; None without neurons.
 
     Attributes:
       firing_rate: the fraction of entries of the states R above 0.
@@ -74,8 +74,10 @@ class NeuronMetrics(NamedTuple):
 def leak_and_threshold(
     parameters: RecurrenceParameters, config: CrossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the leak and the threshold that the neurons use: bounded functions of the stored
-    parameters if `config.raf_parameters` is "bounded", and the stored parameters otherwise.
+    """Returns the leak and the threshold of the neurons, computed from the stored parameters.
+
+    If `config.raf_parameters` is "raw", the stored parameters are returned unchanged. Otherwise the
+    leak is mapped to (0, 1), and the threshold to numbers above `config.smallest_threshold`.
     """
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":

@@ -104,7 +104,7 @@ def forward_kernel(
     """Writes the states of all segments of a source for a group of heads to `outputs`.
 
     Args:
-      counts: the number of segments of each source.
+      counts: [B], the number of segments of each of B sources.
       neuron: [3], the leak, the threshold and 1 divided by the threshold.
       inputs: references to the inputs of the step.
       outputs: references to the outputs.
@@ -199,7 +199,8 @@ def backward_kernel(
     def products_backward(j: Any, d_kernel: Array) -> Array:
         """Writes the gradients of the keys and values of segment j.
 
-        Returns `d_kernel`, the gradient of W, after the segment's contribution is added.
+        Returns `d_kernel`, the gradient of W summed over earlier segments, plus the contribution of
+        segment j.
         """
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
