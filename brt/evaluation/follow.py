@@ -1,8 +1,9 @@
 """Evaluates each checkpoint of a run once while the run is being trained.
 
-A follower takes no lock and only reads checkpoints. Checkpoints with a report are skipped, so a
-follower can be stopped and started again at any time. It ends after the checkpoint of the run's
-last step; if the trainer stops earlier, the follower waits until the trainer continues.
+A follower is a process that evaluates checkpoints while another process, the trainer, writes them.
+It takes no lock and only reads checkpoints. Checkpoints with a report are skipped, so a follower
+can be stopped and started again at any time. It ends after the checkpoint of the run's last step;
+if the trainer stops earlier, the follower waits until the trainer continues.
 """
 
 import math
@@ -28,7 +29,10 @@ Say = Callable[[str], object]
 
 
 class Waiter:
-    """Waits for an event, such as a new checkpoint, that the caller checks again and again.
+    """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
+
+    The caller checks again and again whether the event has happened, and calls `wait` after each
+    check.
 
     Args:
       poll_seconds: time between two checks.
@@ -66,12 +70,15 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Restarts the timeout, because the event has happened."""
+        """Ends the waiting for an event, because it has happened; the timeout begins again."""
         self._since = None
 
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config, and returns the config for reading the run.
+    """Waits until a trainer has written its config, and returns the config.
+
+    Settings that name files or directories to write have their defaults in the result, because
+    somebody else may have started the run.
 
     Args:
       path: the run directory.
@@ -85,7 +92,7 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 
 
 class Follower:
-    """Evaluates the checkpoints of a run directory as they appear.
+    """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
 
     Args:
       workdir: the run directory.
@@ -121,7 +128,7 @@ class Follower:
         tensorboard = TensorBoard(directory, max(done, default=0), self._say)
         try:
             while True:
-                # The end of training is checked before looking for a checkpoint. In the opposite
+                # The end of training is checked before a checkpoint is looked for. In the opposite
                 # order, the last checkpoint could appear between the two checks and be missed.
                 over = self._is_over()
                 step = self._next()

@@ -49,7 +49,7 @@ class SplitEvaluator:
       DataError: the data have no such split.
 
     Attributes:
-      evaluator: evaluator of the split; None before the first checkpoint.
+      evaluator: the function that evaluates a model on the split; None before the first checkpoint.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SplitEvaluator:
         """Evaluates the split and writes the report; see `brt.training.evaluations.write`.
 
         Raises:
-          CheckpointError: the run lacks its tokenizer.
+          CheckpointError: the run lacks its tokenizer, or the storage fails.
           ConfigError: the run directory cannot be written.
           NonFiniteError: the primary metric is not finite.
         """
@@ -112,9 +112,9 @@ def evaluate(
         Model.window is not used. An empty tuple evaluates once, with Model.window.
 
     Raises:
-      CheckpointError: the run lacks its tokenizer.
-      ConfigError: the model does not have the part `ablate`, its run directory cannot be written,
-        or it has no run directory.
+      CheckpointError: the run lacks its tokenizer, or the storage fails.
+      ConfigError: the model does not have the part `ablate`, or has no run directory, or the run
+        directory cannot be written.
       DataError: the data have no such split.
       NonFiniteError: the primary metric is not finite.
     """
@@ -151,8 +151,8 @@ def inspect(
     _check_writable(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
-    # The "shuffled" intervention reads the memory of another document. If the split has only one
-    # document, the other one is a document of the training data, which may be unavailable.
+    # One of the measurements replaces a document's memory by the memory of another document. If the
+    # split has only one document, the other one is taken from the training data, if available.
     with contextlib.suppress(DataError):
         dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():

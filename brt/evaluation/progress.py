@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-LINE_SECONDS = 60.0  # Lines of a log that is no terminal are at least this far apart.
+LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes between two lines.
 
 
 @contextlib.contextmanager
 def shown(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Shows on stderr how much of a work is done. Nothing is shown before the first line is due.
+    """Context that shows on stderr how much of some work is done, as a bar or as lines.
+
+    A terminal shows a bar. Otherwise at most one line per minute is printed, the first after a
+    minute.
 
     Args:
-      total: the amount of work.
+      total: the total amount of work.
       text: the name of the work, such as "reading test".
       unit: the unit of `total`. Large numbers of "tok" (tokens) are abbreviated on terminals.
 
     Yields:
-      A function that is called with each amount of work that has been done.
+      A function that the caller calls with the amount of work done since the last call.
     """
     with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
         yield bar.update if not bar.disable else _lines(total, text, unit)

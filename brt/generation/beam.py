@@ -1,7 +1,8 @@
 """Beam search with the semantics of Hugging Face's `generate` (transformers 5).
 
-For each source (such as a document to summarise), N hypotheses are running. At every step the 2N
-most likely continuations of the running hypotheses are considered. A continuation that ends becomes
+For each source (the input of the model, such as a document to summarise), N hypotheses are running.
+At every step, each of them is continued by one token, and the 2N most likely continuations are
+considered. A continuation that ends becomes
 a finished hypothesis if it is among the first N, and the N finished hypotheses with the best scores
 are kept. The best N continuations that do not end become the running hypotheses.
 `Decoding.early_stopping` determines when the search for a source is done.
@@ -69,9 +70,9 @@ def beam_search(
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
-      state: decoding state before the start token.
+      state: decoding state of the model before the start token, any tree of arrays.
       batch: number of sources, B.
-      decoding: settings.
+      decoding: settings of the search.
     """
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder
@@ -90,8 +91,8 @@ def beam_search(
         candidates = _continue(search, log_probs, decoding, ids)
         penalty = jnp.asarray(penalties)[search.length]
         finished = _update_finished(search, candidates, penalty, broken)
-        # Candidates that ended get -inf. If fewer than N others are left, top_k selects candidates
-        # with -inf, which count as missing hypotheses.
+        # Candidates that ended get the score -inf, so that they do not become running hypotheses.
+        # If fewer than N others are left, top_k selects some with -inf, which count as missing.
         scores = jnp.where(candidates.ended, -jnp.inf, candidates.log_probs)
         log_probs, chosen = top_k(scores, decoding.beams)
         return _Search(
@@ -193,9 +194,9 @@ def _is_final(
     none_running = best_running == -jnp.inf
     if decoding.early_stopping == "yes":
         return full | none_running
-    # early_stopping = "never" compares with the best score that a running hypothesis may reach.
-    # With a positive penalty exponent, a hypothesis would reach this score at the maximum length,
-    # otherwise at the present length.
+    # The finished hypotheses are compared with the best score that a running hypothesis may reach.
+    # With early_stopping = "never" and a positive penalty exponent, a hypothesis would reach this
+    # score at the maximum length. Otherwise the score at the present length is used.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]

@@ -1,7 +1,8 @@
 """Constraints on the next token, as in Hugging Face's `generate`: banned and forced tokens.
 
-In shapes, B is the number of sources, N the number of hypotheses of a source, L the maximum number
-of tokens of a text, and V the number of tokens in the vocabulary.
+In shapes, B is the number of sources (inputs of the model, such as documents to summarise), N the
+number of hypotheses (unfinished texts) of a source, L the maximum number of tokens of a text, and V
+the number of tokens in the vocabulary.
 """
 
 import jax
@@ -27,8 +28,8 @@ def constrain(
 
     Args:
       log_probs: log probabilities of the next token.
-      sequences: tokens so far, including the start token.
-      length: number of tokens in `sequences`, at least 1.
+      sequences: tokens so far, including the start token; only the first `length` tokens count.
+      length: number of tokens so far, at least 1.
       decoding: settings that ban or force tokens.
       ids: special ids of the model's vocabulary.
     """
@@ -54,17 +55,17 @@ def repeating(
 
     Args:
       sequences: token ids, including the start token; only the first `length` tokens count.
-      length: number of tokens in `sequences`.
-      size: n, at least 1; with 1, every token of the sequence is True.
+      length: number of tokens so far.
+      size: n, the length of the n-grams, at least 1; with 1, every token of the sequence is True.
       vocabulary: number of tokens of the vocabulary, V.
     """
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # The last `size - 1` tokens are compared only with n-grams that end at or before the newest
-    # token. The n-gram that the next token would complete ends later, so it is never compared with
-    # itself.
+    # The last `size - 1` tokens are compared with the beginnings of all n-grams that end at or
+    # before the newest token. The n-gram that the next token would complete ends later, so it is
+    # not compared with itself.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)

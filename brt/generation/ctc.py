@@ -1,6 +1,7 @@
-"""CTC decoding: finds token sequences, given log probabilities of tokens at each frame.
+"""CTC decoding: finds token sequences, given log probabilities of tokens at each frame of an input.
 
-The last id of the log probabilities is CTC's blank.
+CTC assigns a token or a blank to each frame, which is called an alignment. The text of an alignment
+is obtained by merging repeated tokens and removing blanks. The last id is the blank.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ LogProbs = Float[np.ndarray, "X C"]
 
 
 class Hypothesis(NamedTuple):
-    """A sequence of token ids, and its natural log probability."""
+    """A sequence of token ids without blanks, and its log probability (natural logarithm)."""
 
     tokens: Tokens
     log_prob: float
@@ -63,7 +64,7 @@ def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
 
     Args:
       log_probs: log probabilities of the C tokens at each of X frames; the last token is the blank.
-      beams: number of prefixes that are kept from frame to frame.
+      beams: number of token sequences (prefixes) that are kept from frame to frame.
     """
     beam = _Beam([()], np.zeros(1), np.full(1, -np.inf))
     for frame in log_probs.astype(np.float64):
@@ -78,8 +79,8 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     total = np.logaddexp(beam.blank, beam.token)
     last = np.array([prefix[-1] if prefix else -1 for prefix in prefixes])
     stays = np.where(last >= 0, beam.token + frame[last], -np.inf)
-    # If a prefix is extended by a token that equals its last token, a blank must separate the two,
-    # or the alignment would collapse to the prefix itself.
+    # If a prefix is extended by a token that equals its last token, a blank must separate the two.
+    # Without the blank, the two tokens would be merged.
     longer = total[:, None] + frame[:-1]
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]

@@ -14,13 +14,15 @@ Reorder = Callable[[Any, Array], Any]
 class TextDecoder(NamedTuple):
     """Interface of a model that generates text: pure functions of a decoding state.
 
-    The decoding state is any tree of arrays. B is the number of sources, N the number of beams of
-    each source, and V the size of the vocabulary.
+    The decoding state is any tree of arrays, in which the model keeps what it needs to know about
+    the tokens so far. B is the number of sources (inputs of the model, such as documents to
+    summarise), N the number of beams (texts in progress) of each source, and V the size of the
+    vocabulary.
 
     Attributes:
       step: function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state).
-        The state has arrays that belong to a source instead of a beam, such as the encoded source,
-        only once for each source.
+        Arrays of the state that are the same for all beams of a source, such as the encoded source,
+        are in the state only once for each source.
       reorder: function (state, beams int32 [B, N]) -> state, in which beam n of source b continues
         beam beams[b, n]. The function is not called if there is one beam.
       ids: special ids of the model's vocabulary.

@@ -1,7 +1,8 @@
 """Generates one text for each source, token by token, such as by greedy search.
 
-In shapes, B is the number of sources, L the maximum number of tokens of a text including the start
-token, and V the number of tokens in the vocabulary.
+In shapes, B is the number of sources (inputs of the model, such as documents to summarise), L the
+maximum number of tokens of a text including the start token, and V the number of tokens in the
+vocabulary. The number of texts of each source, N in `Hypotheses`, is 1.
 """
 
 from collections.abc import Callable
@@ -45,13 +46,13 @@ Choose = Callable[[Array, Array], Array]
 def greedy_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source (N = 1), with the most likely token at every step.
+    """Generates one text for each source, with the most likely token at every step.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
-      state: decoding state before the start token.
+      state: decoding state of the model before the start token, any tree of arrays.
       batch: number of sources, B.
-      decoding: settings.
+      decoding: settings such as the maximum length and banned tokens.
     """
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
@@ -64,15 +65,15 @@ def greedy_search(
 def one_text(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source (N = 1), token by token.
+    """Generates one text for each source, token by token.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
-      state: decoding state before the start token.
+      state: decoding state of the model before the start token, any tree of arrays.
       choose: function that selects the next tokens [B, 1]; its arguments are the log probabilities
         [B, 1, V] and the number of tokens so far.
       batch: number of sources, B.
-      decoding: settings.
+      decoding: settings such as the maximum length and banned tokens.
     """
     step, _, ids = decoder
 

@@ -1,6 +1,8 @@
 """Results of a search, and the length penalty that makes texts of different lengths comparable.
 
-In shapes, L is the maximum number of tokens of a text, including the start token.
+In shapes, B is the number of sources (inputs of the model, such as documents to summarise), N the
+number of texts of each source, and L the maximum number of tokens of a text, including the start
+token.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from brt.config import Decoding
 
 
 class Hypotheses(NamedTuple):
-    """N texts for each of B sources, best first.
+    """N texts for each of B sources, best first. A text is missing if a search found fewer than N.
 
     Attributes:
       sequences: int32 [B, N, L], from the start token to the end, then padding.
@@ -27,9 +29,10 @@ class Hypotheses(NamedTuple):
 
 
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
-    """Returns the length penalty for each number of tokens, float32 [L].
+    """Returns the length penalty for each number of written tokens, float32 [L].
 
-    Summed log probabilities are divided by the length penalty. For n written tokens, the penalty is
+    Summed log probabilities are divided by the length penalty. For n written tokens (the tokens of
+    a text without the start token), the penalty is entry n, which is
     n ** p if `decoding.penalty` is "hf", and ((5 + n) / 6) ** p if it is "t5x" (Wu et al. 2016,
     equation 14), where p is `decoding.length_penalty`. Entry 0 is not used.
     """

@@ -43,7 +43,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of every lane (row), sampled from the logits.
+    """Returns the next token of each of B texts, sampled from the logits.
 
     Args:
       logits: logits of the next token.
@@ -64,11 +64,11 @@ def sample(
     sampling: Sampling,
     key: Array,
 ) -> Hypotheses:
-    """Samples one text for each source (N = 1).
+    """Samples one text for each source, which is an input of the model.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
-      state: decoding state before the start token.
+      state: decoding state of the model before the start token, any tree of arrays.
       batch: number of sources, B.
       decoding: settings such as the maximum length and banned tokens.
       sampling: temperature, top-k and top-p.

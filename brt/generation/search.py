@@ -1,4 +1,4 @@
-"""Greedy search or beam search, depending on the number of beams."""
+"""Generates texts by greedy search or beam search, depending on the number of beams."""
 
 from jaxtyping import Array, PyTree
 
@@ -12,14 +12,14 @@ from brt.generation.hypotheses import Hypotheses
 def search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates texts by greedy search or beam search.
+    """Generates texts for each source (input of the model) by greedy search or beam search.
 
     The function is pure, and the caller compiles it. Shapes depend on `batch` and `decoding` only.
 
     Args:
       decoder: functions of the model; see `TextDecoder`.
-      state: decoding state before the start token.
-      batch: number of sources, B.
+      state: decoding state of the model before the start token, any tree of arrays.
+      batch: number of sources.
       decoding: settings; with one beam the search is greedy.
 
     Returns:

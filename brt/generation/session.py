@@ -1,8 +1,9 @@
 """Sessions: generation with a language model that keeps its memory of the text so far.
 
 A session reads text in segments and generates token by token. Its memory has a constant size and
-can be saved to a file. Caches and recurrent states advance at block boundaries as in training, so
-the logits are the same as if the text were read as one long segment.
+can be saved to a file. Caches and recurrent states are updated at the end of each block, as in
+training, so the logits are the same as if the text were read as one long segment. The open block is
+the last block as long as it is not full.
 
 In shapes, B is the number of lanes (texts that are generated in parallel), T the number of tokens
 of a text or segment, C = `CHUNK`, N the number of beams, and V the number of tokens in the
@@ -31,21 +32,26 @@ from brt.models.decoder import Decoder, logits, new_state, output_weights
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
-CHUNK = 16  # One call of the token-by-token program reads or writes at most this many tokens.
-# Language models lack an end token. This id, which no token has, is passed to the search instead.
+# One call of the compiled program that reads or writes token by token handles at most this many
+# tokens.
+CHUNK = 16
+# Language models lack an end token. The search gets this id, which no token has, as the id of the
+# end token.
 _NEVER = -1
-_NO_KEY = partial(jax.random.key, 0)  # Reading a text requires a random key, but ignores it.
+# The program that reads and samples needs a random key even if it only reads, and then ignores it.
+_NO_KEY = partial(jax.random.key, 0)
 
 
 class Memory(NamedTuple):
     """The complete state of a session. Its size does not depend on the length of the text.
 
     Attributes:
-      state: carried state (caches, recurrent states) after the last full block, as in training.
-      block: keys and values of the tokens in the open block, which is not full yet.
+      state: caches and recurrent states of the layers after the last full block, as in training.
+      block: what layers remember of the tokens in the open block, such as keys and values.
       position: int32, number of tokens in the open block, less than the length of a block.
       logits: float32 [B, V], logits of the next token.
-      count: int32, number of tokens read and written including BOS; folded into random keys.
+      count: int32, number of tokens read and written including BOS; folded into random keys, so
+        that each token has a random number of its own.
     """
 
     state: StackState
@@ -66,7 +72,7 @@ def _advance(
     )  # fmt: skip
 
     def end_block(memory: Memory) -> Memory:
-        """Returns the memory after the full block, with a new open block."""
+        """Returns the memory after its full block has been processed, with an empty open block."""
         state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
         block = decoder.apply(params, state, model_state, method="begin_block")
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
@@ -184,7 +190,7 @@ def _search(
     """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
-        """Returns `memory` with `function` applied to all arrays that have an axis of lanes."""
+        """Applies `function` to all arrays of the memory that have an axis of lanes."""
         arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
@@ -194,14 +200,14 @@ def _search(
         """
 
         def advance() -> Memory:
-            """Returns the memory after reading the tokens."""
+            """Returns the memory of the beams after reading `tokens`, one token for each beam."""
             return _advance(decoder, variables, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
         return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        """Returns the beams after a selection: beam n continues beam `chosen[0, n]`."""
+        """Returns N beams, where beam n continues beam `chosen[0, n]` of the given `beams`."""
         memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
         return beams._replace(memory=memory)
 
@@ -214,10 +220,10 @@ def _search(
 
 
 class Session:
-    """Reads and generates text with one set of parameters.
+    """Reads and generates text with a language model, and keeps the memory of the text in between.
 
     Args:
-      config: config with the vocabulary size set.
+      config: config of the run, in which the size of the vocabulary is set.
       variables: the learned arrays of the model.
       bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel after the same prompt.
@@ -252,7 +258,7 @@ class Session:
         self.memory: Memory = self._new_memory(self._variables)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads a text in all lanes.
+        """Reads the same text in all lanes.
 
         Whole segments or blocks are read at once if possible, other tokens one by one.
 
@@ -277,7 +283,7 @@ class Session:
             start += size
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Generates tokens in all lanes, and yields them in several pieces, each int32 [B, T].
+        """Generates tokens in all lanes, and yields them in pieces of T tokens, each int32 [B, T].
 
         The random number of a token depends only on `key` and on the token's position in the text.
         Two calls for 10 tokens with the same key therefore generate the same text as one call for
@@ -315,11 +321,13 @@ class Session:
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text by beam search, and reads the new tokens.
 
+        The session must have a single lane.
+
         Args:
           decoding: settings of the search, such as the number of beams and the maximum length.
 
         Returns:
-          The `decoding.max_length` - 1 new tokens.
+          The `decoding.max_length` - 1 new tokens, int32 [T].
         """
         if self.memory.count == 0:
             self.read([])
@@ -341,8 +349,8 @@ class Session:
 
         Args:
           path: the file.
-          identity: a description of the model, with which `load` compares the description of its
-            model.
+          identity: a description of the model. `load` compares it with the description of the model
+            that is to continue.
         """
         state_files.save(self.memory, path, identity)
 

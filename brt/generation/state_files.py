@@ -18,9 +18,9 @@ def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
     """Writes a memory to an .npz file.
 
     Args:
-      memory: a `brt.generation.session.Memory`.
+      memory: the memory, a `brt.generation.session.Memory`.
       path: the file.
-      identity: description of the model that the memory belongs to.
+      identity: a description of the model that the memory belongs to, as JSON.
 
     Raises:
       OSError: the file cannot be written; see `durable.named_by_user`.

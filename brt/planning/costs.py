@@ -1,7 +1,8 @@
 """Costs of a compiled step by part of the model: operations, bytes, cycles, collectives.
 
-The costs are computed from the optimized HLO module, in which the body of a loop counts as often as
-the loop runs. The `cost_analysis` of the compilers counts the body only once.
+The costs are computed from the optimized HLO module, the text form of the compiled program. The
+body of a loop counts as often as the loop runs. The `cost_analysis` of the compilers counts the
+body only once.
 """
 
 import collections
@@ -51,7 +52,7 @@ class Cost(NamedTuple):
     """Costs of one step on one device.
 
     Attributes:
-      flops: operations of matrix products.
+      flops: floating-point operations of matrix products.
       bytes: bytes read from and written to the main memory (HBM).
       cycles: cycles estimated by the compiler, without waiting for other devices; 0 if unknown.
       bytes_anywhere: bytes read from and written to any memory, including on-chip memory; copies
@@ -64,12 +65,12 @@ class Cost(NamedTuple):
     bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        """Returns the cost of this part and of `times` executions of another part together."""
+        """Returns the sum of this cost and of `times` executions that cost `other` each."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 class CollectiveCost(NamedTuple):
-    """Costs of one kind of collective in a step.
+    """Costs of one kind of collective operation, such as all-reduce, in a step on one device.
 
     Attributes:
       times: the number of executions.
@@ -86,9 +87,10 @@ class InstructionGroup(NamedTuple):
 
     Attributes:
       part: the part of the model.
-      operation: the compiler's name of the operation.
-      result: the type of the result.
-      source: the path of names in the model under which the instructions were traced.
+      operation: the name of the instruction without its numbers.
+      result: the HLO type of the result, without its layout.
+      source: the path of names in the model under which JAX traced the instructions, with # for
+        numbers.
       times: the number of executions of all instructions in a step.
       cost: the total cost of all instructions in the group.
     """
@@ -107,8 +109,8 @@ class Costs(NamedTuple):
     Attributes:
       parts: the cost of each part of the model.
       collectives: the cost of each kind of collective.
-      unknown: names of kernels whose cycles are unknown.
-      instructions: groups of instructions except collectives, most expensive first.
+      unknown: names of Pallas kernels whose cycles are unknown.
+      instructions: groups of all instructions except collectives, most expensive first.
     """
 
     parts: Mapping[str, Cost]
@@ -126,10 +128,10 @@ class Costs(NamedTuple):
 
 
 def costs(text: str, chip: str = "") -> Costs:
-    """Returns the costs of an optimized module on a chip.
+    """Returns the costs of a compiled step on a chip.
 
     Args:
-      text: the module, which is the output of `compiled.as_text()`.
+      text: the optimized HLO module of the step, as `jax.stages.Compiled.as_text` returns it.
       chip: the name of the chip in `topologies.CHIPS`. With "", the chip is unknown, and the cycles
         of Pallas kernels are not computed.
     """

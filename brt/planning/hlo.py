@@ -1,7 +1,7 @@
 """Parser of optimized HLO modules, the text form of programs that XLA has compiled.
 
-A module consists of computations, which are lists of instructions. The parser also determines how
-often each instruction runs.
+A module consists of computations, which are lists of instructions. An instruction may call another
+computation, such as the body of a loop. The parser also determines how often each instruction runs.
 """
 
 import functools
@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
       type: the type of the result.
       operation: the name of the operation.
       operands: the names of the operands.
-      body: the text in the parentheses.
-      attributes: the text after the parentheses.
+      body: the text in the parentheses after the name of the operation.
+      attributes: the text after these parentheses.
       is_root: True if the result of the instruction is the result of its computation.
     """
 
@@ -80,8 +80,8 @@ class Instruction(NamedTuple):
         return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """Returns the name of the computation that the instruction calls under the attribute `key`,
-        such as "body"; None if it has no such attribute.
+        """Returns the name of a computation that the instruction calls, which is the value of the
+        attribute `key`, such as "body"; None if it has no such attribute.
         """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
@@ -102,8 +102,9 @@ def shapes(text: str) -> list[Shape]:
 
 
 def size(text: str) -> int:
-    """Returns the bytes of all arrays of an HLO type together; `text` is the type, as for
-    `shapes`.
+    """Returns the total number of bytes of all arrays of an HLO type.
+
+    `text` is the type as it is written in HLO, such as "f32[8,128]{1,0}".
     """
     return sum(shape.bytes for shape in shapes(text))
 
@@ -112,10 +113,10 @@ class Module:
     """A parsed HLO module.
 
     Args:
-      text: the output of `compiled.as_text()`.
+      text: the text of the module, as `jax.stages.Compiled.as_text` returns it.
 
     Attributes:
-      computations: the instructions of each computation, by name.
+      computations: for each name of a computation, its instructions by name.
       entry: the name of the computation that runs first.
     """
 
@@ -150,17 +151,18 @@ class Module:
         return 1
 
     def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields every instruction that a computation executes, including the instructions in its
-        loops.
+        """Yields every instruction that a computation executes, with its number of executions.
 
-        Instructions within a fusion are not yielded, because the fusion runs as one instruction.
+        The instructions in the computation's loops, branches and calls are included. Instructions
+        within a fusion are not, because the fusion runs as one instruction.
 
         Args:
-          computation: the name of the computation; "" stands for the entry.
+          computation: the name of the computation; "" stands for the entry of the module.
           times: number of executions of the computation.
 
         Yields:
-          The name of the computation, the instruction and its number of executions.
+          A tuple: the name of the computation that contains the instruction, the instruction, and
+          its number of executions.
         """
         computation = computation or self.entry
         for one in self.computations[computation].values():

@@ -1,4 +1,7 @@
-"""Compiles the train step of a run for a machine, to predict memory and speed."""
+"""Compiles the train step of a run for a machine, to predict the step's memory and speed.
+
+The machine need not be present, because the step is not executed.
+"""
 
 import dataclasses
 import math
@@ -38,8 +41,9 @@ class Plan(NamedTuple):
       temporaries: bytes of intermediate results.
       peak: bytes of the train state, the batch and the intermediate results together.
       costs: operations, bytes and cycles by part of the model.
-      tokens: positions that all devices together read in a step.
-      model_flops: FLOPs of a step of all devices according to the model; None if unknown.
+      tokens: tokens or frames, including padding, that all devices together read in a step.
+      model_flops: FLOPs that the model needs for a step on all devices together, without
+        recomputation; None if unknown.
       seconds: compile time.
       low_effort: True if options told the compiler to save compile time. Memory and collectives are
         then accurate to 1-17 %, and the cycles are not meaningful.
@@ -79,7 +83,7 @@ class Plan(NamedTuple):
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
         time of the cycles that the compiler estimates plus `network`. Pallas kernels of GPUs do not
-        say how many products they compute, so `products` has at least the FLOPs of the model.
+        state their FLOPs, so `products` is at least the time of the FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:
@@ -113,7 +117,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     Args:
       config: the config of the run.
       topology: the machine.
-      low_effort: True tells the compiler to save compile time.
+      low_effort: True tells the compiler to save compile time; see `Plan.low_effort`.
 
     Raises:
       ConfigError: the mesh does not fit the machine, sizes depend on data that cannot be read, or
@@ -186,7 +190,8 @@ def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, in
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
     shapes = runs.compute_shapes(config, topology.devices)
-    # The batch may have only some of the lanes of the step.
+    # The batch may have only some of the lanes of the step. Its FLOPs and positions are therefore
+    # multiplied by `share`, the number of such batches in the step.
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
     positions = reader.positions(batch) if reader else jax.tree.leaves(batch)[0].size
@@ -212,10 +217,14 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """Returns all meshes of `devices` devices that are possible for a config.
+    """Returns all meshes of a number of devices that are possible for a config.
 
     A mesh is possible if the number of devices along each axis divides all sizes that are sharded
     over this axis.
+
+    Args:
+      config: the config of a run.
+      devices: the number of devices.
     """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -235,7 +244,7 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
 def sweep(
     config: Config, topology: Topology, say: Callable[[str], object], *, limit: int = 12
 ) -> list[Plan]:
-    """Compiles the train step for several meshes, and returns the plans, the best first.
+    """Compiles the train step for several meshes, and returns the plan of each, the best first.
 
     Meshes whose step fits into memory come before others, and faster meshes before slower ones. The
     compiler is told to save compile time.
@@ -273,7 +282,7 @@ def sweep(
         raise last
 
     def sort_key(one: Plan) -> tuple[bool, float, int]:
-        """Returns the key by which plans are sorted.
+        """Returns the key of a plan by which plans are sorted.
 
         Plans that fit into memory come first, then plans with a shorter step at the chip's peak
         rates, then plans that need less memory.
@@ -299,5 +308,8 @@ def _undivided(config: Config, devices: int) -> ConfigError:
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
-    """Returns a mesh as text for people, such as "data 4 x tensor 2"."""
+    """Returns a mesh as text for people, such as "data 4 x tensor 2".
+
+    `mesh` is the number of devices along each axis.
+    """
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"

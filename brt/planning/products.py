@@ -21,8 +21,8 @@ def flops(module: Module, computation: str, one: Instruction) -> float:
         return sum(flops(module, called, inner) for inner in fused)
     if _is_product(one):
         return _product(module, computation, one)
-    # A custom call of a kernel states its FLOPs. The call may also be in a fusion that writes the
-    # kernel's result into a part of an array.
+    # A custom call of a Pallas kernel states the kernel's FLOPs. The call may also be in a fusion,
+    # which writes the kernel's result into a part of an array.
     return schedules.flops(one.attributes) if one.operation == "custom-call" else 0.0
 
 
@@ -62,7 +62,7 @@ def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
     text = window[1] if window else ""
 
     def window_numbers(key: str, default: str) -> list[str]:
-        """Returns a property of the convolution's window, as one text for each spatial axis.
+        """Returns a property of the convolution's window as text, for each spatial axis.
 
         Args:
           key: the name of the property, such as "stride".

@@ -12,8 +12,9 @@ _MOST_LISTED = 100  # The JSON report lists at most this many groups of instruct
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Returns all values of a plan as JSON. A value is for one device and one step, unless its name
-    says otherwise.
+    """Returns all values of a plan as JSON.
+
+    A value is for one device and one step, except the numbers of tokens, which are for all devices.
     """
     chip, times = plan.topology.chip, plan.step_seconds
     total = plan.costs.total
@@ -75,8 +76,9 @@ def _effort(plan: Plan) -> str:
 def plan_text(plan: Plan, config: Config) -> str:
     """Returns the report about a plan, as text for people.
 
-    It contains the memory, the costs of each part of the model, the collectives, the step time and
-    the verdict. `config` is the config of the run that was planned.
+    The report contains the memory, the costs of each part of the model, the collectives, the step
+    time, and a sentence that says whether the step fits into memory. `config` is the config of the
+    run that was planned.
     """
     lines = [
         f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
@@ -166,10 +168,12 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Returns a sentence for people: either that the step fits into memory, or which settings would
-    make it fit.
+    """Returns text for people: that the step fits into memory, or which settings would make it fit,
+    or that the memory of the device is unknown.
 
-    `config` is the config of the run that was planned.
+    Args:
+      plan: the plan.
+      config: the config of the run that was planned.
     """
     chip = plan.topology.chip
     if chip is None:
@@ -213,10 +217,10 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 
 def best_meshes(plans: list[Plan], count: int = 3) -> str:
-    """Returns a text about the first plans of a sweep, with the flags that select their meshes.
+    """Returns a text about the best plans for a run, with the flags that select their meshes.
 
     Args:
-      plans: the plans, best first.
+      plans: plans with different meshes, best first, as `brt.planning.plan.sweep` returns them.
       count: the maximum number of plans in the text.
     """
     hasty = any(plan.low_effort for plan in plans)

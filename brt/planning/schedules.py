@@ -1,9 +1,9 @@
 """Cycles of Pallas kernels, which the compilers do not estimate.
 
-A TPU kernel is scheduled as bundles of instructions. Each bundle takes a cycle, unless it waits for
-memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the table below. It
-counts the body of a loop once; for improved clustered attention, the table contains the number of
-bundles in all iterations.
+The compiler schedules a TPU kernel as bundles of instructions. Each bundle takes a cycle, unless it
+waits for memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the table
+below. The tool counts the body of a loop once; for improved clustered attention, the table contains
+the number of bundles in all iterations.
 """
 
 import math
@@ -17,10 +17,11 @@ _CHIPS = "v4", "v5e", "v5p", "v6e"
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. It is 0 if the
-# chip cannot or need not run the kernel. The sizes in a name are, depending on the kernel: queries,
-# keys and head size; segments, their tokens and head size; or tokens and clusters. The compiler may
-# produce different schedules for the same kernel when other code changes; the table has the longest
-# one that was observed.
+# chip cannot or need not run the kernel. The numbers in a name are sizes of the arrays of a grid
+# step, such as queries, keys and head size, or tokens and clusters. For improved clustered
+# attention, they are tokens and best keys of a cluster. The compiler may produce different
+# schedules for the same kernel when other code changes; the table has the longest schedule that was
+# observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
@@ -48,7 +49,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
-        # On v6e, schedules of 3272 and 3658 bundles also occur.
+        # On v6e, schedules of 3272 and 3658 bundles were also observed for the next kernel.
         "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
         "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
         "summed_matmul_512x2048x256": (3525, 0, 2991, 0),
@@ -57,13 +58,15 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
     }.items()
 }
-# The kernels in `_TYPES` do not use bfloat16, and their names have another dtype. All other kernels
-# have unknown cycles in float32, because float32 products take several times as long.
+# The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
+# another type, which `_TYPES` states. For all other kernels, the cycles in float32 are unknown,
+# because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
-# Improved clustered attention has work that does not grow with the number of tokens. It takes as
-# long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
+# A part of the work of improved clustered attention does not grow with the number of tokens. This
+# part takes as long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
 _FIXED_TOKENS = 700
-# The table was measured with this number of best keys per cluster.
+# The table has improved clustered attention with this number of best keys, which are the keys that
+# the queries of a cluster attend to exactly.
 _MEASURED_BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
@@ -71,11 +74,11 @@ _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 def cycles(attributes: str, chip: str) -> float:
     """Returns the cycles of one call of a Pallas kernel on a chip, or 0 if the kernel is not in the
-    table.
+    table BUNDLES.
 
     The attributes of the instruction that calls a kernel contain the kernel's name, and the name
-    contains the sizes and the number of grid steps. If these sizes are not in the table, the cycles
-    of the sizes in the table are scaled by the number of products.
+    contains the sizes and the number of grid steps. If the table has the kernel only with other
+    sizes, the cycles of these sizes are scaled by the amount of work.
 
     Args:
       attributes: the attributes of the instruction, as in `Instruction.attributes`.
@@ -98,7 +101,8 @@ def kernels(attributes: str) -> set[str]:
     """Returns the name of the Pallas kernel that an instruction calls, as a set; the set is empty
     if the instruction calls none.
 
-    The name contains the sizes and the dtype. `attributes` are the attributes of the instruction.
+    The name contains the sizes and the dtype. `attributes` are the attributes of the instruction,
+    as in `Instruction.attributes`.
     """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
@@ -117,7 +121,8 @@ def _work(name: str) -> int:
 def flops(attributes: str) -> float:
     """Returns the FLOPs that a Pallas kernel states in its cost estimate; 0 if it states none.
 
-    `attributes` are the attributes of the instruction that calls the kernel.
+    `attributes` are the attributes of the instruction that calls the kernel, as in
+    `Instruction.attributes`.
     """
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0

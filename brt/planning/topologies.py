@@ -17,11 +17,11 @@ class Chip(NamedTuple):
     """Peak rates and memory of one device according to its manufacturer.
 
     Attributes:
-      name: the first part of the names of slices with this chip.
-      memory: bytes.
+      name: the name of the chip, with which the names of machines begin, such as v5e:4x4.
+      memory: bytes of the main memory.
       flops: bfloat16 FLOPs per second.
       bandwidth: bytes per second of the main memory.
-      network: bytes per second to neighbours, over all links in one direction.
+      network: bytes per second that a device sends to its neighbours, over all links together.
       clock: cycles per second of the compiler's estimates; 0 if the compiler gives none.
     """
 
@@ -81,13 +81,13 @@ _KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p
 
 
 class Topology(NamedTuple):
-    """Devices to compile for.
+    """A machine to compile for: its devices and their properties.
 
     Attributes:
       name: the name of the machine.
       devices: the devices, or descriptions of devices that are not present.
       backend: 'cpu', 'gpu' or 'tpu'.
-      chip: properties of a device; None if unknown, as for CPUs.
+      chip: peak rates and memory of a device; None if unknown, as for CPUs.
       here: True if the devices belong to this machine.
     """
 
@@ -109,7 +109,7 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns the devices of a machine with a name such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
+    """Returns the devices of the machine `name`, such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
 
     Raises:
       ConfigError: the name is unknown, or the compiler for it is not installed.

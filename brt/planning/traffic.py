@@ -1,4 +1,4 @@
-"""Computes the bytes that an instruction reads and writes.
+"""Computes the bytes that an instruction of an HLO module reads and writes.
 
 If an instruction reads or updates only a slice of an array, only the slice is counted.
 """
@@ -14,7 +14,7 @@ def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) 
     """Returns the bytes that an instruction reads and writes.
 
     Args:
-      module: the module.
+      module: the module of the instruction.
       computation: the name of the computation that has the instruction.
       one: the instruction.
       anywhere: True counts the bytes in all memories, False only those in the main memory (HBM).

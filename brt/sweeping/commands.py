@@ -1,4 +1,7 @@
-"""Starts brt.train and brt.evaluate for a point of a sweep, and explains why they fail."""
+"""Starts brt.train and brt.evaluate for a point of a sweep, and explains why they fail.
+
+A point is one run of the sweep. Several points can run in parallel, as jobs.
+"""
 
 import os
 import re
@@ -22,7 +25,7 @@ _TAIL_BYTES = 20_000
 
 
 class Command(NamedTuple):
-    """A subprocess of a point (one run of a sweep).
+    """A subprocess that trains or evaluates a point (one run of a sweep).
 
     Attributes:
       process: the subprocess.
@@ -38,14 +41,14 @@ class Command(NamedTuple):
 def start(
     arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
-    """Starts `python -m` with these arguments; the output is appended to the point's file.
+    """Starts `python -m` with some arguments, and appends the output to the point's output.txt.
 
     Args:
       arguments: the module and its arguments.
       directory: the directory of the point.
       slot: the number of the parallel job, from 0 to `jobs` - 1.
       jobs: the number of parallel jobs.
-      lock: an open file that locks the point; the subprocess inherits it.
+      lock: an open file that locks the point; the subprocess inherits the file.
     """
     arguments = [*arguments, *user_files.flags()]
     with (
@@ -60,8 +63,8 @@ def start(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=environment(os.environ, slot, jobs),
-            # In a process group of its own, the subprocess gets no Ctrl-C from the terminal. The
-            # sweep asks it to stop.
+            # In a process group of its own, the subprocess does not receive Ctrl-C from the
+            # terminal. Instead, the sweep sends the subprocess a signal to stop.
             process_group=0,
             # The subprocess holds the lock, too, so the point stays locked if the sweep is killed.
             pass_fds=(lock.fileno(),),
@@ -104,12 +107,18 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if a command was asked to stop, has saved its state and has ended."""
+    """Returns True if a command has ended because of a signal to stop, and not because of an error.
+
+    Training saves a checkpoint before it ends with the exit code of `Preempted`.
+    """
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
 def failure_reason(command: Command) -> str:
-    """Returns one line for the report that says why a command failed; see `explain`."""
+    """Returns one line that says why a command failed.
+
+    The function `explain` infers the reason from the exit code and the output of the command.
+    """
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))

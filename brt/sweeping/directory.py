@@ -60,26 +60,27 @@ class PointDirectory:
 
     @property
     def gin(self) -> Path:
-        """The path of the config for brt.train."""
+        """The path of the file with the config for brt.train."""
         return self.path / "point.gin"
 
     @property
     def json(self) -> Path:
-        """The path of the config and the progress as JSON."""
+        """The path of the JSON file with the config and the progress."""
         return self.path / "point.json"
 
     @property
     def output(self) -> Path:
-        """The path of the output of all commands."""
+        """The path of the file with the output of all commands of the point."""
         return self.path / "output.txt"
 
     @property
     def run(self) -> Workdir:
-        """The run directory of the point, which brt.train writes."""
+        """The same directory as a `Workdir`, which has the paths of the files of brt.train."""
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """Returns the path of the last checkpoint's report on a split; None if there is no report.
+        """Returns the path of brt.evaluate's report about the last checkpoint on a split; None if
+        there is no report.
 
         The step is taken from the checkpoints, because the config does not contain the last step if
         the length of training is given in epochs.
@@ -103,7 +104,7 @@ class PointDirectory:
         return config_from_json(saved["config"]) if saved else None
 
     def write(self, point: Point, progress: PointProgress) -> None:
-        """Writes the point's config and its progress."""
+        """Writes point.gin and point.json, which contain the point's config and progress."""
         check_writable(self.path, below=self.path.parent)
         write_text(self.gin, config_text(point.config), below=self.path.parent)
         content = {
@@ -132,7 +133,8 @@ class PointDirectory:
         with explained(path), contextlib.ExitStack() as stack:
             file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
             try:
-                # The result is ignored: if the file system does not support locks, brt.train warns.
+                # The result, False if the file system does not support locks, is ignored, because
+                # brt.train warns about such file systems.
                 locks.acquire(file)
             except BlockingIOError:
                 return None

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, and writes the report of the sweep."""
+"""Runs the points of a sweep, each of which is a run, and writes the report of the sweep."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ from brt.training import workdir as workdirs
 def run(
     workdir: Path, points: Sequence[Point], chosen: Sequence[Point], sweep: Sweep, *, jobs: int
 ) -> str:
-    """Runs all unfinished points and writes the report; returns the table and the report's path.
+    """Runs the chosen points that are not finished, and writes the report of the sweep.
 
     Args:
       workdir: the directory of the sweep.
@@ -26,6 +26,9 @@ def run(
       chosen: the points to run.
       sweep: the settings of the sweep.
       jobs: the number of points that run in parallel.
+
+    Returns:
+      A text for the user with the table of results and the path of the report.
 
     Raises:
       ConfigError: the workdir contains another sweep, or the flags are invalid.
@@ -49,12 +52,15 @@ def run(
 
 
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report of the results so far; returns a text with the table and the report's path.
+    """Writes the report of the results so far.
 
     Args:
       workdir: the directory of the sweep.
       points: all points.
       sweep: the settings of the sweep.
+
+    Returns:
+      A text for the user with the table of results and the path of the report.
 
     Raises:
       ConfigError: the workdir does not exist, or contains another sweep.

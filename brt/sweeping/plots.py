@@ -1,6 +1,8 @@
 """Draws the plots of a sweep: results against step time, results as bars, and training curves.
 
 The plotted metric is the error rate or score of the task if it has one, otherwise bits per byte.
+The runs of a sweep are called points. A group consists of the points that differ only in their
+seed.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
-_MOST_PANELS = 4  # At most this many panels are drawn side by side.
+_MOST_PANELS = 4  # A plot with several panels has at most this many side by side.
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
@@ -72,9 +74,9 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
 
 
 def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Returns a plot of the metric against the time of a step, with a point for each group.
+    """Returns a plot of a metric against the time of a training step, with a marker for each group.
 
-    If groups read different numbers of tokens per step, the time per 1,000 tokens is shown.
+    If `groups` read different numbers of tokens per step, the time per 1,000 tokens is shown.
     """
     figure, (axes,) = new_figure(1, height=5.5)
     steps = same_step(groups)
@@ -103,7 +105,9 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
 
 
 def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Returns a plot with the mean of the metric of each group as a bar, and its seeds as dots."""
+    """Returns a plot with a bar for the mean of a metric over the runs of each group, and a dot for
+    the value of each run.
+    """
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
@@ -124,7 +128,10 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 
 def training_curves(groups: Sequence[Group]) -> Figure:
-    """Returns a plot of the smoothed bits per token during training, in one color per group."""
+    """Returns a plot of the smoothed bits per token against the number of training tokens.
+
+    Every run has a line, and all lines of a group have the same color.
+    """
     figure, (axes,) = new_figure(1, height=5.5)
     tails = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -135,8 +142,8 @@ def training_curves(groups: Sequence[Group]) -> Figure:
                 continue
             smooth = smoothed(bits)
             axes.plot(tokens, smooth, color=color, linewidth=1.2, alpha=0.8, label=label)
-            # The first tenth does not determine the limits of the axis, because its large values
-            # would hide the differences in the rest.
+            # The first tenth of a curve does not determine the limits of the axis, because its
+            # large values would hide the differences between the curves in the rest.
             tails.append(smooth[len(smooth) // 10 :])
             label = None
     if tails:
@@ -149,10 +156,10 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
-    """Returns a plot of the validation metric against the training time in minutes, without
-    compilation.
+    """Returns a plot of a metric on the validation split against the training time in minutes.
 
-    Every seed has a line, and all lines of a group have the same color.
+    The time does not include compilation. Every run has a line, and all lines of a group have the
+    same color.
     """
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -174,10 +181,10 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     """Returns a plot of the share of exact answers during training.
 
     The documents of synthetic memory tasks contain answers, which can only be predicted from what
-    the document said before. An answer is exact if every token of it was the most likely one. The
-    plot shows the percentage of exact answers on the validation split against the number of
-    training tokens. Every group has a panel with a line for each seed.
-    Every panel shows the baseline in grey.
+    the document said before. An answer is exact if the model predicted each of its tokens as the
+    most likely one. The plot shows the percentage of exact answers on the validation split against
+    the number of training tokens. Every group except the baseline has a panel with a line for each
+    run, and every panel shows the runs of the baseline in grey.
     """
     others = [g for g in groups if g is not baseline] or [baseline]
     across = min(_MOST_PANELS, len(others))

@@ -1,4 +1,8 @@
-"""Determines the names, directories and configs of all points of a sweep before the first run."""
+"""Determines the names, directories and configs of all points of a sweep before the first run.
+
+A point is one run of the sweep. It combines a named point (a set of bindings that the sweep file
+names), a random sample of some settings, and a combination of values from the grid.
+"""
 
 import hashlib
 import itertools
@@ -19,13 +23,16 @@ from brt.formatting import printable
 from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
-RESERVED = ("plots", "slurm")  # Points may not have these names, because other directories do.
+# A point may not have one of these names, because the sweep writes other files to directories with
+# these names.
+RESERVED = ("plots", "slurm")
 MOST = 10_000  # A sweep may have at most this many points.
 _LONGEST = 96  # The name of a directory has at most this many characters.
 _HASH = 8
 # Names of points contain the names of settings without their sections. Settings of parts of the
-# model, such as MLP.bias and SelfAttention.bias, appear under the names that they had as fields of
-# `Model`: `mlp_bias` and `attention_bias` say more than `bias`.
+# model, such as MLP.bias and SelfAttention.bias, were fields of the section `Model` in earlier
+# versions. Names of points contain these earlier names, such as `mlp_bias` and `attention_bias`,
+# because they say more than `bias`.
 _OF_PARTS = {
     new: old.partition(".")[2]
     for old, names in RENAMED.items()
@@ -40,11 +47,11 @@ class Point(NamedTuple):
     """One run of a sweep.
 
     Attributes:
-      number: the index of the point.
+      number: the index of the point in the sweep, from 0.
       name: the name for people, which contains the values that distinguish the point.
       directory: the name of the point's directory: `name`, in which characters that some file
         systems or shells do not accept are replaced.
-      group: the name without the seed.
+      group: the name without the seed, which points that differ only in the seed have in common.
       bindings: the values of all settings that differ between points, by `Section.field`.
       resolved: the config, with the origin of each value.
     """
@@ -65,13 +72,14 @@ class Point(NamedTuple):
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
 
-    A point combines a named point, a random sample and a point of the grid. In the order of the
-    points, the point of the grid changes first, then the sample, then the named point.
+    A point combines a named point, a random sample and a combination of values from the grid. In
+    the order of the points, the values from the grid change first, then the sample, then the named
+    point.
 
     Args:
       sweep: the settings of the sweep.
       resolve: a function that returns the config of a run. Its arguments are bindings, which
-        override all others, and paths of files to include.
+        override all others, and the paths of .gin files to include.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
@@ -141,7 +149,9 @@ def choose(points: Sequence[Point], index: int | None) -> list[Point]:
 
 
 def listing(points: Iterable[Point]) -> str:
-    """Returns a text with a line for each point: its index, its directory and its bindings."""
+    """Returns a text with a line for each point: its index, the name of its directory, and the
+    settings that differ between points.
+    """
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(

@@ -1,4 +1,8 @@
-"""Writes the report of a sweep (report.md, report.csv and plots/), even while the sweep runs."""
+"""Writes the report of a sweep (report.md, report.csv and plots/), even while the sweep runs.
+
+A point is one run of the sweep. A group consists of the points that differ only in their seed, and
+has the means of their results.
+"""
 
 import csv
 import io
@@ -17,8 +21,8 @@ _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report into the directory of the sweep, and returns the table of the groups as
-    text.
+    """Writes the report into the directory of the sweep, and returns the table of the groups in
+    Markdown.
 
     Args:
       workdir: the directory of the sweep.
@@ -41,8 +45,8 @@ def text(
     Args:
       workdir: the directory of the sweep.
       rows: the results of each point.
-      groups: the means over points that differ only in their seed.
-      pictures: the names of the plots.
+      groups: the groups of points, with the means of their results.
+      pictures: the file names of the plots.
       sweep: the settings of the sweep.
     """
     counts = Counter(row.status for row in rows)
@@ -72,7 +76,7 @@ def text(
 
 
 def group_table(groups: Sequence[Group]) -> list[str]:
-    """Returns the lines of a table with the means of each group over its finished points."""
+    """Returns the lines of a Markdown table of groups, with means over their finished points."""
     return _table(
         {
             "": [_cell(g.name) for g in groups],
@@ -90,7 +94,10 @@ def group_table(groups: Sequence[Group]) -> list[str]:
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
-    """Returns the lines of a table with the results of each point; `rows` are the results."""
+    """Returns the lines of a Markdown table with the results of each point.
+
+    `rows` are the results of the points.
+    """
     return _table(
         {
             "": [_cell(row.point.name) for row in rows],
@@ -118,11 +125,12 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns every point with all its metrics and bindings as CSV; missing values are empty.
+    """Returns CSV with a line for each point: all its metrics, and the settings that differ between
+    points. Missing values are empty.
 
     Args:
       rows: the results of each point.
-      groups: the means over points that differ only in their seed.
+      groups: the groups of points, with the means of their results.
     """
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))

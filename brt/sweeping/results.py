@@ -1,4 +1,7 @@
-"""Reads the results of the points of a sweep, and computes their means over seeds."""
+"""Reads the results of the points of a sweep, and computes their means over seeds.
+
+A point is one run of the sweep. A group consists of the points that differ only in their seed.
+"""
 
 import math
 import statistics
@@ -28,8 +31,8 @@ class Row(NamedTuple):
       status: the status of the point, as in `PointProgress`.
       reason: the reason why the point failed or was stopped; "" for other points.
       metrics: the metrics by which the task compares runs, by name.
-      answers: the percentage of exact answers by distance in windows; empty unless the task is a
-        memory task.
+      answers: for documents with questions about facts (memory tasks), the percentage of exactly
+        predicted answers by the distance from fact to answer in windows; otherwise empty.
       step_seconds: the median of the step time in seconds over the logging intervals of training.
       tokens_per_second: the median of the speed over the logging intervals.
       tokens_per_step: the median of the number of tokens of a step over the logging intervals.
@@ -38,7 +41,7 @@ class Row(NamedTuple):
       steps: the step of the newest checkpoint; 0 if there is none.
       seconds: the total run time of the point's commands.
       threads: the maximum number of threads of a command; 0 for no limit.
-      records: the records of metrics.jsonl.
+      records: the records of metrics.jsonl, the log of training, each from tag to value.
     """
 
     point: Point
@@ -65,8 +68,8 @@ class Group(NamedTuple):
       runs: the number of finished points.
       planned: the number of points.
       metrics: the mean of each metric, by name, over the finished points that have the metric.
-      answers: the mean percentage of exact answers by distance in windows, over the finished points
-        that have answers at this distance.
+      answers: the mean percentage of exact answers by distance in windows (see `Row`), over the
+        finished points that have answers at this distance.
       spread: the largest minus the smallest bits per byte; None for fewer than two points.
       step_seconds: the mean time of a step.
       relative_step_time: the step time divided by the step time of the baseline; None if the group
@@ -74,7 +77,7 @@ class Group(NamedTuple):
       tokens_per_second: the mean number of tokens per second.
       tokens_per_step: the mean number of tokens per step.
       parameters: the number of parameters of the first finished point.
-      parameters_non_embedding: the number of parameters of this point without the embedding.
+      parameters_non_embedding: the same number without the embedding.
       rows: the results of all points.
     """
 
@@ -222,14 +225,14 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median of a number over all records. The number is the value of a tag, or the
-    product of the values of several tags.
+    """Returns the median of a metric over the records of training.
 
-    Records that lack a tag are left out. The result is None if no records are left.
+    With several tags, the metric is the product of their values. Records that lack one of the tags
+    are left out. The result is None if no records are left.
 
     Args:
       records: the records of metrics.jsonl, which map tags to values.
-      tags: the tags of the factors.
+      tags: one or more names of logged values, such as "perf/step_seconds".
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
@@ -240,8 +243,9 @@ def _group(name: str, rows: list[Row]) -> Group:
     finished = [row for row in rows if row.status == "finished"]
 
     def mean(value: Callable[[Row], float | None]) -> float | None:
-        """Returns the mean of `value(row)` over the finished rows for which it is not None; None if
-        there are none.
+        """Returns the mean of `value(row)` over the finished rows for which the value is not None.
+
+        The result is None if there are no such rows.
         """
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep as subprocesses, several in parallel."""
+"""Runs the points of a sweep (its runs) as subprocesses, several in parallel."""
 
 import dataclasses
 import time
@@ -48,7 +48,8 @@ class Runner:
       workdir: the directory of the sweep.
       split: the split on which trained points are evaluated.
       jobs: the number of points that run in parallel.
-      say: a function that is called with a line for every event.
+      say: a function that is called with a line of text about every event, such as the end of a
+        point.
     """
 
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):
@@ -76,7 +77,7 @@ class Runner:
                 self._stop()  # If the loop raised an exception, running points are stopped.
 
     def finished(self, point: Point) -> bool:
-        """Returns True if a point is trained and evaluated."""
+        """Returns True if a point has been trained and evaluated on the split."""
         directory = PointDirectory(self._workdir / point.directory)
         done = directory.progress().status == "finished"
         return done and directory.evaluation(self._split) is not None

@@ -38,7 +38,7 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """A point such as `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`.
+    """A named set of bindings: `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`.
 
     Attributes:
       name: the name.
@@ -65,17 +65,17 @@ class NamedPoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The settings of a sweep, which combines named points, random samples and points of a grid.
+    """The settings of a sweep. Its runs combine named points, random samples and points of a grid.
 
     Attributes:
       base: the paths of the .gin files that all points include.
       points: the named points.
       grid: the values of each setting that varies on the grid.
       random: the distribution of each setting that is sampled, such as ("uniform", low, high).
-      samples: the number of samples; each one has a value of every setting in `random`.
+      samples: the number of random samples; each has a value of every setting in `random`.
       seed: the seed of the samples, independent of Training.seed.
       split: the split on which points are compared.
-      baseline: the name of the point whose step time is the reference; "" for the first point.
+      baseline: the name of the point with whose step time others are compared; "" for the first.
       origins: the file and line where each of these fields is bound.
     """
 
@@ -130,7 +130,8 @@ def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
     """Returns the sweep that the bindings of the section `Sweep` describe.
 
     Args:
-      bound: the bindings by field.
+      bound: the binding of each bound field of `Sweep`, by the name of the field. A binding has the
+        value, and the file and line where the field is bound.
 
     Raises:
       ConfigError: a field, name or value is invalid. The message begins with the file and line if

@@ -11,7 +11,8 @@ from brt import user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
-# The script that `script` returns ends with these commands, as does launch/slurm/sweep.sh.
+# The script that `script` returns ends with these commands, which run the task of one point. The
+# file launch/slurm/sweep.sh ends with the same commands.
 BODY = """\
 # A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
 # queued again; it goes on from its checkpoint.
@@ -36,17 +37,17 @@ exit "$code"
 def script(
     points: int, workdir: Path, files: Sequence[str], bindings: Sequence[str], options: str
 ) -> str:
-    """Returns a script for sbatch that runs every point.
+    """Returns a script for sbatch that runs every point of a sweep as a task of a job array.
 
     Args:
       points: the number of points.
       workdir: the directory of the sweep.
-      files: the values of --gin_file.
-      bindings: the values of --gin_bindings.
+      files: the values of the flag --gin_file of brt.sweep.
+      bindings: the values of the flag --gin_bindings of brt.sweep.
       options: further options of sbatch, as on its command line.
 
     Raises:
-      ConfigError: `options` cannot be parsed, or a directive contains a line break.
+      ConfigError: `options` cannot be parsed, or an option contains a control character.
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
@@ -89,11 +90,11 @@ def script(
 
 
 def submit(text: str, workdir: Path) -> str:
-    """Submits a script with sbatch and returns the output of sbatch.
+    """Submits a script to SLURM with sbatch, and returns the output of sbatch.
 
     Args:
       text: the script.
-      workdir: the directory of the sweep, in which a directory for the logs is created.
+      workdir: the directory of the sweep, in which the function creates a directory for the logs.
 
     Raises:
       ConfigError: sbatch is not installed or refuses the job.
