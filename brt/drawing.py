@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 
-# Matplotlib reports that it builds its font cache, which does not concern users of brt.
+# Matplotlib logs that it builds its font cache. The message is hidden, because it does not concern
+# users of brt.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 _COLORS = 10  # Matplotlib's default cycle has this number of colours.

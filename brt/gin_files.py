@@ -175,7 +175,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
         raise ConfigError(
             f"{origin(error.lineno)}: {_unreadable(error.msg, error.text)}"
         ) from error
-    # A list as a dictionary's key raises TypeError.
+    # The parser raises TypeError for a dictionary whose key is a list.
     except (tokenize.TokenError, TypeError) as error:
         raise ConfigError(f"{origin(None)}: {_unreadable(str(error.args[0]), None)}") from error
 

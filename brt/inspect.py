@@ -32,7 +32,8 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("settings are for --probe; add --probe")
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # A trainer may be using the accelerator.
+    # This command needs no accelerator, and a trainer may be using the accelerator.
+    jax.config.update("jax_platforms", "cpu")
     from brt.formatting import printable
     from brt.training import inspection
     from brt.training.workdir import Workdir

@@ -18,7 +18,9 @@ from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
-FLAGS = {"json", "save_state"}  # A command writes the files of these flags at its end.
+# A command writes the files that these flags name at its end, and checks at its start whether they
+# can be written.
+FLAGS = {"json", "save_state"}
 
 
 def open_streams() -> None:
@@ -33,7 +35,7 @@ def open_streams() -> None:
     sys.stdout = sys.stdout or open(1, "w")
     sys.stderr = sys.stderr or open(2, "w")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # The encoding of the terminal may lack some characters.
+        # Characters that the encoding of the terminal lacks are printed as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -41,7 +41,7 @@ _HEADER = re.compile(
 
 def user_path(name: Path | str) -> Path:
     """Returns the path for a name, in which ~ is expanded to a home directory if there is one."""
-    with contextlib.suppress(ValueError):  # In ~USER, the name USER may contain a NUL.
+    with contextlib.suppress(ValueError):  # expanduser refuses ~USER if USER contains a NUL.
         return Path(os.path.expanduser(name))
     return Path(name)
 
@@ -54,7 +54,7 @@ def open_file(path: Path | str) -> BufferedReader:
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except ValueError as error:  # The name contains a NUL.
+    except ValueError as error:  # `open` refuses names that contain a NUL.
         raise OSError(errno.EINVAL, f"{error}", str(path)) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

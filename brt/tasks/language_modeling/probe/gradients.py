@@ -159,7 +159,8 @@ def _backward(
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
         """Returns the loss and its other results for these parameters."""
-        key = jax.random.key(0)  # The key is required, but not used, because dropout is off.
+        # A key selects the forward pass of training. Its value has no effect, as dropout is off.
+        key = jax.random.key(0)
         carry = jax.lax.stop_gradient(carried)
         return loss(config, params, LossInputs(batch, key, carry, variables.model_state))
 

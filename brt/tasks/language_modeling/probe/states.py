@@ -134,7 +134,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
         if kinds.of(kind).section is Recurrence and model.of(Recurrence).gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
-            # softplus(-b) equals -log sigmoid(b).
+            # The decay by one gate, -log sigmoid(b), equals softplus(-b).
             decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))
             decays |= {first + i: decay[i] for i in range(count)}
         first += count
