@@ -247,10 +247,10 @@ def is_names(leaf: Any) -> bool:
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
-    """Returns the layer's state, in which the named parts are taken from the state `donor`.
+    """Returns `state` of a layer of this kind, in which `parts` are taken from the state `donor`.
 
-    The parts are "cache", "state" and "memory" (see `LayerKind.parts`). Names of parts that the
-    kind does not have are ignored.
+    `parts` has some of the names "cache", "state" and "memory" (see `LayerKind.parts`). Names of
+    parts that the kind does not have are ignored.
     """
     names = {field for part in parts for field in fields_of(kind, part, state)}
     return state._replace(**{name: getattr(donor, name) for name in names})

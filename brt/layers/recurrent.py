@@ -219,7 +219,7 @@ class StateCell(nn.Module):
 
 
 class RecurrentTaps(NamedTuple):
-    """Accumulators of a `RecurrentLayer` for weight gradients that are computed after a scan.
+    """Accumulators of a `RecurrentLayer` for weight gradients computed after a scan over blocks.
 
     Attributes:
       tokens: accumulators for the weights of the projections and the MLP of tokens.

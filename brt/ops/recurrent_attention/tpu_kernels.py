@@ -94,7 +94,7 @@ class StateKernelGradients(NamedTuple):
     """Gradients that a step of the grid writes, or their block specs; each has the shape of the
     field of `StateKernelInputs` with the same name.
 
-    The gradient of the scales is summed over all lanes (rows of the batch).
+    `backward_kernel` sums the gradient of the scales over all lanes (rows of the batch).
     """
 
     projected: Any
