@@ -67,11 +67,12 @@ def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 
 
 def check(directory: Path, leaves: Mapping[str, Any]) -> None:
-    """Checks that the files of arrays agree with meta.json, without unpacking the arrays.
+    """Checks that arrays are stored with the shapes and dtypes that meta.json says, and in the
+    encoding that brt uses, without unpacking the arrays.
 
     Args:
       directory: the directory `state` or `frozen` of a checkpoint.
-      leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
+      leaves: for each array by name, an object with the `shape` and `dtype` from meta.json.
 
     Raises:
       ValueError: an array is stored with another shape, dtype or encoding, or a chunk would unpack
@@ -82,12 +83,11 @@ def check(directory: Path, leaves: Mapping[str, Any]) -> None:
 
 
 def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
-    """Checks that the entries of arrays in an open key-value store agree with meta.json, without
-    unpacking the arrays.
+    """Checks the arrays in an open key-value store as `check` does.
 
     Args:
       store: the key-value store to which orbax wrote the arrays.
-      leaves: arrays by name, or their shapes and dtypes, as meta.json describes them.
+      leaves: for each array by name, an object with the `shape` and `dtype` from meta.json.
 
     Raises:
       ValueError: an array is stored with another shape, dtype or encoding, or a chunk would unpack
@@ -135,7 +135,8 @@ def unpacked_bytes(stream: bytes) -> int:
         place += 3 + (1 if kind == 1 else size)
         if place > len(stream):
             raise ValueError("a chunk's stream ends too early")
-    # A checksum of 4 bytes may follow the last block.
+    # A checksum of 4 bytes may follow the last block of the frame. Further bytes would be a second
+    # frame.
     if len(stream) > place + 4:
         raise ValueError("a chunk has more than one stream")
     return total

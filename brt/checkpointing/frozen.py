@@ -33,9 +33,9 @@ def link(directory: Path, step: int, names: Collection[str], target: Path) -> di
       target: directory of the new checkpoint, which is being written.
 
     Returns:
-      The checksum of each linked file by its path in the checkpoint, which is copied from the
-      manifest of the earlier checkpoint; None if the arrays have to be written, because the earlier
-      checkpoint does not have just these frozen arrays, or because files cannot be linked.
+      The SHA-256 checksum of each linked file, by its path in the checkpoint, as in the manifest of
+      the earlier checkpoint. None if the arrays have to be written, because the earlier checkpoint
+      does not have just these frozen arrays, or because files cannot be linked.
 
     Raises:
       OSError: the disk is full or fails.

@@ -28,7 +28,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "lanes": ("data", "fsdp"),
     "tokens": ("sequence",),
     "blocks": ("sequence",),
-    # Only parameters have an axis "embed"; activations do not shard their features.
+    # Only parameters have an axis called "embed"; the features of activations are not sharded.
     "embed": ("fsdp",),
     "heads": ("tensor",),
     # If the number of devices does not divide the number of heads of keys and values, every device

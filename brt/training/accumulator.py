@@ -66,7 +66,7 @@ class MetricAccumulator:
         return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Stores the metrics of a step, and adds the metrics of the step before to the totals.
+        """Stores the metrics of a step, and adds the metrics of the previous step to the totals.
 
         The call does not wait for the step that it stores, which may still be running.
 
@@ -75,8 +75,8 @@ class MetricAccumulator:
           metrics: the metrics that the train step returned, as arrays on devices.
 
         Raises:
-          BadStep: the loss or gradients of the step before were not finite, or its loss exceeded
-            the limit.
+          BadStep: the loss or gradients of the previous step were not finite, or its loss exceeded
+            the limit; see `flush`.
         """
         self.flush()
         self._pending = step, metrics

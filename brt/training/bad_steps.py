@@ -188,7 +188,8 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of the file bad_batches.jsonl; [] if the file does not exist.
+    """Returns the records of the file bad_batches.jsonl, one dict for each bad step with the
+    entries "step", "policy", "reason" and "batch"; [] if the file does not exist.
 
     Raises:
       CheckpointError: the file is damaged.

@@ -29,7 +29,8 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 def use_cache() -> None:
     """Stores compiled programs in the user's cache, where the next command finds them.
 
-    Does nothing if JAX's environment variables, or the program, have already configured the cache.
+    The function does nothing if JAX's environment variables, or the program that imports brt, have
+    already configured the cache.
     """
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
     if any(name in os.environ for name in variables) or getattr(jax.config, _DIRECTORY):

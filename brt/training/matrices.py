@@ -16,7 +16,7 @@ from brt.distributed.rules import Names
 # `Axes` maps the path of every parameter to the names of the parameter's axes.
 Axes = Mapping[str, Names]
 
-# Axes with these names are merged into one axis of the matrix.
+# Axes whose names are in _MERGED are merged into one axis of the matrix.
 _HEADS = ("heads", "kv_heads")
 _MERGED = (*_HEADS, "whole_heads", "stack", "head_dim")
 

@@ -64,7 +64,7 @@ class OpenRun:
       batches: iterator over the batches of this process.
       accumulator: totals of the metrics since the last report.
       bad_steps: the steps so far whose loss or gradients were not usable, and what was done.
-      evaluator: evaluates held-out data and draws samples.
+      evaluator: evaluates the model on held-out data, and generates sample texts.
       probe: function from parameters and carry (caches and recurrent states) to metrics of the
         recurrent states; None if the task has no such metrics.
       provenance: versions, machine, command and config changes, as JSON for provenance.json.

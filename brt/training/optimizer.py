@@ -21,7 +21,7 @@ SMALLEST_FACTORED = 128
 def learning_rate(
     optimizer: Optimizer, steps: int
 ) -> Callable[[Int[Array, ""] | Float[Array, ""]], Float[Array, ""]]:
-    """Returns the learning-rate schedule: a function from a step, counted from 1, to a scalar.
+    """Returns the schedule: a function from a step, counted from 1, to the learning rate.
 
     After a linear warm-up, the learning rate follows Optimizer.schedule:
 

@@ -131,7 +131,7 @@ class Progress:
         self._write_log(text)
 
     def note(self, text: str) -> None:
-        """Writes lines to log.txt only."""
+        """Writes a text to log.txt without showing it to the user."""
         self._write_log(text)
 
     def phase(self, now: RunStatus) -> None:

@@ -27,7 +27,7 @@ from brt.ops import dispatch
 _AXIS = rules.REPLICAS
 # This spec shards an array whose first axis is lanes (rows of the batch).
 LANES = PartitionSpec(_AXIS)
-# Optimizer states may be sharded along axes with these names.
+# The optimizer's state may be sharded over the replicas along axes with these names.
 _SHARDED = "embed", "mlp", "vocab"
 
 

@@ -63,7 +63,8 @@ class Requests:
                 stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns the name of the signal that asks the run to stop now; None without a signal.
+        """Returns a phrase that names the signal which asks the run to stop now; None without a
+        signal.
 
         The result is the same on all processes.
         """

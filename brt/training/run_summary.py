@@ -21,8 +21,8 @@ from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
-# A baseline is the name of a simpler method, such as xz, and its value of the metric on the same
-# data.
+# A baseline is a simpler method, such as the compression program xz: its name, and the value of the
+# metric that it reaches on the held-out data.
 Baseline = tuple[str, float]
 
 

@@ -47,6 +47,7 @@ class Session(OpenRun):
       cut_short: True if a request to stop interrupted the evaluation or the sample of this step.
       program: the compiled train step; None before `compile`.
       throughput: measures the speed of training.
+      learning_rate: function from a step, counted from 1, to the learning rate.
     """
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
@@ -177,7 +178,7 @@ class Session(OpenRun):
         del self.state  # The restored train state needs the memory of the present one.
         with self.pause("restoring"):
             self.writer.wait()
-            # All processes wait until process 0 has renamed the newest checkpoint.
+            # All processes wait here until process 0 has completed the newest checkpoint.
             processes.wait_for_all("rollback")
             directory = self.workdir.checkpoints
             checkpoint = checkpoints.newest(directory.parent)
@@ -203,7 +204,7 @@ class Session(OpenRun):
         self.phases.enter("stepping", step)
 
     def save(self, *, wait: bool = False) -> None:
-        """Starts a checkpoint of everything that a resumed run needs.
+        """Starts to save a checkpoint with everything that a resumed run needs.
 
         Args:
           wait: True waits until the checkpoint is complete.

@@ -58,7 +58,7 @@ class SavedModel(NamedTuple):
         return Variables(self.params, self.model_state)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context in which computations use the model's mesh."""
+        """Returns a context in which the model's mesh, if there is one, is JAX's current mesh."""
         return contextlib.nullcontext() if self.mesh is None else meshes.use(self.mesh)
 
 
