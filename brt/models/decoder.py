@@ -1,10 +1,10 @@
-"""The decoder of language models: Transformer-XL, sliding-window and block-recurrent models differ
-in the kinds of their layers.
+"""The decoder of all language models. Transformer-XL, sliding-window and block-recurrent models
+differ only in the kinds of their layers.
 
-A segment is the tokens that each row of the batch reads in one call. It consists of blocks, and
-recurrent states are updated once per block. In shapes, B is the number of rows of the batch, T the
-number of tokens and N the number of blocks of a segment, D the width of the model, and V the number
-of tokens in the vocabulary.
+A segment is the tokens that each row of the batch reads in one call. A segment consists of blocks.
+Documents start at block boundaries, and recurrent states are updated once per block. In shapes, B
+is the number of rows of the batch, T the number of tokens and N the number of blocks of a segment,
+D the width of the model, and V the number of tokens in the vocabulary.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,12 +28,13 @@ class DecoderOutput(NamedTuple):
     """The result of reading a segment.
 
     Attributes:
-      hidden: [B, T, D], final vectors (see `logits`), in the compute dtype.
-      state: the state of each layer after the segment.
-      model_state: the next model state: statistics that layers learn without gradients. Only
-        training uses it.
-      losses: auxiliary losses by name, float32 scalars. Each is a mean over tokens. A train step,
-        whose loss is a sum over tokens, therefore multiplies them by the number of tokens.
+      hidden: [B, T, D], the outputs of the last norm in the compute dtype, from which `logits`
+        computes the logits of the next tokens.
+      state: the states of all layers after the segment.
+      model_state: the next model state (statistics that layers learn without gradients), which
+        only training uses.
+      losses: auxiliary losses of layers by name, float32 scalars. Each is a mean over tokens. A
+        train step, whose loss is a sum over tokens, multiplies them by the number of tokens.
       metrics: float32 scalars to log, averaged over neighbouring layers of one kind (a run of
         layers). A name is, for example, "routing_3/largest_cluster": the run, then the metric.
     """
@@ -46,15 +47,16 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A language model over segments or single tokens.
+    """A language model that reads tokens in segments (`__call__`) or one by one (`begin_block`,
+    `decode_step` for each token of a block, `end_block`).
 
-    Calls return a `DecoderOutput`. The model state (statistics that layers learn without gradients,
-    see `brt.layers.runs.new_model_state`) may be left out if no layer has one.
+    Both ways compute the same. Where methods take a model state, None is allowed if no layer has
+    statistics that it learns without gradients.
 
     Attributes:
       model: the settings of the model, with the size of the vocabulary set.
-      training: True enables dropout (needs the rngs of `basic.dropout_rngs`).
-      kernels: implementations of operations.
+      training: True enables dropout, which needs the rngs of `brt.layers.basic.dropout_rngs`.
+      kernels: the settings that select the implementations of operations.
     """
 
     model: Model
@@ -62,7 +64,9 @@ class Decoder(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the embedding, the layers, the last norm and, unless it is tied, the output."""
+        """Creates the embedding, the layers, the last norm and, unless it is the embedding, the
+        matrix of the logits.
+        """
         m = self.model
         self.embedding = parameter(
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
@@ -93,7 +97,14 @@ class Decoder(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState | None = None,
     ) -> DecoderOutput:
-        """Reads a segment."""
+        """Reads a segment.
+
+        Args:
+          tokens: the ids [B, T] of the tokens.
+          state: the states of the layers before the segment (see `new_state`).
+          document_start: True where a block is the first block of a document.
+          model_state: statistics that layers learn without gradients; None if no layer has any.
+        """
         x, state, aux = self.stack(self._embed(tokens), state, document_start, model_state or {})
         return DecoderOutput(self._hidden(x), state, *aux)
 
@@ -101,7 +112,7 @@ class Decoder(nn.Module):
         """Returns open blocks without tokens, which `decode_step` fills token by token.
 
         An open block holds what layers remember of a block whose tokens are not all read yet. There
-        is one for each run of equal neighbouring layers.
+        is one open block for each run of equal neighbouring layers.
 
         Args:
           state: the states of the layers after the previous block.
@@ -137,8 +148,8 @@ class Decoder(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
     ) -> StackState:
-        """Returns the states of the layers after a full block; they equal the states after the
-        block is read as a segment.
+        """Returns the states of the layers after a full block. They equal the states after
+        `__call__` has read the block as a segment.
 
         Args:
           state: the states of the layers after the previous block.
@@ -149,12 +160,14 @@ class Decoder(nn.Module):
 
 
 def new_state(model: Model, batch: int) -> StackState:
-    """Returns the states of all layers before the first token, for `batch` rows of the batch."""
+    """Returns the states of all layers before the first token, for a batch of `batch` rows."""
     return new_stack_state(model, batch, compute_dtype(model))
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Returns the state of all layers, in which some parts are reset as if nothing had been read.
+    """Returns the states of all layers, in which some parts are reset as if nothing had been read.
+
+    Evaluation measures in this way how much a part of the state contributes.
 
     Args:
       model: the settings of the model.
@@ -167,8 +180,8 @@ def forget(model: Model, state: StackState, parts: Collection[str]) -> StackStat
 
 
 def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D"]:
-    """Returns the weights of the logits, which are the embedding unless Embedding.tied is
-    False.
+    """Returns the matrix from which `logits` computes logits: the embedding, or a matrix of its own
+    if `Embedding.tied` is False.
 
     Args:
       model: the settings of the model.
@@ -178,8 +191,8 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 
 def logit_scale(model: Model) -> float:
-    """Returns the number by which the products of hidden vectors and output weights are multiplied
-    to get logits.
+    """Returns the factor by which the products of hidden vectors and output weights are multiplied
+    to get logits: 1, or 1 / sqrt(D), or 1 / sqrt(V), by `Embedding.logit_scale`.
     """
     if model.embedding.logit_scale == "one":
         return 1.0
@@ -195,8 +208,8 @@ def logits(
 
     Args:
       model: the settings of the model.
-      weights: the result of `output_weights`.
-      hidden: the final vectors of the tokens.
+      weights: the matrix that `output_weights` returns.
+      hidden: the final vectors of the tokens, `DecoderOutput.hidden`.
     """
     product = jnp.einsum(
         "btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32

@@ -1,8 +1,8 @@
 """Encoders from tokens or feature vectors to hidden vectors, with a head for each task.
 
-The kind of attention is not part of the parameters: weights trained with one kind can be used with
-any other. In shapes, B is the number of rows of the batch, T the padded number of inputs of a row,
-F the number of features of an input, and D the width of the model.
+All kinds of attention (exact, clustered, ...) have the same parameters, so weights trained with one
+kind can be used with any other. In shapes, B is the number of rows of the batch, T the padded
+number of inputs of a row, F the number of features of an input, and D the width of the model.
 """
 
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
       model: the settings, with the size of the vocabulary set if the encoder reads tokens.
       attention: the kind of attention and its settings.
       training: True enables dropout (needs the rng 'dropout').
-      kernels: the names of the implementations of operations.
+      kernels: the settings that select the implementations of operations.
     """
 
     model: config.Encoder
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
-        """Creates the embeddings and the layers of the encoder."""
+        """Creates the embeddings, the layers and, if there is one, the last norm."""
         m = self.model
         self.inputs = Inputs(m, self.training)
         block = of_encoder(m, self.kernels)
@@ -68,18 +68,21 @@ class Encoder(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Returns hidden vectors; the vectors at padding have no meaning.
+        """Returns a hidden vector for each input; the vectors at padding have no meaning.
 
-        The vectors of an example depend only on its own valid inputs and on the key.
+        The vectors of a row depend only on the row's valid inputs and on the key.
 
         Args:
           inputs: token ids, or feature vectors.
           valid: False on padding.
-          key: random key of kinds of attention that draw hash planes; evaluate with one fixed key.
-          types: the type of each token if the model has several; None for the first type.
+          key: a random key for kinds of attention that hash with random planes. Evaluation should
+            use a fixed key.
+          types: the index of the type of each token, if the model has several token types as in
+            BERT; None stands for the first type.
 
         Raises:
-          ConfigError: the model has no positions for the inputs, or they have another width.
+          ConfigError: the inputs are not of the kind or width that the model reads, or there are
+            more inputs than learned positions.
         """
         x = self.inputs(inputs, valid, types)
         x, _ = self.layers(x, layer_keys(key, self.model.layers), Source(valid))
@@ -87,14 +90,14 @@ class Encoder(nn.Module):
 
 
 class EncoderWithHead(nn.Module):
-    """An encoder and the head of a task; their parameters have the names `encoder` and `head`.
+    """An encoder and the head of a task, whose parameters have the names `encoder` and `head`.
 
     Attributes:
       model: the settings, with the size of the vocabulary set if the encoder reads tokens.
       attention: the kind of attention and its settings.
-      task: the name of the head in `HEADS`.
+      task: the name of the task, a key of `HEADS`.
       training: True enables dropout (needs the rng 'dropout').
-      kernels: the names of the implementations of operations.
+      kernels: the settings that select the implementations of operations.
     """
 
     model: config.Encoder
@@ -115,7 +118,11 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "..."]:
-        """Returns the output of the head (see `Encoder` for the arguments)."""
+        """Returns the output of the task's head, whose shape depends on the task.
+
+        Args:
+          inputs, valid, key, types: the arguments of `Encoder.__call__`.
+        """
         return self.head(self.encoder(inputs, valid, key, types), valid)
 
     def at(
@@ -131,7 +138,7 @@ class EncoderWithHead(nn.Module):
         only the masked tokens. The head is then not computed for the other tokens.
 
         Args:
-          inputs, valid, key: the arguments of `__call__`.
+          inputs, valid, key: the arguments of `Encoder.__call__`.
           positions: the indices, along T, of the R tokens of each row.
         """
         hidden = self.encoder(inputs, valid, key)
@@ -140,8 +147,8 @@ class EncoderWithHead(nn.Module):
 
 
 def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
-    """Returns initial parameters of the network, drawn with the random key `key`. Each is in a Flax
-    box together with the names of its axes, by which it is sharded.
+    """Returns initial parameters of the network, drawn with the random key `key`. Each array is in
+    a Flax box together with the names of its axes, by which the array is sharded.
     """
     features = network.model.features
     inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)
@@ -149,8 +156,11 @@ def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
 
 
 def readout(params: Params) -> Readout:
-    """Returns the embedding, bias and scale with which the head of the masked language model
-    computes logits.
+    """Returns the embedding, bias and scale with which the vectors of the head for masked language
+    modeling become logits (see `brt.models.seq2seq.logits`).
+
+    Args:
+      params: the parameters of an `EncoderWithHead` with this head.
     """
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)

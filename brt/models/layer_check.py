@@ -1,4 +1,7 @@
-"""A check for authors of kinds of layers: every way of reading a document gives the same result.
+"""A check for authors of kinds of layers: all ways of reading a document must have the same result.
+
+A decoder can read tokens in one call, in several calls, or token by token, and a new document must
+not depend on the document before. The check reads random tokens in all of these ways.
 
 In shapes, B is the number of lanes (rows of the batch), N the number of blocks that are read, T the
 number of their tokens, and V the number of tokens in the vocabulary.
@@ -19,9 +22,9 @@ from brt.layers.runs import ModelState, StackState, check_states, new_model_stat
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
-# The check reads this many lanes of this many blocks, with tokens from a vocabulary of this size.
+# The check reads this number of lanes and blocks, with tokens from a vocabulary of this size.
 _LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
-# Logits may differ by this much, relative to the largest logit.
+# Logits of two readings may differ by this number, relative to the largest logit.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
@@ -31,10 +34,10 @@ class _Reading(NamedTuple):
 
 
 def check_layers(model: Model) -> None:
-    """Checks that the layers of a model read tokens as brt expects (see `LayerKind`).
+    """Checks that the layers of a model read tokens as `brt.layers.kinds.LayerKind` demands.
 
     A decoder with random parameters reads four blocks of random tokens in two lanes: at once, in
-    two pieces, token by token, with other tokens, and behind another document. A model with a
+    two pieces, token by token, with changed tokens, and after another document. A model with a
     window of 8 tokens takes about ten seconds.
 
     Args:
@@ -71,11 +74,11 @@ class _Reader:
         state: StackState | None = None,
         start: Bool[np.ndarray, "B N"] | None = None,
     ) -> _Reading:
-        """Reads blocks of tokens at once.
+        """Reads blocks of tokens at once, and returns the logits and the state after the blocks.
 
         Args:
           tokens: the tokens of whole blocks.
-          state: the state before these blocks; None if nothing was read.
+          state: the state before these blocks; None stands for a state that has read nothing.
           start: True where a block is the first of a document; None if no block is.
         """
         if start is None:
@@ -87,8 +90,8 @@ class _Reader:
         return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
 
     def read_single_tokens(self, tokens: _Tokens) -> _Reading:
-        """Reads the tokens of whole blocks one at a time, from a state that has read nothing; the
-        result has to equal the result of `read`.
+        """Reads the tokens of whole blocks one by one, from a state that has read nothing, and
+        returns the logits and the state after the blocks. The result must equal that of `read`.
         """
         variables, found = {"params": self._params}, []
         state = new_state(self.model, _LANES)
@@ -107,7 +110,7 @@ class _Reader:
 
 
 def _random_params(decoder: Decoder, model_state: ModelState) -> PyTree[Array]:
-    """Returns initial parameters plus noise, so that parameters that start at 0 have an effect."""
+    """Returns initial parameters plus noise, so that parameters that begin as 0 have an effect."""
     model = decoder.model
     tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
     start = jnp.zeros((_LANES, _BLOCKS), bool)

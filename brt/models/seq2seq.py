@@ -1,8 +1,8 @@
 """Encoder-decoders: T5 (1.0, 1.1), LongT5's encoders and BART as settings of one model.
 
-Training calls `encode`, then `decode` over whole targets. Generation calls `encode`, `prefill`, and
-then `step` for one token of every beam. The encoded source and everything computed from it exist
-once for each source, not once for each beam.
+Training calls `encode`, then `decode` over whole targets. Generation calls `encode` and `prefill`
+once, and then `step` for each token of all beams. The encoded source and everything computed from
+it exist once for each source, not once for each beam.
 
 In shapes, B is the number of sources, S and T the padded numbers of tokens of a source and of a
 target, N the number of beams of a source, D the width of the model, and V the number of tokens in
@@ -30,7 +30,7 @@ Params = dict[str, Any]
 
 
 class DecodeState(NamedTuple):
-    """The state that generation carries from token to token. Layers are on axis 1 of the caches.
+    """The state that generation carries from token to token. Axis 1 of the caches is the layer.
 
     Attributes:
       position: int32, number of target tokens read so far, the same for all beams.
@@ -49,8 +49,8 @@ class Decoded(NamedTuple):
 
     Attributes:
       hidden: the vector of each token, from which `logits` computes the logits of the next token.
-      metrics: means over the layers: `firing_rate`, `leak` and `threshold` if the cross-attention
-        has accumulate-and-fire neurons.
+      metrics: scalars to log, means over the layers: `firing_rate`, `leak` and `threshold` if the
+        cross-attention has accumulate-and-fire neurons; otherwise empty.
     """
 
     hidden: Float[Array, "B T D"]
@@ -80,7 +80,7 @@ class Seq2Seq(nn.Module):
       cross: settings of the cross-attention.
       training: True enables dropout (needs the rng 'dropout').
       attention: settings of the encoder's self-attention, which are not part of the parameters.
-      kernels: implementations of operations.
+      kernels: the settings that select the implementations of operations.
     """
 
     model: config.Seq2Seq
@@ -114,7 +114,9 @@ class Seq2Seq(nn.Module):
         targets_in: Int[Array, "B T"],
         key: jax.Array | None = None,
     ) -> Decoded:
-        """Encodes sources and decodes targets; see `encode` and `decode` for the arguments."""
+        """Encodes sources, and decodes the whole targets `targets_in`. The arguments are explained
+        in `encode` and `decode`.
+        """
         if self.is_initializing() and not self.model.tied_logits:
             # Initialization has to call all modules, but only `readout` calls the head.
             self.lm_head(targets_in)
@@ -128,7 +130,8 @@ class Seq2Seq(nn.Module):
         Args:
           source: the token ids.
           mask: True for tokens, False for padding, which is at the end of a row.
-          key: random key of kinds of attention that draw hash planes; None for a fixed key.
+          key: a random key for kinds of attention that hash with random planes; None for a fixed
+            key.
         """
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
@@ -171,10 +174,10 @@ class Seq2Seq(nn.Module):
         self, tokens: Int[Array, "B N"], state: DecodeState
     ) -> tuple[Float[Array, "B N D"], DecodeState]:
         """Reads the next token of every beam; returns the hidden vectors of these tokens and the
-        next state.
+        state after them.
 
         Args:
-          tokens: the id of each beam's token.
+          tokens: the id of the next token of each beam.
           state: the state after the earlier tokens.
         """
         x = self.token_embed(tokens)
@@ -183,8 +186,8 @@ class Seq2Seq(nn.Module):
 
 
 def init(network: Seq2Seq, key: Array) -> Params:
-    """Returns initial parameters of the network, drawn with the random key `key`. Each is in a Flax
-    box together with the names of its axes, by which it is sharded.
+    """Returns initial parameters of the network, drawn with the random key `key`. Each array is in
+    a Flax box together with the names of its axes, by which the array is sharded.
     """
     tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return network.init(key, tokens, mask, tokens)["params"]
@@ -193,7 +196,8 @@ def init(network: Seq2Seq, key: Array) -> Params:
 def encode(
     network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
 ) -> Float[Array, "B S D"]:
-    """Returns the encoder's outputs for sources, by `Seq2Seq.encode` without dropout.
+    """Returns the encoder's outputs for sources, computed by the method `Seq2Seq.encode` without
+    dropout.
 
     Args:
       network: the model.
@@ -212,8 +216,8 @@ def decode(
     mask: Bool[Array, "B S"],
     targets_in: Int[Array, "B T"],
 ) -> Decoded:
-    """Returns the hidden vectors of whole targets, by `Seq2Seq.decode` without dropout; `logits`
-    computes the logits of the next tokens from the result.
+    """Returns the hidden vectors of whole targets, computed by the method `Seq2Seq.decode` without
+    dropout. The function `logits` computes the logits of the next tokens from these vectors.
 
     Args:
       network: the model.
@@ -235,7 +239,8 @@ def prefill(
     beams: int,
     max_length: int,
 ) -> DecodeState:
-    """Returns the decoding state before the first target token, by `Seq2Seq.prefill`.
+    """Returns the decoding state before the first target token, computed by the method
+    `Seq2Seq.prefill`.
 
     Args:
       network: the model.
@@ -253,14 +258,16 @@ def prefill(
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
-    """Reads the next token of every beam, and returns the float32 logits of the following token and
-    the next state.
+    """Reads the next token of every beam.
 
     Args:
       network: the model.
       params: the parameters of the model.
-      tokens: the ids of the tokens to read.
+      tokens: the id of the next token of each beam.
       state: the state after the earlier tokens.
+
+    Returns:
+      The float32 logits of the token that follows, and the state after the token that was read.
     """
     found: Any = network.apply({"params": params}, tokens, state, method="step")
     hidden, state = found
@@ -268,21 +275,29 @@ def step(
 
 
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
-    """Returns the decoding state after a beam search has selected beams.
+    """Returns the decoding state in which beam n of source b is the earlier beam `beams[b, n]` of
+    the source.
 
-    Afterwards, beam n of source b continues the text of its earlier beam `beams[b, n]`. Caches of
-    the source are the same for all beams and do not change.
+    A beam search calls this function after it has selected the beams that it continues. The caches
+    of the source are the same for all beams and do not change.
     """
 
     def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
-        """Returns the array `cache` of keys or values with the entries of the selected beams."""
+        """Returns keys or values in which the entries of each beam are those of the beam that it
+        continues.
+        """
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 
     return state._replace(own=jax.tree.map(select_beams, state.own))
 
 
 def readout(model: config.Seq2Seq, params: Params) -> Readout:
-    """Returns the embedding, bias and scale that `logits` applies to hidden vectors."""
+    """Returns the embedding, bias and scale with which `logits` maps hidden vectors to logits.
+
+    Args:
+      model: the settings of the model.
+      params: the parameters of the model.
+    """
     where = "token_embed" if model.tied_logits else "lm_head"
     scaled = model.family == "t5" and model.scale_logits
     bias = jax.lax.stop_gradient(params["logits_bias"]) if model.family == "bart" else None
@@ -291,7 +306,12 @@ def readout(model: config.Seq2Seq, params: Params) -> Readout:
 
 
 def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Returns the float32 logits scale * hidden @ embedding.T + bias, with the fields of `out`."""
+    """Returns the float32 logits scale * hidden @ embedding.T + bias.
+
+    Args:
+      out: the scale, the embedding and the bias, from `readout`.
+      hidden: the vectors of the tokens.
+    """
     product = out.scale * jnp.einsum(
         "...d,vd->...v", hidden, out.embedding.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
@@ -302,17 +322,19 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
 
 
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
-    """Returns BART's parameters with positions for `length` tokens, to which Model.max_positions
-    must be set.
+    """Returns BART's parameters with longer tables of position embeddings.
+
+    The caller must set `Seq2Seq.max_positions` to the same number.
 
     Args:
       params: the parameters of the model.
-      length: number of positions, not below the present one.
+      length: the new number of positions, not below the old one.
       method: "copy" repeats the table from its start (Longformer, Beltagy et al. 2020);
-        "interpolate" stretches it.
+        "interpolate" stretches it by linear interpolation.
 
     Raises:
-      ConfigError: the method is unknown, there would be fewer positions, or the model has none.
+      ConfigError: the method is unknown, there would be fewer positions, or the model has no table
+        of positions.
     """
     if "pos_embed" not in params["encoder"]:
         raise ConfigError("there are no positions to extend: only BART learns a table of them")
@@ -328,15 +350,18 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns a table of position embeddings for `length` tokens.
+    """Returns a table of position embeddings for more tokens.
 
-    BART's table has P rows of width D. Its first two rows belong to no position and are copied, so
-    the result has R = `length` + 2 rows.
+    The tables of BART and RoBERTa have P rows of width D. The first two rows belong to no position
+    and are copied, so the result has R = `length` + 2 rows.
 
     Args:
-      table: the present table.
+      table: the old table.
       length: the new number of positions.
       method: "copy" or "interpolate"; see `extend_positions`.
+
+    Raises:
+      ConfigError: the method is unknown, or there would be fewer positions.
     """
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")

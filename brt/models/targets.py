@@ -1,4 +1,4 @@
-"""Special tokens, and the decoder's input for given labels.
+"""Special tokens of encoder-decoders, and the computation of the decoder's inputs from its labels.
 
 In shapes, B is the number of targets and T their padded number of tokens.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-IGNORED = -100  # Tokens with this label have no loss, as in Hugging Face datasets.
+IGNORED = -100  # The loss ignores tokens with this label, as in Hugging Face datasets.
 
 
 class SpecialTokens(NamedTuple):
@@ -36,11 +36,12 @@ class SpecialTokens(NamedTuple):
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """Returns the decoder's input for `labels`: the start token, followed by all labels except the
-    last.
+    """Returns the decoder's input ids for `labels`: the start token, followed by all labels except
+    the last.
 
-    Labels of T5 are `... </s>`, and labels of BART are `<s> ... </s>`. Labels that the loss ignores
-    become padding. `special` has the ids of the start token and of padding.
+    Labels are the ids that the decoder has to predict: `... </s>` for T5, and `<s> ... </s>` for
+    BART. Labels that the loss ignores (`IGNORED`) become padding. `special` has the ids of the
+    start token and of padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)

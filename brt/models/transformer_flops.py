@@ -7,8 +7,11 @@ from brt.config import Encoder, Seq2Seq
 
 
 def encoder_flops(model: Encoder, length: int) -> int:
-    """Returns the FLOPs of the encoder, without a head, for one sequence of `length` tokens with
-    exact attention.
+    """Returns the FLOPs of an encoder without a head for one sequence.
+
+    Args:
+      model: the settings of the encoder; attention is counted as exact attention.
+      length: the number of tokens or feature vectors of the sequence.
     """
     width = model.model_dim
     projections = (3 if model.shared_queries_keys else 4) * 2 * width * width
@@ -19,7 +22,10 @@ def encoder_flops(model: Encoder, length: int) -> int:
 
 def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
     """Returns the FLOPs of an encoder-decoder, including the logits, for one pair of a source and a
-    target, if self-attention and cross-attention are full.
+    target.
+
+    Attention is counted as full attention, except the encoder's attention to a window around each
+    token (LongT5), which is counted with the keys of the window.
 
     Args:
       model: the settings of the model.
@@ -32,7 +38,8 @@ def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
     if model.encoder_attention != "full":
         seen = min(source, 2 * model.encoder_radius + 1)
     encoder = source * model.encoder_layers * (projections + 4 * seen * width + mlp)
-    of_source = source * projections // 2  # These products compute keys and values.
+    # The decoder's cross-attention projects the source to keys and values.
+    of_source = source * projections // 2
     of_target = target * (projections + projections // 2 + 4 * (target + source) * width + mlp)
     logits = 2 * target * d * model.vocab_size
     return encoder + model.decoder_layers * (of_source + of_target) + logits
