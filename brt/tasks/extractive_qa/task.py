@@ -76,7 +76,7 @@ class ExtractiveQa(EncoderTask):
         return tokenization.load(str(file), "Data.tokenizer")
 
     def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
-        """Returns the reader that yields batches of training windows, in a new order every epoch."""
+        """Returns a reader of batches of training windows, in a new order every epoch."""
         section, t = config.questions, config.training
         return QuestionReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,

@@ -1,4 +1,4 @@
-"""Error rates of transcripts, by the smallest number of edits (the Levenshtein distance)."""
+"""Error rates of transcripts, computed from the smallest number of edits (Levenshtein distance)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,13 @@ from rapidfuzz.distance import Levenshtein
 
 
 class Errors(NamedTuple):
-    """Numbers of edits that turn reference transcripts into hypotheses, summed over transcripts.
+    """Numbers of edits that turn true transcripts (references) into decoded ones (hypotheses).
+
+    The numbers are counted in tokens or in words, for one transcript or for several together.
 
     Attributes:
       substitutions, insertions, deletions: numbers of edits of each kind.
-      reference: number of tokens in the references.
+      reference: number of tokens (or words) in the references.
     """
 
     substitutions: int
@@ -28,16 +30,21 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Errors per token of the reference, which counts as one token if it is empty."""
+        """Number of edits per token of the references; empty references count as one token."""
         return self.count / max(self.reference, 1)
 
 
 def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Counts the fewest edits that turn a reference into a hypothesis, both lists of tokens."""
+    """Counts the fewest edits that turn a reference into a hypothesis.
+
+    Args:
+      reference: the tokens (or words) of the true transcript.
+      hypothesis: the tokens (or words) of the decoded transcript.
+    """
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
 
 def total(counts: Iterable[Errors]) -> Errors:
-    """Returns the sum of the counts of several transcripts."""
+    """Returns the sums of the counts of several transcripts; all sums are 0 for no transcripts."""
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

@@ -1,7 +1,9 @@
 """Evaluation of speech recognition: error rates and bits of transcripts.
 
-In shapes, B is the number of utterances in a batch, X their padded number of frames, and C the
-number of tokens in the vocabulary, including the blank.
+Error rates compare the transcripts that are decoded from the model's output with the true
+transcripts. Bits are -log2 of the probability that the model assigns to the true transcripts. In
+shapes, B is the number of utterances in a batch, X their padded number of frames, and C the number
+of tokens in the vocabulary, including the blank of CTC.
 """
 
 import math
@@ -25,14 +27,16 @@ from brt.types import SpeechBatch
 
 
 class Transcript(NamedTuple):
-    """A reference transcript and the model's hypothesis, with their differences.
+    """The true transcript (reference) and the decoded transcript (hypothesis) of an utterance, with
+    the numbers of their differences.
 
     Attributes:
       id: id of the utterance.
       reference: the true transcript.
       hypothesis: the transcript that was decoded from the model's output.
-      nats: -log p of the reference.
-      tokens, words: numbers of edits of tokens and of words.
+      nats: -log p of the reference, according to the model.
+      tokens, words: numbers of edits that turn the reference into the hypothesis, counted in tokens
+        and in words.
     """
 
     id: str
@@ -44,7 +48,11 @@ class Transcript(NamedTuple):
 
 
 class TranscriptEvaluator(HeadEvaluator):
-    """Evaluates transcripts; they are decoded greedily, or by beam search if Decoding.beams > 1."""
+    """Evaluates the transcripts of the utterances of a split.
+
+    Transcripts are decoded from the model's output by beam search if Decoding.beams is above 1,
+    otherwise greedily (from the most likely token of each frame).
+    """
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
@@ -55,14 +63,16 @@ class TranscriptEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        The function maps params and a batch to the log probabilities of the tokens at each frame
-        [B, X, C], and to -log p of each transcript [B].
+        The function maps the parameters and a batch to the log probabilities of the tokens at each
+        frame [B, X, C], and to -log p of each true transcript [B].
         """
 
         def read(
             params: PyTree[Array], batch: SpeechBatch
         ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
-            """Returns log probabilities of tokens at each frame, and -log p of each transcript."""
+            """Returns the log probabilities of the tokens at each frame, and -log p of each true
+            transcript, for the utterances of a batch.
+            """
             logits = self.task.predict(config, params, batch)
             nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
             return jax.nn.log_softmax(logits), nats
@@ -83,11 +93,11 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the transcripts of all utterances and their error rates.
+        """Returns the decoded transcripts of all utterances and their error rates.
 
         Args:
           config: config of the model.
-          outputs: for each row of the split, by its index, the results of the function that
+          outputs: for each utterance of the split, by its index, the results of the function that
             `forward` returns.
           timed: the function that `forward` returns, with the time that its calls took.
         """

@@ -1,4 +1,9 @@
-"""The speech recognition task: predict the tokens of a transcript without alignment (CTC)."""
+"""The speech recognition task: predict the transcript of speech, without known times of its tokens.
+
+The loss is connectionist temporal classification (CTC; Graves et al. 2006). The model predicts a
+token or a blank for each frame of an utterance, and the loss sums over all alignments of the
+transcript to the frames.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -22,12 +27,16 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
-# This number is folded into the random key of a step for the masks. `EncoderTask` uses 0 and 1.
+# The random key for SpecAugment's masks is the key of the step with this number folded in. The base
+# class EncoderTask folds in 0 and 1 for other purposes.
 _MASKS = 2
 
 
 class SpeechRecognition(EncoderTask):
-    """The task that transcribes utterances, by connectionist temporal classification (CTC)."""
+    """The task that transcribes utterances, by connectionist temporal classification (CTC).
+
+    The inputs of the encoder are frames, vectors of features of a short time of sound.
+    """
 
     name = "speech_recognition"
     head = "ctc"
@@ -51,7 +60,7 @@ class SpeechRecognition(EncoderTask):
             )
 
     def open(self, config: Config, *, progress: bool = True) -> SpeechDataset:
-        """Opens the utterances with their transcripts, and prepares them first if necessary.
+        """Opens the utterances and transcripts of all splits, and prepares them first if necessary.
 
         Args:
           config: the config, which names the sources.
@@ -62,30 +71,34 @@ class SpeechRecognition(EncoderTask):
     def open_split(
         self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
     ) -> SpeechDataset:
-        """Opens one split of the data, encoded with the vocabulary of a run.
+        """Opens one split of the data, encoded with the vocabulary of a trained model.
 
         Args:
           config: the config, which names the sources of the split.
           split: name of the split.
-          tokenizer: the vocabulary of the run.
+          tokenizer: the vocabulary of the run that trained the model.
           known: directory in which the run prepared the same data before; None if there is none.
         """
         return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
-        """Returns the vocabulary saved in a run directory."""
+        """Returns the vocabulary that a run has saved in `file`."""
         return Vocabulary.load(file)
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns True if the config determines all sizes, including the width of the frames."""
+        """Returns True if the config alone determines all sizes of the model, including the number
+        of features of a frame.
+        """
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
-        """Returns the config with all sizes filled in, including the size of a frame.
+        """Returns the config with vocabulary size, dtype, number of features of a frame and sample
+        rate filled in.
 
         Raises:
-          ConfigError: the frames have another number of features than the config says, or the
-            longest utterance has more frames than the model has learned positions.
+          ConfigError: the frames have another number of features than the config says, the longest
+            utterance has more frames than the model has learned positions, or the attention does
+            not fit the longest utterance.
         """
         config = super().resolve(config, dataset)
         encoder, width = config.encoder, dataset.width
@@ -111,7 +124,7 @@ class SpeechRecognition(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
-        """Returns the reader of the training utterances, in a new order every epoch."""
+        """Returns a reader of batches of training utterances, in a new order every epoch."""
         section, t = config.speech, config.training
         return SpeechReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -121,13 +134,24 @@ class SpeechRecognition(EncoderTask):
     def predict(
         self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
     ) -> Float[Array, "B X C"]:
-        """Returns the logits of every frame; C is the number of tokens, including the blank."""
+        """Returns the logits of the C tokens, including the blank, for each of the X frames of the
+        utterances in a batch.
+
+        Args:
+          config: config of the model.
+          params: parameters of the encoder and its head.
+          batch: a batch of utterances.
+          options: further arguments of `EncoderTask.predict`: random keys, and `inputs`, which
+            replaces the features of the batch.
+        """
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the CTC loss of the transcripts, summed over a batch, and its other results.
+        """Returns the CTC loss of the transcripts, summed over a batch.
+
+        The second result has the same sum and the number of scored tokens, for metrics.
 
         Args:
           config: config of the model.
@@ -148,19 +172,29 @@ class SpeechRecognition(EncoderTask):
         return nats, Aux(nats, count_scored(batch.scored))
 
     def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
-        """Returns an evaluator that measures the error rates of transcripts."""
+        """Returns an evaluator that measures error rates and bits of the transcripts of a split.
+
+        Raises:
+          ConfigError: `request.ablate` names a memory to reset, but encoders have no memory; or the
+            attention does not fit the longest utterance.
+          DataError: the frames of the split have another number of features than the model reads.
+        """
         refuse_ablation(request.ablate)
         check_width(request.config, request.dataset, request.split)
         check_attention(request.config, request.dataset)
         return TranscriptEvaluator(self, request)
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the mean number of transcript bytes per token."""
+        """Returns the mean number of UTF-8 bytes per token of the training transcripts, by which
+        bits per token are divided to get bits per byte.
+        """
         train = dataset.split("train")
         return train.transcript_bytes / max(len(train.targets.values), 1)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that evaluate with beams, and that train on the user's own speech."""
+        """Returns lines for the user with commands that evaluate the run in `workdir`, greedily and
+        with beam search, and that train on the user's own speech.
+        """
         evaluate = encoder_next_steps(workdir)
         return [
             *evaluate,
@@ -172,8 +206,12 @@ class SpeechRecognition(EncoderTask):
 
 
 def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError if the frames of a split of `dataset` have another number of features than
-    the model.
+    """Raises DataError if the frames of a split have more or fewer features than the model reads.
+
+    Args:
+      config: config of the model.
+      dataset: opened data that contain the split.
+      split: name of the split.
     """
     width = dataset.split(split).width
     if width != config.encoder.features:
@@ -188,7 +226,7 @@ def check_attention(config: Config, dataset: SpeechDataset) -> None:
     the longest utterance in the data.
 
     Each cluster needs a frame, and `top_k` is the number of keys whose logits are computed exactly.
-    An utterance has no more keys than frames, so no utterance could use the larger setting.
+    An utterance has no more keys than frames, so no utterance could use such a setting.
     """
     longest = dataset.longest
     config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

@@ -1,7 +1,8 @@
 """Reads .npz files with features and transcripts of many utterances.
 
-The array `features` has the frames of all utterances one after another; `lengths`, `ids`,
-`transcripts` and, optionally, `speakers` have an element for each utterance.
+The array `features` [frames, features] has the frames of all utterances one after another. The
+arrays `lengths` (numbers of frames), `ids`, `transcripts` and, optionally, `speakers` have an
+element for each utterance.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ KINDS = {"features": "fiu", "lengths": "iu", "ids": "Uiu", "transcripts": "U", "
 
 
 def recordings(path: Path) -> Iterator[Recording]:
-    """Yields the utterances of a file in its order.
+    """Yields the utterances of an .npz file, in the order of its arrays.
 
     Raises:
       DataError: the file is damaged, lacks an array, or has arrays of contradicting shapes.

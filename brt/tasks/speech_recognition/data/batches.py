@@ -11,7 +11,11 @@ from brt.types import SpeechBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechReader(RowReader):
-    """Reader of utterances, which are grouped into batches by their number of frames."""
+    """Reader that yields batches of utterances with similar numbers of frames.
+
+    Attributes:
+      store: the utterances of a split.
+    """
 
     store: SpeechStore
 
@@ -20,7 +24,7 @@ class SpeechReader(RowReader):
 
         Args:
           rows: int [B], indices of utterances in the store; -1 is an empty row.
-          length: the number of frames.
+          length: the number of frames to which utterances are padded.
         """
         store, tokens = self.store, max(int(self.store.targets.lengths.max()), 1)
         features = padded(rows, store.features, length, np.float32, width=(store.width,))

@@ -1,4 +1,8 @@
-"""Computes log-mel features of sound in 16-bit wav files."""
+"""Computes log-mel features (logarithms of energies in bands of frequencies) of 16-bit wav files.
+
+In shapes, X is the number of frames, F the number of features (mel bands) of a frame, and N the
+number of samples.
+"""
 
 import functools
 import os
@@ -13,18 +17,19 @@ from brt.errors import DataError
 
 LOWEST_HZ = 20.0
 PRE_EMPHASIS = 0.97
-FLOOR = 1e-10  # The lower bound of a band's energy, because silence has no logarithm.
+FLOOR = 1e-10  # Energies below this are raised to it, because 0 (silence) has no logarithm.
 
 
 def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:
-    """Returns the features of a wav file, float32 [X, F], and its sample rate in Hz.
+    """Returns the log-mel features of a wav file, float32 [X, F], and its sample rate in Hz.
 
     Args:
       path: the file.
-      speech: settings of the features.
+      speech: config section with the settings of the features.
 
     Raises:
-      DataError: the file is not a wav file of one channel with 16-bit samples.
+      DataError: the file is not a wav file of one channel with 16-bit samples, or its sample rate
+        does not fit the settings.
     """
     try:
         with untrusted.open_file(path) as opened, wave.open(opened, "rb") as file:
@@ -33,7 +38,7 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
             content = file.readframes(count) if complete else b""
             if len(content) != count * channels * width:
                 raise EOFError(f"it ends before the {count:,} samples that it says it has")
-    # The module `wave` raises RuntimeError for chunks of invalid sizes.
+    # The module `wave` raises RuntimeError if a chunk of the file has an invalid size.
     except (wave.Error, EOFError, RuntimeError) as error:
         reason = str(error) or "it ends too early"
         raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
@@ -51,16 +56,21 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
 def log_mel(
     samples: Float[np.ndarray, " N"], rate: int, speech: config.Speech
 ) -> Float[np.ndarray, "X F"]:
-    """Returns the logarithm of the energy in each mel band, float32 [X, F].
+    """Returns the natural logarithm of the energy in each mel band of each frame, float32 [X, F].
 
-    There are X = 1 + (N - window) // shift frames, or 0 if the sound is shorter than a window. A
-    frame is Hann-windowed after pre-emphasis. Bands are triangles, equally spaced from 20 Hz to
-    half the sample rate on the mel scale 2595 log10(1 + f / 700).
+    There are X = 1 + (N - window) // shift frames, where the window (the length of a frame) and the
+    shift from frame to frame are numbers of samples. X is 0 if the sound is shorter than a window.
+    A frame is multiplied by a Hann window after pre-emphasis. Bands are triangles, equally spaced
+    from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700).
 
     Args:
-      samples: values in [-1, 1].
+      samples: the sound, N values in [-1, 1].
       rate: samples per second.
-      speech: settings of the features.
+      speech: config section with the settings of the features.
+
+    Raises:
+      DataError: the sample rate does not fit the settings: the window or the shift is less than one
+        sample, or a band contains no frequency.
     """
     window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
     if min(window, shift) < 1:
@@ -80,7 +90,8 @@ def log_mel(
 
 @functools.cache
 def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
-    """Returns the weight of each frequency of a Fourier transform for the energy of each mel band.
+    """Returns the weight with which each frequency of a Fourier transform contributes to the energy
+    of each mel band, [frequencies, F].
 
     Args:
       rate: samples per second.
@@ -88,7 +99,7 @@ def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"
       count: number of bands, F.
 
     Raises:
-      DataError: a band contains no frequency.
+      DataError: a band contains no frequency, because there are too many bands.
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:

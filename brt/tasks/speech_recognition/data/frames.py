@@ -1,4 +1,7 @@
-"""Normalises and stacks the features of utterances before a model reads them."""
+"""Normalises the features of utterances and stacks frames, before a model reads them.
+
+In shapes, X is the number of frames of an utterance and F the number of features of a frame.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,7 +16,7 @@ SMALLEST_DEVIATION = 1e-5
 
 
 class Moments(NamedTuple):
-    """Mean and standard deviation of each feature, float64."""
+    """Mean and standard deviation of each feature over some frames, float64 [F]."""
 
     mean: Float[np.ndarray, " F"]
     deviation: Float[np.ndarray, " F"]
@@ -30,8 +33,8 @@ def moments(features: Features) -> Moments:
 
 
 def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
-    """Returns the mean and standard deviation of each feature over all frames of a speaker in
-    `utterances`, by the name of the speaker.
+    """Returns the mean and standard deviation of each feature over all frames of each speaker, by
+    the name of the speaker.
     """
     sums: dict[str, np.ndarray] = {}
     for utterance in utterances:
@@ -47,29 +50,32 @@ def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
 
 
 def normalize(features: Features, by: Moments) -> Features:
-    """Returns features with mean 0 and standard deviation 1; constant features become 0.
+    """Subtracts the mean from features and divides them by the standard deviation.
+
+    Features that are constant become 0.
 
     Args:
       features: [X, F], the frames of an utterance.
-      by: the mean and standard deviation that are removed.
+      by: mean and standard deviation of each feature over the frames of the utterance, or over all
+        frames of its speaker.
     """
     scale = np.where(by.deviation > SMALLEST_DEVIATION, by.deviation, np.inf)
     return ((features - by.mean) / scale).astype(np.float32)
 
 
 def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Concatenates `stack` consecutive frames to one stacked frame, which shortens the utterance.
+    """Concatenates consecutive frames to stacked frames.
 
     Stacked frame i consists of the frames i * stride, ..., i * stride + stack - 1. Frames after the
-    end of the utterance are zeros.
+    end of the utterance are zeros. A stride above 1 shortens the utterance.
 
     Args:
       features: [X, F], the frames of an utterance.
-      stack: number of consecutive frames in a stacked frame.
-      stride: number of frames by which each stacked frame starts after the stacked frame before.
+      stack: number of frames in a stacked frame.
+      stride: number of frames from the start of a stacked frame to the start of the next one.
 
     Returns:
-      [ceil(X / stride), stack * F].
+      The stacked frames, [ceil(X / stride), stack * F].
     """
     count = -(-len(features) // stride)
     padded = np.pad(features, ((0, stack), (0, 0)))

@@ -1,11 +1,12 @@
 """Generated speech for tests and examples, which is the same on every machine.
 
-An utterance is six to eight words from a fixed lexicon of 40, separated by spaces. A word is two
-to four of twelve letters, without doubled letters. Each letter sounds like a vowel: two peaks in
-a spectrum of 20 bands, over three to nine frames, with a transition to the next letter. A space
-is silent. Each speaker shifts all peaks up or down by more than the distance of neighbouring
-letters, so that a single frame does not determine its letter and the model needs the rest of the
-utterance. Speakers also differ in loudness, and noise is added.
+The transcript of an utterance consists of six to eight words from a fixed lexicon of 40 words. A
+word has two to four letters, and there are twelve different letters. Neighbouring letters of a word
+differ. Each letter sounds like a vowel: two peaks in a spectrum of 20 bands, over three to nine
+frames, with a transition to the next letter. A space between words is silent. Each speaker shifts
+all peaks up or down, and the shifts of two speakers may differ by more than the distance between
+the peaks of different letters. Therefore a single frame does not determine its letter, and the
+model needs the rest of the utterance. Speakers also differ in loudness, and noise is added.
 
 In shapes, X is the number of frames, and F = 20 the number of bands.
 """
@@ -24,12 +25,12 @@ VERSION = 1  # This number must be increased if the generated sound changes.
 BANDS = 20
 LETTERS = "abcdefghiklm"
 WORDS = 40
-SPEAKERS = 20  # A source has this number of different speakers.
+SPEAKERS = 20  # The utterances of a source are spoken by at most this number of speakers.
 NOISE = 0.3
 
 
 def digest(source: str) -> str:
-    """Returns a hash that identifies the content of a generated source.
+    """Returns a hash that identifies the content of a generated source, in place of a file's hash.
 
     Each utterance depends only on the name of its source, on its index and on `VERSION`. A longer
     source therefore begins with the utterances of a shorter one, and both have the same hash. The
@@ -65,7 +66,7 @@ def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
 
 
 def lexicon() -> list[str]:
-    """Returns the distinct words from which generated transcripts are composed."""
+    """Returns the words from which generated transcripts are composed, all different."""
     draw, words = _random("lexicon"), {}
     while len(words) < WORDS:
         letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))
@@ -75,10 +76,11 @@ def lexicon() -> list[str]:
 
 
 def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
-    """Returns features of a spoken transcript, float32 [X, 20].
+    """Returns the features of a generated utterance: the strength of each band in each frame,
+    float32 [X, 20].
 
     Args:
-      transcript: the transcript.
+      transcript: the letters and spaces that are spoken.
       speaker: name of the speaker, which determines the shift of the peaks and the loudness.
       id: name of the utterance, which determines the noise and the durations.
     """
@@ -97,7 +99,7 @@ def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
 def _spectrum(letter: str, shift: float) -> np.ndarray:
     if letter == " ":
         return np.zeros(BANDS)
-    # A letter is a combination of one of three low peaks and one of four high peaks.
+    # Each of the twelve letters combines one of three low peaks with one of four high peaks.
     low, high = divmod(LETTERS.index(letter), 4)
     band = np.arange(BANDS)
     peaks = (3.5 + 2 * low + shift, 10.5 + 2 * high + shift)

@@ -1,4 +1,4 @@
-"""Concatenates short recordings of the same speaker to longer utterances."""
+"""Concatenates short recordings of the same speaker to longer utterances (Speech.join)."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,19 +14,19 @@ Check = Callable[[Utterance], None]
 def join_recordings(
     recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
 ) -> Iterator[Recording]:
-    """Yields utterances that consist of `count` recordings of the same speaker.
+    """Yields recordings that consist of `count` recordings of the same speaker.
 
-    The last utterance of a speaker may consist of fewer recordings. The recordings are first
-    shuffled with a fixed seed, because tables often list the same word by the same speaker in
-    consecutive lines.
+    The last one of a speaker may consist of fewer recordings. The recordings are first shuffled
+    with a fixed seed, because tables often list the same word by the same speaker in consecutive
+    lines. The features are read when `load` of a joined recording is called.
 
     Args:
       recordings: the recordings.
-      count: number of recordings in an utterance.
+      count: number of recordings that are joined to one.
       orders: number of times that all recordings are used, each time in another order. If the order
         were always the same, a model would memorise which recordings follow each other.
-      check: called with every recording that is read; raises an error if the recording may not be
-        used.
+      check: function that is called with each of the original recordings after its features have
+        been read; it raises an error if the recording may not be used.
     """
     single = list(recordings)
     for order in range(orders):
@@ -40,7 +40,9 @@ def join_recordings(
 
 def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
-        """Returns the concatenated features of all recordings, and their sample rate."""
+        """Reads all recordings that are joined; returns their concatenated features and their
+        sample rate.
+        """
         loaded = [part.read() for part in parts]
         if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
             raise DataError(

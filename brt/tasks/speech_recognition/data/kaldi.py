@@ -1,4 +1,8 @@
-"""Reads Kaldi's data directories: tables of utterances, with wav files or archives of features."""
+"""Reads Kaldi's data directories, which list utterances with wav files or archives of features.
+
+Such a directory has the tables `text` (the transcript of each utterance), `wav.scp` (its wav file)
+or `feats.scp` (the place of its features in an archive), and optionally `utt2spk` (its speaker).
+"""
 
 import io
 import os
@@ -27,7 +31,7 @@ def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
 
     Args:
       directory: the data directory.
-      speech: settings of the features of wav files.
+      speech: config section with the settings of the features of wav files.
 
     Raises:
       DataError: a table is missing or lacks an utterance, or wav.scp contains commands.
@@ -48,7 +52,9 @@ def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray
 
 
 def files(directory: Path) -> list[Path]:
-    """Returns the paths of a data directory's tables and of the files that they name."""
+    """Returns the paths of a data directory's tables, and of the wav files or archives of features
+    that the tables name.
+    """
     existing = [directory / name for name in TABLES if (directory / name).exists()]
     archived = scp(directory).name == "feats.scp"
     named = {where.rpartition(":")[0] if archived else where for where in audio(directory).values()}
@@ -56,9 +62,9 @@ def files(directory: Path) -> list[Path]:
 
 
 def scp(directory: Path) -> Path:
-    """Returns the path of the table that locates the audio of utterances.
+    """Returns the path of the table that says where the sound or the features of utterances are.
 
-    It is feats.scp if that file exists, otherwise wav.scp.
+    The result is feats.scp if this file exists, otherwise wav.scp.
 
     Raises:
       DataError: neither file exists.
@@ -70,10 +76,10 @@ def scp(directory: Path) -> Path:
 
 
 def audio(directory: Path) -> dict[str, str]:
-    """Returns where the data of each utterance are.
+    """Returns the place of the sound or the features of each utterance, by the utterance's id.
 
-    They are the path of a wav file if the directory has a wav.scp, and ARCHIVE:POSITION, the place
-    of computed features in a file, if it has a feats.scp.
+    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
+    feats.scp, otherwise the path of a wav file.
 
     Raises:
       DataError: wav.scp or feats.scp contains commands, or the utterances are segments of wav
@@ -96,10 +102,10 @@ def audio(directory: Path) -> dict[str, str]:
 
 
 def table(path: Path) -> dict[str, str]:
-    """Returns the values of a table by key.
+    """Returns the values of a table by key, such as transcripts by the ids of utterances.
 
-    The first word of each line is the key, the rest of the line the value. A line feed ends a line;
-    blanks and tabs separate words.
+    The first word of each line is the key, and the rest of the line is the value. A line feed ends
+    a line; spaces, tabs and carriage returns separate words.
 
     Raises:
       DataError: the file is missing or not UTF-8, or a key occurs twice.
@@ -116,10 +122,10 @@ def table(path: Path) -> dict[str, str]:
 
 
 def matrix(where: str) -> np.ndarray:
-    """Reads a matrix of floats from an archive of features.
+    """Returns a matrix of floats, float32 or float64 [frames, features], from an archive.
 
     Args:
-      where: location of the matrix, ARCHIVE:POSITION.
+      where: the place of the matrix, ARCHIVE:POSITION, a path and a byte offset.
 
     Raises:
       DataError: there is no matrix at this location, or the matrix is compressed.

@@ -1,7 +1,8 @@
-"""Prepares the speech that the config section Speech names: stores of utterances in the cache.
+"""Prepares utterances with their transcripts, which the config section Speech names.
 
-The object that encodes transcripts is a vocabulary (vocabulary.json), the tokens of the training
-transcripts.
+The features of utterances are computed or read, normalised, and written to a directory of the
+cache, which has a store (`SpeechStore`) for each split. Transcripts are encoded with a vocabulary,
+which consists of the tokens of the training transcripts and is saved in vocabulary.json.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
-    """Prepared utterances that are opened for reading: directory, vocabulary, and a store for each
-    split.
+    """Prepared utterances that are opened for reading: their directory, their vocabulary, and a
+    `SpeechStore` for each split.
     """
 
     rows = "utterances"
@@ -36,12 +37,12 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
     @property
     def rate(self) -> int:
-        """Sample rate of the wav files in Hz; 0 if features were read."""
+        """Sample rate of the training wav files in Hz; 0 if not known, as for files of features."""
         return self.split("train").rate
 
     @property
     def longest(self) -> int:
-        """Number of frames of the longest utterance of all splits."""
+        """Number of frames that a model reads of the longest utterance of all opened splits."""
         return max(int(store.lengths.max()) for store in self.splits.values())
 
 
@@ -71,11 +72,15 @@ class SpeechPreparation(Preparation):
         super().__init__(section, progress)
         # All utterances must have the number of features and the sample rate of the first one.
         self._first: Utterance | None = None
-        # The keys are hashes of the utterances read so far, and the values are their splits.
+        # The keys are hashes of the utterances read so far, and the values are the names of their
+        # splits.
         self._seen: dict[bytes, str] = {}
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of all files of some sources, given the names of the sources."""
+        """Returns the hashes of all files of some sources, given the names of the sources.
+
+        By the hashes, the cache finds out whether the files have been prepared before.
+        """
         return sources.hashes(names)
 
     def left_out(self, name: str) -> str:
@@ -83,7 +88,7 @@ class SpeechPreparation(Preparation):
         return sources.left_out(name)
 
     def load(self, name: str) -> Vocabulary:
-        """Returns the vocabulary that a file contains."""
+        """Returns the vocabulary that the file with the path `name` contains."""
         return Vocabulary.load(Path(name))
 
     def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
@@ -91,9 +96,10 @@ class SpeechPreparation(Preparation):
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Accepts all sources, even if several splits have a file in common.
+        """Accepts all sources; the base class would refuse a file that two splits have in common.
 
-        A table may list the files of all splits. `_refuse_shared` compares the utterances instead.
+        A table, for example, may list the wav files of all splits. Instead of files, the utterances
+        of the splits are compared when the splits are written.
 
         Args:
           hashes: hashes of the files of each split; not used.
@@ -156,7 +162,7 @@ class SpeechPreparation(Preparation):
                     f"{utterance.file} has {utterance.rate} samples a second where {first.file} "
                     f"has {first.rate}; convert one of them"
                 )
-            # If features instead of wav files were read, the sample rate is unknown and set to 0.
+            # Files of features do not contain a sample rate, so the rate of their utterances is 0.
             wanted_rate = self.section.sample_rate
             if wanted_rate and utterance.rate not in (0, wanted_rate):
                 raise DataError(
@@ -177,7 +183,11 @@ class SpeechPreparation(Preparation):
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
-        """Returns the text that assigns a recording to a split: its id and its transcript."""
+        """Returns the id and the transcript of a recording as one text.
+
+        If validation or test utterances are held out of the training data, a hash of this text
+        decides which utterances are held out.
+        """
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
@@ -199,7 +209,7 @@ class SpeechPreparation(Preparation):
             return {}
 
         def check_speakers(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
-            """Yields the utterances unchanged; raises DataError if a speaker is not known."""
+            """Yields the utterances unchanged; raises DataError if an utterance has no speaker."""
             for utterance in utterances:
                 if not utterance.speaker:
                     raise DataError(
@@ -221,7 +231,7 @@ class SpeechPreparation(Preparation):
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
         """Raises DataError for speech that is in two splits, which would distort evaluations."""
         if not utterance.features.any():
-            return  # Silence is not compared, because different silent utterances may be equal.
+            return  # Silence is not compared: it may have the same features in many utterances.
         content = utterance.transcript.encode() + utterance.features.tobytes()
         other = self._seen.setdefault(hashlib.sha256(content).digest(), split)
         if other != split:
@@ -232,8 +242,8 @@ class SpeechPreparation(Preparation):
 
 
 def described(opened: SpeechStore) -> str:
-    """Returns a line that tells the user the numbers of utterances, minutes and tokens of a store
-    that is opened.
+    """Returns a line that tells the user how many utterances, minutes and tokens an opened store
+    has, and how many features a frame has.
     """
     m = opened.manifest
     return (

@@ -1,4 +1,7 @@
-"""Reads and hashes the sources of speech; `brt.config.Speech` describes the names of sources."""
+"""Reads and hashes the sources of speech: files of several kinds, and generated utterances.
+
+The docstring of the class `brt.config.Speech` lists the kinds and their names in the config.
+"""
 
 import hashlib
 import json
@@ -15,11 +18,11 @@ from brt.tasks.speech_recognition.data.utterances import Recording
 
 
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
-    """Yields the utterances of all sources in order.
+    """Yields the utterances of all sources in order; the features of each are read later.
 
     Args:
       names: names of the sources; see `brt.config.Speech`.
-      speech: settings of the features.
+      speech: config section with the settings of the features.
 
     Raises:
       DataError: a source does not exist, is of an unknown kind, or contains invalid files.
@@ -36,7 +39,11 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
 
 
 def hashes(names: Sequence[str]) -> list[FileHash]:
-    """Returns the name, size and hash of every file of some sources."""
+    """Returns the name, size and hash of every file of some sources, given the sources' names.
+
+    A table of wav files has a further entry with the hash of its selected rows, and a generated
+    source has an entry instead of files.
+    """
     file_hashes = []
     for name in names:
         if name.startswith(made_up.PREFIX):
@@ -51,7 +58,10 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 
 def left_out(name: str) -> str:
-    """Returns a sentence about the files of a directory that are not read; "" if all are read."""
+    """Returns a sentence about the files in a source that are not read; "" if all are read.
+
+    `name` is the name of the source. Only a directory can contain files that are not read.
+    """
     path = untrusted.user_path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 

@@ -2,10 +2,11 @@
 
 A store is a directory with these files:
 
-    features.bin    little-endian float32: the frames that a model reads, row after row
-    rows.npz        the offset of each row in features.bin, its tokens, and its number of frames
-                    before stacking; ids, speakers and transcripts as a JSON list in UTF-8
-    manifest.json   written last: sources, rejected rows, hashes
+    features.bin    little-endian float32: the frames that a model reads, utterance after utterance
+    rows.npz        for each utterance, its offset in features.bin, the tokens of its transcript,
+                    and its number of frames before frames were stacked; ids, speakers and
+                    transcripts are JSON lists in UTF-8
+    manifest.json   written last: counts, form of the frames, utterances that were left out, hashes
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class SpeechStore(RowStore):
 
     Attributes:
       values: features of all frames of each row, concatenated, float32 [frames * width].
-      targets: ids of each row's transcript, int32 [T]; empty for an empty transcript.
+      targets: token ids of each row's transcript, int32 [T]; empty for an empty transcript.
       frames: int64 [rows], number of frames of each row before frames were stacked.
       speakers: name of each row's speaker; "" if it is not known.
       transcripts: text of each row's transcript.
@@ -68,21 +69,21 @@ class SpeechStore(RowStore):
 
     @property
     def written_with(self) -> str:
-        """Fingerprint of the vocabulary that encoded the transcripts."""
+        """Fingerprint (a hash) of the vocabulary that encoded the transcripts."""
         return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
-        """Returns the features of a row, float32 [X, width]."""
+        """Returns the features of the row with the index `row`, float32 [frames, width]."""
         return self.values[row].reshape(-1, self.width)
 
     @property
     def width(self) -> int:
-        """Number of features of a frame."""
+        """Number of features of a frame that a model reads."""
         return self.manifest["width"]
 
     @property
     def rate(self) -> int:
-        """Sample rate of the wav files in Hz; 0 if unknown or if features were read."""
+        """Sample rate of the wav files in Hz; 0 if it is not known, as for files of features."""
         return self.manifest.get("rate", 0)
 
     @property
@@ -92,12 +93,12 @@ class SpeechStore(RowStore):
 
     @property
     def seconds(self) -> np.ndarray:
-        """Duration of each row, float64 [rows]."""
+        """Duration of each utterance in seconds, float64 [rows]."""
         return self.frames * (self.manifest["shift_ms"] / 1000)
 
     @property
     def transcript_bytes(self) -> int:
-        """Number of bytes of all transcripts in UTF-8."""
+        """Total number of bytes of all transcripts in UTF-8."""
         return sum(len(text.encode()) for text in self.transcripts)
 
 

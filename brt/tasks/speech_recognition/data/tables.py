@@ -1,4 +1,7 @@
-"""Reads tables of wav files: .tsv files with a header and a line for each wav file."""
+"""Reads tables of wav files: .tsv files with a line for each wav file.
+
+The header names the columns `file` and `transcript`, and optionally `speaker` and `split`.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +20,7 @@ NEEDED = ("file", "transcript")
 def parse(source: str) -> tuple[Path, str]:
     """Returns the path and the split in the name of a source, PATH.tsv[:SPLIT].
 
-    The split is "" if the name has none, which stands for all rows.
+    The split selects rows of the table. It is "" if the source is the whole table.
     """
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
@@ -29,7 +32,7 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
     Args:
       source: name of the source, PATH.tsv[:SPLIT].
-      speech: settings of the features.
+      speech: config section with the settings of the features.
 
     Raises:
       DataError: the table cannot be read, lacks a column, or has no such split.
@@ -44,12 +47,20 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
 
 def files(source: str) -> list[Path]:
-    """Returns the paths of the wav files that the rows of a source name."""
+    """Returns the paths of the wav files that the rows of a source, PATH.tsv[:SPLIT], name."""
     return [parse(source)[0].parent / row["file"] for row in rows(source)]
 
 
 def rows(source: str) -> list[dict[str, str]]:
-    """Returns the rows of a source; a row is a dict from the names of columns to values."""
+    """Returns the rows of a table; a row is a dict from the names of columns to values.
+
+    Args:
+      source: name of the source, PATH.tsv[:SPLIT]; SPLIT selects the rows with this value in the
+        column `split`.
+
+    Raises:
+      DataError: the table cannot be read, lacks a column, or has no such split.
+    """
     path, split = parse(source)
     lines = contents.small_text(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]

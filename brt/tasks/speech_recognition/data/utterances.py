@@ -1,4 +1,7 @@
-"""Utterances and recordings, which all readers of speech yield."""
+"""Classes for utterances before (`Recording`) and after (`Utterance`) their features are read.
+
+The modules that read the different kinds of files yield recordings.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,15 +15,15 @@ Features = Float[np.ndarray, "X F"]
 
 
 class Utterance(NamedTuple):
-    """Features of an utterance, and its transcript.
+    """An utterance: the features of spoken text, and its transcript.
 
     Attributes:
-      file: file of the utterance, for messages.
+      file: file that contains the utterance, for messages.
       id: name of the utterance.
       speaker: name of the speaker; "" if unknown.
       transcript: the spoken words.
       features: float32 [X, F], F features of each of X frames; X may be 0.
-      rate: sample rate of the wav file in Hz; 0 if a file of features was read.
+      rate: sample rate of the wav file in Hz; 0 if features were read instead of a wav file.
     """
 
     file: str
@@ -36,8 +39,8 @@ class Recording(NamedTuple):
 
     Attributes:
       file, id, speaker, transcript: see `Utterance`.
-      load: function that returns features [X, F] of any float type, and the sample rate or 0. It
-        raises DataError if the file is invalid.
+      load: function that reads and returns the features [X, F], numbers of any type, and the
+        sample rate in Hz or 0. The function raises DataError if the file is invalid.
     """
 
     file: str
@@ -47,7 +50,11 @@ class Recording(NamedTuple):
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:
-        """Returns the utterance with its features; raises DataError if they are not finite."""
+        """Reads the features and returns the utterance; spaces in the transcript are normalised.
+
+        Raises:
+          DataError: the file is invalid, or a feature is not finite.
+        """
         features, rate = self.load()
         features = np.asarray(features, np.float32)
         if not np.isfinite(features).all():

@@ -12,28 +12,33 @@ from jaxtyping import Int
 from brt import untrusted
 from brt.errors import DataError
 
-# This token has the id 0. It stands for tokens of held-out transcripts that do not occur in
-# training.
+# This token, whose id is 0, stands for tokens of held-out transcripts that do not occur in the
+# training transcripts.
 UNKNOWN = "\ufffd"
 
 Unit = Literal["characters", "words"]
 
 
 def units(transcript: str, unit: Unit) -> list[str]:
-    """Returns the tokens of a transcript: its characters or its words, as `unit` says."""
+    """Returns the tokens of a transcript: its characters or its words, depending on `unit`."""
     return list(transcript) if unit == "characters" else transcript.split()
 
 
 class Vocabulary:
-    """Maps tokens to ids: `UNKNOWN` is 0, and the other tokens follow. CTC's blank has no id here.
+    """Maps the tokens of transcripts to ids, and ids to tokens.
+
+    The id of `UNKNOWN` is 0, and the ids of the other tokens are 1, 2, ... The blank of CTC is not
+    a part of the vocabulary.
 
     Args:
-      unit: "characters" or "words".
-      tokens: the tokens, in the order of their ids.
+      unit: "characters" or "words", which says what a token is.
+      tokens: the tokens except for `UNKNOWN`, in the order of their ids.
 
     Attributes:
+      unit: see above.
+      tokens: all tokens, including `UNKNOWN`, in the order of their ids.
       name: name of the vocabulary for messages.
-      fingerprint: sha256 of everything that determines the ids.
+      fingerprint: SHA-256 of everything that determines the ids.
     """
 
     def __init__(self, unit: Unit, tokens: Iterable[str]):
@@ -55,7 +60,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Returns a saved vocabulary; raises DataError if the file is damaged."""
+        """Returns the vocabulary in a file; raises DataError if it is missing or damaged."""
         try:
             saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
@@ -66,7 +71,7 @@ class Vocabulary:
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file that `load` reads."""
+        """Name and content of a file from which `load` can read this vocabulary."""
         saved = {"unit": self.unit, "tokens": self.tokens[1:]}
         return "vocabulary.json", json.dumps(saved).encode()
 
@@ -76,11 +81,13 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
-        """Returns the int32 ids of a transcript."""
+        """Returns the ids of a transcript's tokens, int32 [T]; unknown tokens have the id 0."""
         ids = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
         return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the transcript of ids; ids beyond the vocabulary become `UNKNOWN`."""
+        """Returns the transcript with these token ids; ids above the largest id of the vocabulary
+        become `UNKNOWN`.
+        """
         tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
         return ("" if self.unit == "characters" else " ").join(tokens)
