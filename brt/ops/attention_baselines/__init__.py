@@ -1,4 +1,4 @@
-"""Baselines of clustered attention: oracle and hashed attention."""
+"""Attention methods that clustered attention is compared with: oracle top-k and Reformer."""
 
 from brt.ops.attention_baselines.api import attend_in_chunks as attend_in_chunks
 from brt.ops.attention_baselines.api import bucket_ids as bucket_ids

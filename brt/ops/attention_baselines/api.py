@@ -1,14 +1,14 @@
-"""Baselines of clustered attention.
+"""Attention methods that clustered attention is compared with: oracle top-k and Reformer.
 
-`oracle_top_k` attends from each query to its best keys. `reformer` is attention with
-locality-sensitive hashing (Kitaev et al. 2020, section 2).
+With `oracle_top_k`, each query attends only to the keys with its largest logits. `reformer` is
+attention with locality-sensitive hashing (Kitaev et al. 2020, section 2).
 
-Reformer's keys are the normalized queries. A round sorts tokens by the bucket that random planes
-hash them to, and splits them into chunks; a token sees its chunk and the one before. As in the code
-of the paper on clustered attention (Vyas et al. 2020), and unlike Kitaev's, nothing is before the
-first chunk, buckets only determine the order (a chunk may span several), and all rounds have equal
-weight. Which tokens share a chunk depends on the complete sequence, so a causal mask alone does not
-make the attention causal.
+Reformer's keys are the normalized queries. A round of hashing assigns each token to a bucket by
+random planes, sorts the tokens by bucket, and splits the sorted tokens into chunks. A token sees
+its own chunk and the chunk before. As in the code of the paper on clustered attention (Vyas et al.
+2020), and unlike Kitaev's, nothing is before the first chunk, buckets only determine the order (a
+chunk may span several), and all rounds have equal weight. Which tokens share a chunk depends on the
+complete sequence, so a causal mask alone does not make the attention causal.
 
 In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
 of a head, R of rounds, P of planes of a round (half its buckets), and N of chunks of C tokens.
@@ -55,11 +55,11 @@ def oracle_top_k(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over its own `count` best keys, in the dtype of
-    `values`.
+    """Returns the attention output of every query over the `count` keys with the query's largest
+    logits, in the dtype of `values`.
 
-    This is "oracle-top" in section 4.1 of Vyas et al. 2020. The best keys have the largest logits.
-    Keys that tie with the last of them are included, so the order of the keys does not matter. A
+    This is "oracle-top" in section 4.1 of Vyas et al. 2020. If several keys have the same logit as
+    the last of these keys, all of them are included, so the order of the keys does not matter. A
     query that sees at most `count` keys gets the result of ordinary attention.
 
     Args:
@@ -67,10 +67,10 @@ def oracle_top_k(
       keys: the keys.
       values: the values.
       valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      dropout: dropout of the weights [B, H, T, X].
-      count: the number of best keys.
+      dropout: dropout of the attention weights [B, H, T, X]; None for no dropout.
+      count: the number of keys that a query attends to.
       scale: factor of the logits q.k.
-      causal: True hides later tokens.
+      causal: True hides the keys of later tokens from a query.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
     """
@@ -100,8 +100,8 @@ def random_planes(
 def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int[Array, "R B H T"]:
     """Returns the bucket of each vector in each round, int32 in [0, 2P).
 
-    The bucket is the index of the plane that the vector is farthest from, plus P if the vector lies
-    on the negative side of this plane.
+    The bucket is the index of the plane whose normal vector has the dot product of largest
+    magnitude with the vector, plus P if this dot product is negative.
 
     Args:
       x: the vectors, one for each token and head.
@@ -137,7 +137,7 @@ def reformer(
       values: the values.
       valid: False for padding, which no query sees.
       planes: the planes of all rounds, from `random_planes`.
-      dropout: dropout of each round's weights.
+      dropout: dropout of each round's attention weights; None for no dropout.
       chunk: the number of tokens of a chunk.
       scale: factor of the logits q.k, with k = q / |q|.
       attend_to_self: False lets a token see itself only if it sees nothing else.
@@ -166,22 +166,23 @@ def attend_in_chunks(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of attention within chunks of tokens that have been sorted by bucket.
+    """Returns the output of Reformer's attention for buckets that are already known.
 
-    Tokens of one bucket stay in the order of their positions. A token sees its own chunk and the
-    chunk before it. The results of all rounds are averaged.
+    In each round, the tokens are sorted by bucket and split into chunks. Tokens of one bucket stay
+    in the order of their positions. A token sees its own chunk and the chunk before it. The results
+    of all rounds are averaged.
 
     Args:
       queries: unscaled queries, which are also the keys after normalization.
       values: the values.
       valid: False for padding, which no query sees. A query that sees no key gets zeros.
       ids: int32, the bucket of every token in each of R rounds.
-      dropout: dropout of each round's weights [B, H, N, C, 2C].
+      dropout: dropout of each round's attention weights [B, H, N, C, 2C]; None for no dropout.
       chunk: C, the number of tokens of a chunk; T need not be a multiple of C.
       scale: factor of the logits q.k, with k = q / |q|.
       attend_to_self: False lets a token see itself only if it sees nothing else (Kitaev, section
         2).
-      causal: True masks later tokens; the chunks still depend on them.
+      causal: True hides later tokens from a token. The sorting still depends on later tokens.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 

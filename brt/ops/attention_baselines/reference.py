@@ -1,4 +1,6 @@
-"""Reference implementation of the baselines: all T x X logits, most of them masked.
+"""Reference implementation of oracle top-k attention and of Reformer's attention.
+
+All logits of T queries and X keys are computed, and most of them are masked.
 
 In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
 of a head, and R of rounds of hashing.
@@ -22,7 +24,8 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over its `count` best keys.
+    """Returns the attention output of every query over the `count` keys with the query's largest
+    logits.
 
     A key is included if fewer than `count` keys have a larger logit.
 
@@ -31,9 +34,9 @@ def oracle_top_k(
       keys, values: the keys and the values.
       valid: False for padding, which no query sees.
       dropout: None, because dropout is not supported.
-      count: the number of best keys.
+      count: the number of keys that a query attends to.
       scale: factor of the logits.
-      causal: True hides later tokens.
+      causal: True hides the keys of later tokens from a query.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
@@ -53,14 +56,15 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
-    rounds.
+    """Returns the output of Reformer's attention, averaged over R rounds of hashing.
 
-    A token sees its own chunk and the chunk before it. Nothing is sorted: the chunk of a token
-    follows from the number of tokens before it in the order of buckets.
+    A chunk consists of `chunk` successive tokens in the order of their buckets. A token sees its
+    own chunk and the chunk before it. This implementation does not sort the tokens. Instead, it
+    counts how many tokens come before a token in the order of buckets, which determines the token's
+    chunk.
 
     Args:
-      queries: unscaled queries; normalized to length 1, they are the keys as well.
+      queries: unscaled queries, which are also the keys after normalization to length 1.
       values: the values.
       valid: False for padding, which no query sees.
       ids: the bucket of each token in each round.
@@ -68,7 +72,7 @@ def attend_in_chunks(
       chunk: the number of tokens of a chunk.
       scale: factor of the logits.
       attend_to_self: False lets a token see itself only if it sees nothing else.
-      causal: True hides later tokens.
+      causal: True hides later tokens from a token.
     """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]

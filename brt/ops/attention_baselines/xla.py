@@ -1,4 +1,7 @@
-"""The baselines in plain XLA: oracle top-k with all logits, Reformer with sorted chunks.
+"""Oracle top-k attention and Reformer's attention in plain XLA.
+
+Oracle top-k computes all logits. Reformer sorts the tokens by bucket, splits them into chunks, and
+computes the logits of each chunk's queries for the keys of the chunk and of the chunk before.
 
 In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
 of a head, R of rounds of hashing, and N of chunks of C tokens.
@@ -30,7 +33,8 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over its `count` best keys.
+    """Returns the attention output of every query over the `count` keys with the query's largest
+    logits.
 
     All [B, H, T, X] logits exist at once.
 
@@ -38,10 +42,10 @@ def oracle_top_k(
       queries: unscaled queries.
       keys, values: the keys and the values.
       valid: False for padding, which no query sees.
-      dropout: dropout of the weights; None for no dropout.
-      count: the number of best keys.
+      dropout: dropout of the attention weights; None for no dropout.
+      count: the number of keys that a query attends to.
       scale: factor of the logits.
-      causal: True hides later tokens.
+      causal: True hides the keys of later tokens from a query.
     """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(
@@ -67,11 +71,13 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of attention within chunks of the tokens sorted by bucket, averaged over
-    rounds of hashing (Reformer).
+    """Returns the output of Reformer's attention, averaged over R rounds of hashing.
+
+    The tokens are sorted by bucket and split into chunks. A token sees its own chunk and the chunk
+    before it.
 
     Args:
-      queries: the queries; normalised to length 1, they are the keys as well.
+      queries: unscaled queries, which are also the keys after normalization to length 1.
       values: the values.
       valid: False for padding, which no query sees.
       ids: the bucket of each token in each round.
@@ -79,7 +85,7 @@ def attend_in_chunks(
       chunk: the number of tokens of a chunk.
       scale: factor of the logits.
       attend_to_self: False lets a token see itself only if it sees nothing else.
-      causal: True hides later tokens.
+      causal: True hides later tokens from a token.
     """
     tokens = queries.shape[1]
     more = -tokens % chunk
@@ -116,7 +122,8 @@ def _round(
     sorted_valid = jnp.take_along_axis(valid[:, None], order, axis=-1)
     mask = _with_previous(_chunks(sorted_valid, chunk))[..., None, :]
     place = _chunks(order, chunk)
-    # The axes of `offset` are [B, H, N, query, key].
+    # Entry [row, head, chunk, query, key] of `offset` is the position of the key in the sequence
+    # minus the position of the query.
     offset = _with_previous(place)[..., None, :] - place[..., None]
     if causal:
         mask &= offset <= 0
@@ -135,8 +142,8 @@ def _chunks(x: Array, chunk: int) -> Array:
 
 
 def _with_previous(x: Array) -> Array:
-    """Returns [B, H, N, 2C, ...], each chunk after the chunk before it; the first one
-    after zeros.
+    """Returns [B, H, N, 2C, ...]: the previous chunk before each chunk, and zeros before the first
+    chunk.
     """
     previous = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), x[:, :, :-1]], axis=2)
     return jnp.concatenate([previous, x], axis=3)

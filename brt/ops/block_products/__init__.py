@@ -1,4 +1,4 @@
-"""Matrix products of the few rows of a block with weights.
+"""Matrix products of the few rows (tokens) of a block with weight arrays, called kernels.
 
 `shared_input_matmul` multiplies one input with several kernels. `summed_matmul` adds up the
 products of several inputs, each with its own kernel.

@@ -1,7 +1,7 @@
-"""Selection of the implementation of block products: matrix products of the few rows of a block.
+"""Matrix products of the few rows (tokens) of a block with weight arrays, called kernels.
 
-In shapes, *R or *rows stands for the axes of the rows, and C is the size of the axis that all
-kernels share.
+This module selects the implementation of each product. In shapes, *R or *rows stands for the axes
+of the rows, and C is the size of the axis that all kernels share.
 """
 
 from collections.abc import Sequence
@@ -50,19 +50,21 @@ def shared_input_matmul(
     where: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """Returns the products of x with several kernels, in the dtype of x.
+    """Returns the products of x with several kernels (weight arrays), in the dtype of x.
 
-    One call reads x once for all kernels.
+    One call for all kernels lets an implementation read x once instead of once for each kernel.
 
     Args:
-      x: [*rows, C].
+      x: the input [*rows, C].
       kernels: a sequence of kernels, each [C, *outputs], or [*outputs, C] if `transposed`; or one
         array with all kernels stacked on axis 0.
       transposed: True if the last axis of each kernel, not the first, is multiplied with x.
-      relu: True returns max(product, 0), converted by `dispatch.output_residual` to a value that
-        rematerialized layers save. Only forward rules of custom derivatives pass True.
-      where: [*rows, *outputs]; a result is 0 where the entry of `where` is not positive. None keeps
-        all results.
+      relu: True returns max(product, 0) and marks the result by `dispatch.output_residual`, so that
+        rematerialized layers (`jax.checkpoint`) can save it. Only forward rules of `jax.custom_vjp`
+        pass True.
+      where: [*rows, *outputs], an array in the shape of a product. Each product is set to 0 where
+        the entry of `where` is not positive, as in the backward pass of a ReLU. None changes
+        nothing.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 
@@ -91,22 +93,22 @@ def summed_matmul(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R C"]:
-    """Returns the sum of the products of each input with its kernel.
+    """Returns the sum of the products of each input with its kernel (weight array).
 
     Args:
       xs: the inputs, each [*rows, *inputs].
       kernels: a sequence of kernels, each [*inputs, C], or [C, *inputs] if `transposed`; or one
         array with all kernels stacked on axis 0.
       transposed: True if the first axis of each kernel, not the last, is the output. Only backward
-        rules of custom derivatives pass True.
-      as_bits: True if the inputs are integers with the bits of the numbers, as
-        `dispatch.output_residual` stores them.
+        rules of `jax.custom_vjp` pass True.
+      as_bits: True if the inputs are floating-point results of `dispatch.output_residual`, which
+        stores arrays as integers with the same bits. The TPU kernel then reads these integers.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 
     Returns:
-      The sum [*rows, C] in the inputs' dtype. If `transposed` is False, the sum is converted by
-      `dispatch.output_residual` to a value that rematerialized layers save.
+      The sum [*rows, C] in the inputs' dtype. If `transposed` is False, the sum has a name
+      (`checkpoint_name`) by which rematerialized layers can save it.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.

@@ -1,9 +1,12 @@
-"""Products of a block's rows on TPUs, with several kernels at once and heads first.
+"""Products of a block's rows (tokens) with weight arrays, as Pallas kernels for TPUs.
 
-For a few hundred rows, compiled products take up to three times as long as their multiplications,
-because there is one product for each kernel and each waits for its operands. Here, a step of the
-grid computes a tile of all kernels while the tile for the next step is fetched. The rows of a head
-lie together, as attention reads and writes them.
+For a few hundred rows, the products that XLA compiles take up to three times as long as their
+multiplications, because there is one product for each weight array and each product waits for its
+operands. Here, one step of the grid computes a tile of the products with all weight arrays, while
+the operands of the next step are fetched. The inputs or outputs that are divided into heads have
+the axis of heads before the axis of rows, as in the kernels of attention.
+
+Arguments named `kernels` are weight arrays, not Pallas kernels.
 
 In shapes, B is the number of lanes (rows of the batch), R of rows of a lane, and C the size of the
 axis that all kernels share.
@@ -25,19 +28,20 @@ from brt.ops.block_products.reference import Kernels
 from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
-# "Kernels" in this file are weight arrays. A tile of `shared_input_matmul` has at most this many
-# columns, counted over all these arrays.
+# A tile of `shared_input_matmul` has at most this many output columns, added up over all weight
+# arrays.
 _COLUMNS = 512
 # An output tile of `summed_matmul` has one of these numbers of columns.
 _TILES = 256, LANES
 # The estimate of the VMEM that `summed_matmul` needs assumes that the compiler keeps at most this
-# many float32 arrays of the size of an output tile in VMEM at once, such as partial sums.
+# many intermediate results, such as partial sums, in VMEM at once. Each is a float32 array of the
+# size of an output tile.
 _SUMS = 8
 
 
 def shared_input_refusal(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:
-    """Returns the reason why the kernel of `shared_input_matmul` does not support these inputs, or
-    None if it does.
+    """Returns the reason why `shared_input_matmul` does not support these inputs, or None if it
+    does.
 
     The arguments are the same as for `shared_input_matmul`.
     """
@@ -65,15 +69,16 @@ def shared_input_matmul(
     where: Array | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, ...]:
-    """Returns the products of x with several kernels, one array [B, R, *outputs] for each.
+    """Returns the products of x with several weight arrays, one array [B, R, *outputs] for each
+    weight array.
 
     Args:
       x: the input, whose last axis the products sum over.
-      kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
-      transposed: True if the products sum over the last axis of the kernels.
-      relu: True returns max(product, 0) as values that rematerialized layers save.
-      where: an array of the shape of a product; products are kept where it is above 0, and are 0
-        elsewhere. None keeps all.
+      kernels: the weight arrays, [C, *outputs] or, if `transposed`, [*outputs, C].
+      transposed: True if the products sum over the last axis of the weight arrays.
+      relu: True returns max(product, 0), named so that rematerialized layers can save the result.
+      where: an array in the shape of a product; each product is set to 0 where the entry of `where`
+        is not positive. None changes nothing.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     count, (lanes, rows, narrow) = len(kernels), x.shape
@@ -81,10 +86,15 @@ def shared_input_matmul(
     heads, columns = wide.tile
 
     def output_index(i: Any, lane: Any) -> tuple:
-        """Returns the position of the output's block in the step for tile i of a lane.
+        """Returns the index of the output's block that a step of the grid writes, for a Pallas
+        `BlockSpec`.
 
-        The output is an array [A, B, H, R, K]: each row has A groups of H heads with K numbers. The
-        position has an entry for each axis.
+        The output is an array [A, B, H, R, K], in which each row has A groups of H heads with K
+        numbers. The index has an entry for each of these axes.
+
+        Args:
+          i: the index of the step's tile of columns.
+          lane: the index of the step's lane.
         """
         a, h, k = wide.place(i)
         return a, lane, h, 0, k
@@ -119,7 +129,9 @@ def _shared_input_kernel(
     x: Any, kernels: list[Any], masks: list[Any] | None, outputs: list[Any], *, axes: tuple,
     relu: bool,
 ) -> None:  # fmt: skip
-    """Computes the products; masks and relu's residuals are bits."""
+    """Computes a tile of all products. Masks, and outputs with `relu`, contain the bits of
+    floating-point numbers as integers.
+    """
     for kernel, output in zip(kernels, outputs, strict=True):
         for head in range(kernel.shape[0]):
             product = dot_float32(x[...], kernel[head], axes)
@@ -134,8 +146,7 @@ def _shared_input_kernel(
 def summed_refusal(
     xs: Sequence[Array], kernels: Kernels, *, transposed: bool, **_: Any
 ) -> str | None:
-    """Returns the reason why the kernel of `summed_matmul` does not support these inputs, or None
-    if it does.
+    """Returns the reason why `summed_matmul` does not support these inputs, or None if it does.
 
     The arguments are the same as for `summed_matmul`.
     """
@@ -148,8 +159,8 @@ def summed_refusal(
 
 
 def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int) -> int:
-    """Returns the bytes of VMEM for all rows of the wide side, a tile of its weights, and the
-    output.
+    """Returns the bytes of VMEM that `summed_matmul` needs for the inputs of a lane, a tile of the
+    weight arrays, and a tile of the output.
     """
     size = sum(wide.padded_size for wide in wides)
     return 2 * size * (_buffers(rows[0]) * rows[1] + 2 * columns) + _SUMS * 4 * rows[1] * columns
@@ -175,13 +186,14 @@ def summed_matmul(
     as_bits: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B R C"]:
-    """Returns the sum of the products of each input with its kernel, [B, R, C].
+    """Returns the sum [B, R, C] of the products of each input with its weight array.
 
     Args:
       xs: the inputs, each [B, R, *inputs].
-      kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
-      transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: True if the inputs are integers with the bits of the numbers.
+      kernels: the weight arrays, [*inputs, C] or, if `transposed`, [C, *inputs].
+      transposed: True if the first axis of each weight array, not the last, is the output.
+      as_bits: True if the inputs are floating-point results of `dispatch.output_residual`, which
+        stores arrays as integers with the same bits. The kernel then reads these integers.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
@@ -191,10 +203,10 @@ def summed_matmul(
     steps = narrow // columns
 
     def all_heads_spec(wide: Wide) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads all heads of one lane (index along B) of
-        an input.
+        """Returns the block spec with which a step of the grid reads an input [A, B, H, R, K].
 
-        The input has the shape [A, B, H, R, K] and the layout `wide`.
+        A step reads the rows of all A * H heads of one lane (index along B). `wide` has the sizes
+        of A, H and K.
         """
         shape = wide.groups, None, wide.heads, rows[1], wide.width
         return pl.BlockSpec(
@@ -202,7 +214,8 @@ def summed_matmul(
         )
 
     def by_head(x: Array, wide: Wide) -> Array:
-        """Returns an input x [B, R, *inputs] as an array [A, B, H, R, K], whose layout is `wide`.
+        """Returns an input x [B, R, *inputs] as an array [A, B, H, R, K], where `wide` has the
+        sizes of A, H and K.
 
         If `as_bits` is True, the result has integers with the same bits as the numbers of x.
         """
@@ -230,7 +243,9 @@ def _summed_kernel(
     xs: list[Any], kernels: list[Any], output: Any, *, axes: tuple, dtype: jnp.dtype
 ) -> None:
     def as_numbers(x: Array) -> Array:
-        """Returns x unchanged, or the floating-point numbers whose bits the integers x contain."""
+        """Returns x if x has floating-point numbers. If x has integers, returns the floating-point
+        numbers with the same bits.
+        """
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 
     total = functools.reduce(

@@ -1,4 +1,4 @@
-"""Reference implementation of block products: matrix products of the few rows of a block.
+"""Reference implementation of the products of a block's rows (tokens) with weight arrays (kernels).
 
 In shapes, *R stands for the axes of the rows, C is the size of the axis that all kernels share, and
 P is the number of kernels.
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Kernels are given as a sequence of arrays, or stacked on axis 0 of one array.
+# The kernels (weight arrays) of several products are a sequence of arrays, or one array in which
+# they are stacked on axis 0.
 Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
 
 
@@ -21,15 +22,16 @@ def shared_input_matmul(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
+    """Returns the products of x with several kernels (weight arrays), one array [*rows, *outputs]
+    for each kernel.
 
     Args:
       x: the input, whose last axis the products sum over.
       kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
       transposed: True if the products sum over the last axis of the kernels.
       relu: True replaces negative products by 0.
-      where: an array of the shape of a product; products are kept where it is above 0, and are 0
-        elsewhere. None keeps all.
+      where: an array in the shape of a product; each product is set to 0 where the entry of `where`
+        is not positive. None changes nothing.
     """
     wide = x.astype(jnp.float32)
     products = [jnp.tensordot(wide, k, axes=(-1, -1 if transposed else 0)) for k in kernels]
@@ -47,13 +49,13 @@ def summed_matmul(
     transposed: bool = False,
     as_bits: bool = False,
 ) -> Float[Array, "*R C"]:
-    """Returns the sum of the products of each input with its kernel, [*rows, C].
+    """Returns the sum [*rows, C] of the products of each input with its kernel (weight array).
 
     Args:
       xs: the inputs, each [*rows, *inputs].
       kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: ignored.
+      as_bits: ignored; only the TPU kernel uses this argument.
     """
     total = jnp.zeros(())
     for x, kernel in zip(xs, kernels, strict=True):

@@ -1,8 +1,13 @@
-"""Layouts of the operands of block products in the TPU kernels.
+"""Memory layouts of inputs, outputs and weight arrays in the TPU kernels of block products.
 
-The two sides of a product have different sizes. The narrow side has one vector of C numbers for
-each row. The wide side has several vectors for each row: A groups of H heads with K numbers. The
-kernels read the wide side with heads first, as attention reads and writes it.
+Block products are the matrix products in `pallas_tpu`: one input is multiplied with several weight
+arrays, or the products of several inputs with their weight arrays are added up. The input and the
+output of a product are called its two sides. One of them, the narrow side, has a vector of C
+numbers for each row. The other one, the wide side, has A groups of H heads with K numbers for each
+row. In arrays of the wide side, the kernels have the axis of heads before the axis of rows, as in
+the kernels of attention. A weight array connects the C numbers with the A * H * K numbers.
+
+Arguments named `kernel` or `kernels` are weight arrays, not Pallas kernels.
 """
 
 import math
@@ -18,24 +23,25 @@ from jaxtyping import Array, Shaped
 from brt.distributed import rules
 from brt.ops.tpu import LANES, VMEM_BYTES, cores_per_chip
 
-# The kernels take at most this many rows, counted over all lanes. With more rows, the products that
-# XLA compiles use both cores better.
+# The TPU kernels accept at most this many rows, added up over all lanes. With more rows, the
+# products that XLA compiles make better use of the two cores of a chip.
 _ROWS = 512
 
 
 class Wide(NamedTuple):
-    """The layout of the wide side: an array [A, B, H, R, K], divided into tiles of some heads or
-    columns.
+    """Layout of the input or output of a product that has A groups of H heads with K numbers for
+    each row.
 
-    B is the number of lanes (rows of the batch), and R the number of rows of a lane. One of these
-    rows has A * H * K numbers.
+    The kernels read or write such an array as [A, B, H, R, K], where B is the number of lanes (rows
+    of the batch) and R the number of rows (tokens) of a lane. The A * H * K columns are divided
+    into tiles, of which a step of the grid processes one.
 
     Attributes:
       groups: A, the product of all axes before the heads.
       heads: H, the number of heads of a group.
       width: K, the size of a head.
-      tile: the number of heads of a tile, and the number of columns that the tile has of each of
-        these heads.
+      tile: the number of heads of a tile, and the number of columns that a tile has of each of its
+        heads.
     """
 
     groups: int
@@ -45,22 +51,24 @@ class Wide(NamedTuple):
 
     @classmethod
     def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
-        """Returns the layout of the wide side of a product, undivided (as a single tile).
+        """Returns the layout that belongs to the axes of a weight array, with one tile for each
+        group of heads.
 
         Args:
-          kernel: the weights of the product (an array, not a Pallas kernel), [C, *axes] or
-            [*axes, C]. The last of `axes` is the width K of a head, the axis before it is the
-            number of heads H (1 if there is none), and A is the product of all other axes.
-          narrow_first: True if C is the first axis of `kernel`; False if it is the last.
+          kernel: the weight array, [C, *axes] or [*axes, C]. The last of `axes` is the width K of a
+            head, the axis before it is the number of heads H (1 if there is none), and A is the
+            product of all other axes.
+          narrow_first: True if C is the first axis of `kernel`; False if C is the last axis.
         """
         *others, width = kernel.shape[1:] if narrow_first else kernel.shape[:-1]
         *first, heads = others or (1,)
         return cls(math.prod(first), heads, width, (heads, width))
 
     def cut(self, columns: int) -> "Wide":
-        """Returns the same layout, divided into tiles of at most `columns` columns.
+        """Returns the same layout with smaller tiles, each of at most `columns` columns.
 
-        The columns of all heads of a tile are counted together.
+        The columns of a tile are added up over its heads. If a head has more than `columns`
+        columns, each tile has a part of one head.
         """
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
@@ -68,7 +76,7 @@ class Wide(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """The sizes of the axes A, H and K, which together are the numbers of one row."""
+        """The sizes (A, H, K) of the axes that hold the numbers of one row."""
         return self.groups, self.heads, self.width
 
     @property
@@ -78,39 +86,47 @@ class Wide(NamedTuple):
 
     @property
     def padded_size(self) -> int:
-        """The number of columns of one row in VMEM, where a head fills complete registers."""
+        """The number of columns of one row in VMEM, where each head has at least 128 columns."""
         return self.groups * self.heads * max(self.width, LANES)
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
+        """The number of tiles into which the A * H * K columns are divided."""
         return self.size // math.prod(self.tile)
 
     def place(self, i: Any) -> tuple[Any, Any, Any]:
-        """Returns the position of the i-th tile along A, H and K, in tiles."""
+        """Returns the index of tile i along each of the axes A, H and K.
+
+        The indices count tiles, as the block indices of a Pallas `BlockSpec` do.
+        """
         there, column = _divided(i, self.width // self.tile[1])
         return *_divided(there, self.heads // self.tile[0]), column
 
     def by_head(self, x: Shaped[Array, "B R ..."]) -> Shaped[Array, "A B H R K"]:
-        """Reshapes x from [B, R, *axes] to [A, B, H, R, K]."""
+        """Returns an array x [B, R, *axes] as an array [A, B, H, R, K], with heads before rows.
+
+        The product of `axes` is A * H * K.
+        """
         x = x.reshape(*x.shape[:2], *self.axes)
         return x[:, :, 0].swapaxes(1, 2)[None] if self.groups == 1 else x.transpose(2, 0, 3, 1, 4)
 
     def by_row(self, x: Shaped[Array, "A B H R K"], axes: Sequence[int]) -> Array:
-        """Reshapes x from [A, B, H, R, K] to [B, R, *axes], where the product of `axes` is A * H *
-        K.
+        """Returns an array x [A, B, H, R, K] as an array [B, R, *axes]; the inverse of `by_head`.
+
+        The product of `axes` is A * H * K.
         """
         y = x[0].swapaxes(1, 2) if self.groups == 1 else x.transpose(1, 3, 0, 2, 4)
         return y.reshape(*y.shape[:2], *axes)
 
 
 class Weights(NamedTuple):
-    """Kernels with heads first: an array [1, A, H, *tile] for each kernel, or one array [P, A, H,
-    *tile] for all P kernels.
+    """The weight arrays of P products, in the form in which the TPU kernels read them.
 
     Attributes:
-      arrays: the array of each kernel; the same array P times if all kernels are in one.
-      narrow_first: True if the axis of the narrow side is the first of the last two axes.
+      arrays: an array [1, A, H, C, K] for each product if `narrow_first`, and otherwise
+        [1, A, H, K, C]. If all weights are stacked in one array, whose first axis then has size P,
+        the list has this array P times.
+      narrow_first: True if the axis C is before the axis K.
     """
 
     arrays: list[Shaped[Array, "P A H ..."]]
@@ -125,25 +141,23 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Returns kernels in the layout of this class, converted to `dtype`.
+        """Returns weight arrays in the form of this class, converted to `dtype`.
 
         Args:
-          kernels: a sequence of kernels, each [C, *axes] if `narrow_first` and otherwise [*axes,
-            C]; or one array with all kernels stacked on axis 0.
-          wides: the layout of the wide side of each kernel. If `kernels` is one array, only the
-            first layout is used.
+          kernels: a sequence of weight arrays, each [C, *axes] if `narrow_first` and otherwise
+            [*axes, C]; or one array in which all of them are stacked on axis 0.
+          wides: the sizes A, H and K of each weight array. If `kernels` is one array, only the
+            first entry is used.
           dtype: the dtype of the result.
-          narrow_first: True if the axis C of the narrow side is the first axis of a kernel.
+          narrow_first: True if C is the first axis of a weight array; False if C is the last axis.
         """
 
         def by_head(kernel: Array, wide: Wide) -> Array:
-            """Returns P stacked kernels with the axes of groups and heads directly after the axis
-            P.
+            """Returns P stacked weight arrays as [P, A, H, C, K] or [P, A, H, K, C].
 
-            `wide` is the layout of the wide side of the kernels.
-
-            A kernel [C, *axes] becomes [A, H, C, K] if `narrow_first`; a kernel [*axes, C] becomes
-            [A, H, K, C].
+            Args:
+              kernel: [P, C, *axes] if `narrow_first`, and otherwise [P, *axes, C].
+              wide: the sizes A, H and K.
             """
             kernel = kernel.astype(dtype)
             if narrow_first:
@@ -156,9 +170,14 @@ class Weights(NamedTuple):
         return cls([by_head(kernel[None], wide) for kernel, wide in pairs], narrow_first)
 
     def wide_tile_specs(self, wide: Wide, narrow: int) -> list[pl.BlockSpec]:
-        """Returns the block spec of each kernel for `shared_input_matmul`.
+        """Returns the block spec of each weight array for `shared_input_matmul`.
 
-        A step reads a tile of the wide side and the `narrow` numbers of the complete narrow side.
+        A step of the grid computes one tile of the output's A * H * K columns, and therefore reads
+        the weights of this tile for all C numbers of the input.
+
+        Args:
+          wide: the layout of the output.
+          narrow: C.
         """
         heads, columns = wide.tile
 
@@ -166,12 +185,13 @@ class Weights(NamedTuple):
             """Returns the Pallas block spec of a weight array.
 
             Args:
-              p: the index of the weight array on axis 0 of the array that stacks it with others.
+              p: the index of the weight array along axis 0 of the stacked array; 0 if it is not
+                stacked with others.
             """
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the block of the weight array that the grid step with tile i of the
-                wide side reads, as a position along each axis of the stacked array.
+                """Returns the index of the block that a step reads, with an entry for each axis of
+                the stacked array, where i is the index of the step's tile of output columns.
                 """
                 a, h, k = wide.place(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
@@ -182,23 +202,28 @@ class Weights(NamedTuple):
         return [kernel_spec(p) for p in self._indices()]
 
     def narrow_tile_specs(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
-        """Returns the block spec of each kernel for `summed_matmul`.
+        """Returns the block spec of each weight array for `summed_matmul`.
 
-        A step reads a tile of `columns` numbers of the narrow side and the complete wide side,
-        whose layout for each kernel is in `wides`.
+        A step of the grid computes `columns` of the output's C columns, and therefore reads the
+        weights of these columns for all numbers of the inputs.
+
+        Args:
+          wides: the layout of each input.
+          columns: the number of output columns of a step.
         """
 
         def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
             """Returns the Pallas block spec of a weight array.
 
             Args:
-              p: the index of the weight array on axis 0 of the array that stacks it with others.
-              wide: the layout of the wide side of the weight array.
+              p: the index of the weight array along axis 0 of the stacked array; 0 if it is not
+                stacked with others.
+              wide: the layout of the input that is multiplied with the weight array.
             """
 
             def kernel_index(i: Any, _: Any) -> tuple:
-                """Returns the block of the weight array that the grid step with tile i of the
-                narrow side reads, as a position along each axis of the stacked array.
+                """Returns the index of the block that a step reads, with an entry for each axis of
+                the stacked array, where i is the index of the step's tile of output columns.
                 """
                 return (p, 0, 0, i, 0) if self.narrow_first else (p, 0, 0, 0, i)
 
@@ -208,7 +233,7 @@ class Weights(NamedTuple):
         return [kernel_spec(*pair) for pair in zip(self._indices(), wides, strict=True)]
 
     def _indices(self) -> list[int]:
-        """Returns the index of each kernel in its array."""
+        """Returns the index of each weight array along axis 0 of its entry in `arrays`."""
         return [p if len(array) > 1 else 0 for p, array in enumerate(self.arrays)]
 
 
@@ -219,13 +244,14 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
 def refusal(
     rows: tuple[int, ...], dtype: jnp.dtype, narrow: int, wides: Sequence[Wide]
 ) -> str | None:
-    """Returns the reason why no kernel supports these sizes, or None if one does.
+    """Returns the reason why the TPU kernels do not support products of these sizes, or None if
+    they do.
 
     Args:
       rows: the number of lanes and the number of rows of a lane.
-      dtype: the dtype of the operands.
-      narrow: C, the numbers of a row on the narrow side.
-      wides: the layouts of the wide side, one for each kernel.
+      dtype: the dtype of the input.
+      narrow: C, the size of a row on the narrow side of the product.
+      wides: the layouts of the wide side, one for each weight array.
     """
     if rules.partitioned():
         return "multiplies what one device has"
@@ -242,10 +268,10 @@ def refusal(
 
 
 def compiler_options(multiplications: int, *read: Array) -> dict[str, Any]:
-    """Returns the arguments of `pl.pallas_call` for the compiler and for the cost estimate.
+    """Returns the keyword arguments of `pl.pallas_call` for the compiler and the cost estimate.
 
     Args:
-      multiplications: the number of multiplications.
+      multiplications: the number of multiplications of the kernel.
       *read: the bfloat16 arrays that the kernel reads.
     """
     return {

@@ -1,4 +1,6 @@
-"""Block products in plain XLA, with one product for each kernel.
+"""Products of a block's rows (tokens) with weight arrays (kernels) in plain XLA.
+
+XLA computes one matrix product for each kernel.
 
 In shapes, *R stands for the axes of the rows, and C is the size of the axis that all kernels share.
 """
@@ -24,15 +26,16 @@ def shared_input_matmul(
     relu: bool = False,
     where: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Returns the products of x with several kernels, one array [*rows, *outputs] for each.
+    """Returns the products of x with several kernels (weight arrays), one array [*rows, *outputs]
+    for each kernel.
 
     Args:
       x: the input, whose last axis the products sum over.
       kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
       transposed: True if the products sum over the last axis of the kernels.
-      relu: True returns max(product, 0) as values that rematerialized layers save.
-      where: an array of the shape of a product; products are kept where it is above 0, and are 0
-        elsewhere. None keeps all.
+      relu: True returns max(product, 0), named so that rematerialized layers can save the result.
+      where: an array in the shape of a product; each product is set to 0 where the entry of `where`
+        is not positive. None changes nothing.
     """
     if transposed:
         products = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
@@ -53,15 +56,13 @@ def summed_matmul(
     transposed: bool = False,
     as_bits: bool = False,
 ) -> Float[Array, "*R C"]:
-    """Returns the sum of the products of each input with its kernel, [*rows, C].
+    """Returns the sum [*rows, C] of the products of each input with its kernel (weight array).
 
     Args:
       xs: the inputs, each [*rows, *inputs].
       kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: ignored. True tells the TPU kernels that layers stored the inputs as integers with
-        the same bits (`dispatch.output_residual`), so that the kernels can read these integers.
-        XLA's products read the inputs as floating-point numbers.
+      as_bits: ignored; only the TPU kernel uses this argument.
     """
     pairs = list(zip(xs, kernels, strict=True))
     if transposed:
@@ -71,6 +72,6 @@ def summed_matmul(
         return dense_forward(*pairs[0], kernels[0].ndim - 1)[0]
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
-    # The name marks the sum as a value that rematerialized layers save. Without the name, they
-    # would save each product in float32.
+    # Rematerialized layers save values by name. If the sum had no name, they would save each
+    # product in float32 instead of the sum.
     return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL)

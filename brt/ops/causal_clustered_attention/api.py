@@ -1,9 +1,10 @@
 """Causal clustered attention for decoders, with a memory of constant size.
 
-The clusters of the paper (Fast Transformers with Clustered Attention, section 3), their centroids
-and their best keys depend on the complete sequence, so a mask would not make that attention causal.
-Here a token attends to four parts, which are merged by their log-sum-exps to one softmax over all
-earlier tokens:
+Clustered attention assigns queries to clusters, whose centroids attend in place of the queries. The
+clusters of the paper (Fast Transformers with Clustered Attention, section 3) and their centroids
+depend on the complete sequence, so a mask would not make that attention causal. Here a token
+attends to four parts, which are merged by their log-sum-exps to one softmax over all earlier
+tokens:
 
   window: the W keys that a sliding-window layer reads, exactly.
   nearby: keys of the previous block that have left the window, exactly.
@@ -12,11 +13,12 @@ earlier tokens:
     and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k) over
     queries around c is about exp(c.k + var |k|^2 / 2).
 
-Centroids are parameters. The loss trains them through the keys that they keep and summarize. If
-centroids were means of earlier queries, they would move from block to block; a summary for a
-centroid that has moved must be computed again from all keys, which would have to be kept. With
-fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is processed
-once. A query chooses its centroid by itself, so a token depends on no later token.
+The best keys of each centroid, and one vector for the centroid's attention to the rest, are the
+memory. Centroids are parameters. The loss trains them through the keys that they keep and
+summarize. If centroids were means of earlier queries, they would move from block to block; a
+summary for a centroid that has moved must be computed again from all keys, which would have to be
+kept. With fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is
+processed once. A query chooses its centroid by itself, so a token depends on no later token.
 
 In shapes, B is the number of rows of the batch, H of heads, and K of numbers of a head. A segment
 has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the cached block and of the
@@ -55,7 +57,8 @@ MEMORY_SCAN = Op(
     OP.name,
     (
         Implementation("xla", xla.memory_scan),
-        # There are no kernels for the update of the memory, so the kernels' names select plain XLA.
+        # There are no Pallas kernels for the update of the memory, so the names of the kernels
+        # select the implementation in plain XLA.
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),
@@ -72,14 +75,17 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the centroids' memories before each block of a segment and after the segment.
+    """Updates the memory of the centroids block by block, for all blocks of a segment.
+
+    The memory of a block has the keys and values that each centroid keeps or summarizes of the
+    blocks before the previous one (`CentroidMemory`).
 
     Args:
-      keys, values: keys and values of the cached block, followed by the keys and values of the
-        segment; without rotary embedding.
+      keys, values: keys and values of the cached block (the last block before the segment),
+        followed by the keys and values of the segment; without rotary embedding.
       cache_mask: True where block n may read the block before it. Where False, a new document
         begins, and the memory is emptied.
-      past: the memory that the first block reads.
+      past: the memory that the first block of the segment reads.
       centroids: the centroids of the layer.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
@@ -115,10 +121,11 @@ def causal_clustered_attention(
       window: the result of attention to each token's window: the output [B, T, H, K] and its
         log-sum-exp [B, T, H].
       keys, values, cache_mask: as for `memory_scan`.
-      pasts: the memories of all blocks, from `memory_scan`.
+      pasts: the memories that the N blocks read, from `memory_scan`.
       centroids: the centroids of the layer.
       bias: float32, a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if the nearest key of a window is the token itself.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -144,17 +151,16 @@ def causal_clustered_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Returns the attention output of one token, row `position` of its block, over all earlier
-    tokens.
+    """Returns the attention output of a single token over all earlier tokens, for decoding.
 
     Args:
       queries: the query of the token, already multiplied by any scale; without rotary embedding.
       window: the result of attention to the token's window: the output [B, 1, H, K] and its
         log-sum-exp [B, 1, H].
-      keys, values: keys and values of the complete previous block.
+      keys, values: keys and values of the complete block before the token's block.
       cache_mask: True if the token may read the previous block and the memory.
       position: the index of the token in its block.
-      past: the memory of the token's block.
+      past: the memory that the token's block reads.
       centroids, bias, attend_to_self: as for `causal_clustered_attention`.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)

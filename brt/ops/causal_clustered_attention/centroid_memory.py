@@ -22,12 +22,12 @@ from brt.ops.top_k import top_k
 
 
 class Centroids(NamedTuple):
-    """The centroids that the queries of a head are assigned to, in float32.
+    """The centroids to which the queries of each head are assigned, in float32.
 
     Attributes:
-      vectors: [H, C, K], in the space of the queries, including any scale.
-      variances: [H, C], the variance of a centroid's queries, averaged over the K numbers; zero if
-        all of these queries are taken to be equal to the centroid.
+      vectors: [H, C, K], the centroids. They include any scale by which queries are multiplied.
+      variances: [H, C], the variance of the queries around their centroid, averaged over the K
+        numbers of a query; zero if all queries of a centroid are taken to be equal to it.
     """
 
     vectors: Float[Array, "H C K"]
@@ -35,16 +35,17 @@ class Centroids(NamedTuple):
 
 
 class CentroidMemory(NamedTuple):
-    """The keys and values that each centroid remembers of all blocks of a document except the last
-    one.
+    """The keys and values that each centroid keeps or summarizes of a document.
+
+    The memory that a block reads covers all blocks before the previous one.
 
     Attributes:
-      keys: [B, H, C, R, K], the keys with the largest logits, in descending order; zeros where
-        there are fewer.
+      keys: [B, H, C, R, K], the R keys with the largest logits for the centroid, in descending
+        order; zeros if there are fewer keys.
       values: [B, H, C, R, K], the values of these keys.
       rest: float32 [B, H, C, K], the centroid's attention output over all other keys.
       lse: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
-      filled: int32 [B], the number of slots, of R, that hold a key. If it is 0, the other arrays of
+      filled: int32 [B], how many of the R slots hold a key. If the number is 0, the other arrays of
         this row of the batch have no meaning.
     """
 
@@ -69,7 +70,7 @@ def nearest_centroids(
 
 
 def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
-    """Returns the memory, emptied in some rows of the batch.
+    """Returns the memory, emptied in the rows of the batch in which a new document begins.
 
     A row is emptied where `lanes` is False, and also where no slot holds a key, because the other
     arrays of such a row have no meaning. In an emptied row, all keys and values are zeros, and the
@@ -99,13 +100,13 @@ def memory_after(
     cache_mask: Bool[Array, " B"],
     centroids: Centroids,
 ) -> CentroidMemory:
-    """Returns the memory after one more block is added.
+    """Returns the memory after one more block of keys and values is added.
 
     Args:
       past: the memory before the addition.
-      keys, values: keys and values of the block to add. This block is the one before the block that
-        the model has just read.
-      cache_mask: True if both blocks belong to one document; where False, the memory is emptied.
+      keys, values: keys and values of the block to add. The model has just read the block after it.
+      cache_mask: True if the block to add and the block after it belong to one document. Where
+        False, the result is an empty memory.
       centroids: the centroids of the layer.
     """
     past = reset_unless(past, cache_mask)
@@ -151,8 +152,9 @@ def _find_best_keys(
 def _add_to_rest(
     past: CentroidMemory, values: Float[Array, "B H W K"], expected: Float[Array, "B H C M"]
 ) -> tuple[Float[Array, "B H C K"], Float[Array, "B H C"]]:
-    """Returns the weighted sum of the rest and its log-sum-exp after keys are added; the old sum
-    counts as one key with its log-sum-exp.
+    """Returns `rest` and `lse` of the memory after keys with the logits `expected` are added.
+
+    The old `rest` counts as the value of one key whose logit is the old `lse`.
     """
     slots, dtype = past.keys.shape[3], values.dtype
     logits = jnp.concatenate([expected, past.lse[..., None]], axis=-1)

@@ -1,10 +1,11 @@
-"""Causal clustered attention on TPUs: attention to all keys before the window, without sorting
-queries.
+"""Causal clustered attention on TPUs, without sorting queries by centroid.
 
-Plain XLA sorts a block's queries by centroid and gathers the keys of each centroid. The kernel
-instead multiplies every query with the keys that all centroids keep, and masks the keys of other
-centroids than the query's own. 64 centroids with 16 keys each are as many keys as two windows of
-512 tokens. Nothing is gathered, and no gradient is scattered.
+The kernels compute the attention of each token to the keys before its window. Each query is
+assigned to a centroid, which keeps some of these keys and summarizes all others. Plain XLA sorts a
+block's queries by centroid and gathers the keys of each centroid. The kernels instead multiply
+every query with the keys that all centroids keep, and mask the keys of other centroids than the
+query's own. 64 centroids with 16 keys each are as many keys as two windows of 512 tokens. Nothing
+is gathered, and no gradient is scattered.
 
 The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
 are transposed, slots x rows. The rows are the queries of a block. The slots are the keys of the
@@ -103,7 +104,8 @@ def causal_clustered_attention(
       pasts: the memories that the N blocks read, stacked on the first axis.
       centroids: the centroids of the layer.
       bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if the nearest key of a window is the token itself.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
       interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
@@ -123,7 +125,8 @@ def causal_clustered_attention(
         pasts.filled,
     )
     y, lse = _attend(arguments, FarKernelSettings(attend_to_self, pasts.keys.shape[4], interpret))
-    # The kernel leaves out the bias, which is the same for all keys outside the window.
+    # The kernel adds no bias to the logits. The bias is the same for all keys outside the window,
+    # so it only has to be added to their log-sum-exp.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
 
@@ -157,11 +160,11 @@ class _Arguments(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The number of steps of the kernels' grid: heads, lanes and blocks."""
+        """The axes of the kernels' grid: the numbers of heads, lanes and blocks."""
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the arrays in the form that the kernels take.
+        """Returns the arrays of which the kernels read a block in each step.
 
         `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and `along`,
         which `FarKernelInputs` describes.
@@ -225,20 +228,20 @@ def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
     window = inputs.labels.shape[-1]
 
     def token_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects one block of tokens from an array x [B, H, T, K] with a
-        vector for each token.
+        """Returns the block spec of an array x [B, H, T, K] with a vector for each token: a step of
+        the grid reads or writes the vectors of one block of tokens.
         """
         return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
 
     def memory_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects, from memories x [N, B, H, ...], the memory that one
-        block of tokens reads.
+        """Returns the block spec of an array x [N, B, H, ...] with the memory of each block of
+        tokens: a step of the grid reads or writes the memory of one block.
         """
         return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
 
     def number_spec(x: Array) -> pl.BlockSpec:
-        """Returns a block spec that selects one block of tokens from an array x [B, H, N, 1, W]
-        with a number for each token.
+        """Returns the block spec of an array x [B, H, N, 1, W] with a number for each token: a step
+        of the grid reads or writes the numbers of one block of tokens.
         """
         return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
 

@@ -1,6 +1,7 @@
-"""Reference implementation of causal clustered attention: every block recomputes its memory.
+"""Reference implementation of causal clustered attention.
 
-Each query has float32 logits of all keys that its head's centroids keep.
+The memory of every block is computed from the memory of the first block and all keys since then,
+instead of from the memory of the block before. All computations are in float32.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, N of its blocks of W tokens, and C of centroids of a head. Each centroid keeps R keys. Z
@@ -24,8 +25,10 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory after the segment, and the memories that the segment's blocks read,
-    stacked on a first axis N.
+    """Returns the memory of the centroids after the segment, and the memories that the segment's
+    blocks read, stacked on a first axis N.
+
+    A memory has the keys and values that each centroid keeps or summarizes of earlier blocks.
 
     Args:
       keys, values: keys and values of the cached block, followed by those of the segment.
@@ -66,10 +69,11 @@ def causal_clustered_attention(
       window: the result of attention to each token's window: the output [B, T, H, K] and its
         log-sum-exp [B, T, H].
       keys, values, cache_mask: as for `memory_scan`.
-      pasts: the memories of all blocks, from `memory_scan`.
+      pasts: the memories that the N blocks read, from `memory_scan`.
       centroids: the centroids of the layer.
       bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if the nearest key of a window is the token itself.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
     """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
@@ -106,10 +110,13 @@ def _memory_of_block(
     there = there[:, None, None]
 
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
-        """Returns the vectors that compete for the slots of each centroid.
+        """Returns all keys, or all values, among which each centroid chooses the R that it keeps.
 
-        These are the vectors in the slots of the initial memory (`past_part`), followed by the
-        vectors of all blocks that have been added since then (`new_part`).
+        Args:
+          past_part: the keys or values [B, H, C, R, K] that each centroid keeps in the initial
+            memory. They are first in the result.
+          new_part: the keys or values [B, H, Z, K] of the cached block and of the segment. Those of
+            the blocks that are added to the memory are last in the result.
         """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))
@@ -147,10 +154,9 @@ def _attend(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H W K"]:
-    """Computes one softmax over four kinds of columns.
-
-    These are the window as one column, keys that have left it, best keys, and the rest as one
-    column.
+    """Computes one softmax over the window (as one column), the keys that have left the window, the
+    keys that the query's centroid keeps, and the centroid's summary of all other keys (as one
+    column).
     """
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)

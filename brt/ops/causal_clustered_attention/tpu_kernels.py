@@ -27,10 +27,11 @@ ROWS = 128
 
 
 class FarKernelSettings(NamedTuple):
-    """Static settings of the kernels.
+    """Static settings of the kernels, which attend to the keys before the window (far keys).
 
     Attributes:
-      attend_to_self: True if the nearest key of a window is the token itself.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
       slots: the number of keys that a centroid keeps.
       interpret: True runs the kernels on any device, slowly.
     """
@@ -41,7 +42,9 @@ class FarKernelSettings(NamedTuple):
 
 
 class FarKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (one head, lane and block), or their block specs; M = C * R.
+    """Inputs of a step of the grid (one head, lane and block), or their block specs.
+
+    M = C * R is the number of keys that all centroids of a head keep.
 
     Attributes:
       q: [W, K], queries of the block.
@@ -53,8 +56,9 @@ class FarKernelInputs(NamedTuple):
       gradient: [W, K], gradient of the output. This field and those below are None in the forward
         pass.
       lse: [1, W], the log-sum-exp of each query's logits.
-      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
-        subtracts.
+      along: [1, W], the sum over all slots of the softmax weight times the weight's gradient, minus
+        the gradient of `lse`. The gradient of a logit is the weight times the difference of the
+        weight's gradient and this number.
     """
 
     q: Any
@@ -71,7 +75,7 @@ class FarKernelInputs(NamedTuple):
 
 
 class FarKernelGradients(NamedTuple):
-    """Gradients of the inputs of a step of the grid, with the shapes of `FarKernelInputs`."""
+    """Gradients of the first seven fields of `FarKernelInputs`, with the same shapes."""
 
     q: Any
     k: Any
@@ -83,14 +87,14 @@ class FarKernelGradients(NamedTuple):
 
 
 class _RowTile(NamedTuple):
-    """Rows of a block, with masks of the three kinds of slots.
+    """A tile of R rows (queries) of a block, with masks: True for the slots that a row sees.
 
     Attributes:
-      rows: the rows.
-      left: [S, R], keys of the block before that have left the window; later slots are in all
-        windows.
-      kept: [M, R], keys of the rows' own centroids.
-      rest: [C, R], the rows' own centroids.
+      rows: the slice of the block's rows that belong to the tile.
+      left: [S, R], the mask of the first S keys of the previous block, True for keys that have left
+        the row's window. The other keys of the previous block are in the windows of all rows.
+      kept: [M, R], the mask of the keys that centroids keep, True for keys of the row's centroid.
+      rest: [C, R], the mask of the centroids' sums, True for the row's centroid.
     """
 
     rows: slice
@@ -100,7 +104,10 @@ class _RowTile(NamedTuple):
 
     @property
     def near(self) -> slice:
-        """The slice of the previous block's slots that at least one row of the tile sees."""
+        """The slice of the first S keys of the previous block.
+
+        The other keys of this block have not left the window of any row of the tile.
+        """
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
@@ -108,15 +115,19 @@ class _RowTile(NamedTuple):
         that a row does not see by the number MASKED.
 
         Args:
-          parts: the logits of the previous block's keys [S, R], of the kept keys [M, R] and of the
-            centroids' sums [C, R].
+          parts: the logits of the previous block's first S keys [S, R], of the keys that centroids
+            keep [M, R], and of the centroids' sums [C, R].
         """
         pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """Returns the parts of x for the slots of the previous block, the kept keys and the
-        centroids' sums.
+        """Splits an array with a row for each slot, such as softmax weights, into the three kinds
+        of slots.
+
+        Returns:
+          The rows of x for the previous block's first S keys [S, R], for the keys that centroids
+            keep [M, R], and for the centroids' sums [C, R].
         """
         near, kept = self.left.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
@@ -165,8 +176,8 @@ def forward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
-    """Writes the output [W, K] of one block to `y`, and the log-sum-exps [1, W] of the queries'
-    logits to `lse`.
+    """Writes the attention output [W, K] of one block over the keys before the window to `y`, and
+    the log-sum-exps [1, W] of the queries' logits to `lse`.
 
     The output is written as unsigned integers with the same bits (`dispatch.to_bits`).
 
@@ -176,7 +187,7 @@ def forward_kernel(
       filled: [N, B], the number of keys that each centroid has kept so far, at most R.
       inputs: references to the inputs of the step.
       y, lse: references to the outputs.
-      settings: static settings.
+      settings: static settings of the kernel.
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
@@ -211,10 +222,10 @@ def backward_kernel(
         block.
       filled: [N, B], the number of keys that each centroid has kept so far, at most R.
       inputs: references to the inputs of the step, including the gradient of the output.
-      results: references to the gradients.
+      results: references to the gradients, which are outputs.
       keys_sum, values_sum: float32 scratch memory [W + M, K] for the gradients of keys and values:
         W of the previous block, then M of the keys that centroids keep.
-      settings: static settings.
+      settings: static settings of the kernel.
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     window, dtype = inputs.q.shape[0], inputs.q.dtype

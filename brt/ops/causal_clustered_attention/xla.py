@@ -39,8 +39,10 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory after the segment, and the memories that the segment's blocks read,
-    stacked on a first axis N.
+    """Returns the memory of the centroids after the segment, and the memories that the segment's
+    blocks read, stacked on a first axis N.
+
+    A memory has the keys and values that each centroid keeps or summarizes of earlier blocks.
 
     Args:
       keys, values: keys and values of the cached block, followed by those of the segment.
@@ -54,6 +56,8 @@ def memory_scan(
         past: CentroidMemory, block: tuple[Array, Array, Bool[Array, " B"]]
     ) -> tuple[CentroidMemory, CentroidMemory]:
         """Returns the memory that the next block reads, and the memory that this block reads.
+
+        This is the body of a scan over the blocks of the segment.
 
         Args:
           past: the memory of this block, which is then emptied in rows of the batch in which the
@@ -89,10 +93,11 @@ def causal_clustered_attention(
       window: the result of attention to each token's window: the output [B, T, H, K] and its
         log-sum-exp [B, T, H].
       keys, values, cache_mask: as for `memory_scan`.
-      pasts: the memories of all blocks, from `memory_scan`.
+      pasts: the memories that the N blocks read, from `memory_scan`.
       centroids: the centroids of the layer.
       bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if the nearest key of a window is the token itself.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
     """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
@@ -158,10 +163,11 @@ def attend_block(
       window: the result of attention to the queries' windows: the output [B, H, Q, K] and the
         log-sum-exp [B, H, Q].
       keys, values: keys and values of the previous block.
-      mask: True for keys that have left a query's window.
-      past: the memory of the block.
+      mask: True for keys of the previous block that have left a query's window and that the query
+        may read.
+      past: the memory that the block reads.
       centroids: the centroids of the layer.
-      bias: added to the logits of all keys outside the window.
+      bias: a number for each head, added to the logits of all keys outside the window.
     """
     logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
@@ -175,7 +181,9 @@ def _attend_to_memory(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> AttentionPart:
-    """Attends to the keys that a query's centroid keeps and to the centroid's sum of the rest."""
+    """Returns the result of each query's attention to the keys that its centroid keeps and to the
+    centroid's summary of all other keys.
+    """
     clusters, tokens = past.keys.shape[2], queries.shape[2]
     size = max(tokens // (2 * clusters), 1)
     tiles = build_tiles(nearest_centroids(queries, centroids), clusters=clusters, size=size)

@@ -1,6 +1,10 @@
 """Clustered and improved clustered attention (sections 3.2 and 3.3 of the paper).
 
-Both kinds are not causal. The clusters of the queries and the best keys of a cluster depend on the
+Clustered attention gives all queries of a cluster the attention output of the cluster's centroid.
+In improved clustered attention, each query also computes its own logits for the best keys of its
+cluster, which are the keys with the centroid's largest logits.
+
+Neither kind is causal. The clusters of the queries and the best keys of a cluster depend on the
 complete sequence, so a causal mask could not hide later tokens.
 
 In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, and C of
@@ -67,9 +71,7 @@ def attend(
     implementation: str | None = None,
     kmeans_implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Returns the attention output of all queries, computed for clusters of queries.
-
-    The logits are scale * q.k.
+    """Clusters the queries, and returns their clustered or improved clustered attention output.
 
     The same random key gives bitwise the same result, so evaluation uses one fixed key.
 
@@ -83,16 +85,17 @@ def attend(
         best keys.
       key: the random key of the planes that hash queries and of the queries that k-means starts
         from.
-      dropout: dropout of the weights [B, H, C, X] of clusters, which all members of a cluster
-        share, and of each query's weights of its cluster's best keys.
-      scale: factor of the logits.
+      dropout: dropout of the attention weights: of the centroids' weights [B, H, C, X], which all
+        members of a cluster share, and of each query's own weights of its cluster's best keys.
+      scale: factor of the logits q.k.
       queries_valid: False for queries that are padding; None stands for `valid`, if queries and
         keys belong to the same tokens (T = X).
-      bias: float32, added to the logits by distance (key minus query) from 1 - T to X - 1; see
-        `clustered_attention.relative`. None stands for no bias.
+      bias: float32, a relative position bias: for each head, the number to add to the logit of a
+        key at each distance (key minus query) from 1 - T to X - 1. None stands for no bias.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-      kmeans_implementation: the name of an implementation of k-means, or None.
+      kmeans_implementation: the name of an implementation of k-means; None selects the best one
+        that supports the inputs.
 
     Returns:
       The outputs in the dtype of `values`, with the softmax in float32. Padding, and queries of an
@@ -131,11 +134,13 @@ def attend_by_label(
     bias: Float[Array, "H O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Returns the attention output of all queries for clusters that are already known.
+    """Returns the clustered or improved clustered attention output for clusters that are already
+    known.
 
     Args:
       queries, keys, values, valid, dropout, scale, bias, implementation: as for `attend`.
-      labels: int32, the index of each query's cluster; min(`config.clusters`, T) for padding.
+      labels: int32, the index of each query's cluster, which is below min(`config.clusters`, T);
+        this number itself for padding.
       config: the kind of clustered attention and its settings.
     """
     if config.kind not in OPS:

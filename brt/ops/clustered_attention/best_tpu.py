@@ -1,11 +1,11 @@
 """Selection of each cluster's best keys on TPUs, by sorting networks.
 
-Clusters are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has
-a sorted list of the 32 largest logits of the keys that it has seen; each place of the list is one
-register. For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and
-merges them with the lists. The larger half of the result is kept. At the end the lists of the 8
-sublanes are merged in the same way. No step depends on the data, and no data moves within a
-register.
+The best keys of a cluster are the keys with the largest logits of the cluster's centroid. Clusters
+are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has a sorted
+list of the 32 largest logits of the keys that it has seen; each place of the list is one register.
+For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and merges them
+with the lists. The larger half of the result is kept. At the end the lists of the 8 sublanes are
+merged in the same way. No step depends on the data, and no data moves within a register.
 
 The last value of a list is the threshold of the best keys. If too many keys have exactly that
 logit, the first of them are chosen, up to a position that a bisection determines. Finally the
@@ -28,9 +28,10 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 SUBLANES = 8
-LIST_LENGTH = 32  # A list has this many logits.
-STEP_KEYS = LIST_LENGTH * SUBLANES  # One step processes this many keys.
-# A place of a list without a key has this position, which is greater than all positions of keys.
+LIST_LENGTH = 32  # A sorted list of the largest logits has this many places.
+STEP_KEYS = LIST_LENGTH * SUBLANES  # One step of a loop over the keys processes this many keys.
+# A list of the positions of best keys has this number in places without a key. The number is
+# greater than all positions of keys.
 NO_KEY = 2.0**24
 
 KeyLists = Float[Array, "32 8 C"]
@@ -42,7 +43,7 @@ def step_rows(x: Any, step: Any) -> KeyLists:
     """Returns the rows of x [X, C] that belong to the 256 keys of a step, as an array [32, 8, C].
 
     Row 8 i + j of these 256 rows is entry [i, j], so that each vector register has 8 consecutive
-    keys.
+    keys. `step` is the index of the step.
     """
     return x[pl.ds(step * STEP_KEYS, STEP_KEYS)].reshape(LIST_LENGTH, SUBLANES, -1)
 
@@ -51,7 +52,11 @@ def step_places(step: Any, lanes: int) -> KeyLists:
     """Returns the positions of the 256 keys of a step as float32 numbers, in the layout of
     `step_rows`.
 
-    All `lanes` columns are equal. The first key of step 0 has position 0.
+    The first key of step 0 has position 0.
+
+    Args:
+      step: the index of the step.
+      lanes: the number of columns of the result, which are all equal.
     """
     row, sublane = (
         jax.lax.broadcasted_iota(jnp.int32, (LIST_LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
@@ -60,19 +65,23 @@ def step_places(step: Any, lanes: int) -> KeyLists:
 
 
 def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> KeyLists:
-    """Returns the 32 largest values of each cluster in descending order, equal in all sublanes.
+    """Returns the 32 largest values of each cluster among the values of all keys.
+
+    The values are along the first axis in descending order. All sublanes (the second axis) are
+    equal.
 
     Args:
-      steps: the number of steps.
+      steps: the number of steps, each of which processes 256 keys.
       rows: a function from the index of a step to the values of the step's keys, [32, 8, C].
       lists: [256, C], float32 scratch memory for the lists.
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def process_step(step: Any, _: None) -> None:
-        """Merges the values of the keys of a step into the sorted lists of the largest values.
+        """Merges the values of the keys of a step into `lists`, which has the sorted largest values
+        of the steps before.
 
-        `step` is the index of the step, and `lists` has the largest values of the steps before.
+        `step` is the index of the step.
         """
         lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
@@ -88,16 +97,21 @@ def best_threshold(
 ) -> tuple[PerCluster, PerCluster]:
     """Returns the logit and the position that separate a cluster's best keys from the others.
 
-    The best keys have a greater logit, or the same logit and a smaller position; see `is_best`. The
-    position matters only where several keys have the same logit.
+    The best keys have a greater logit, or the same logit and a smaller position. The position
+    matters only if several keys have the same logit.
 
     Args:
-      logits: [X, C].
-      values: the largest logits, from `largest_values`.
-      counts: the number of members of each cluster; the result for empty clusters has no meaning.
+      logits: reference to the logits [X, C].
+      values: the largest logits of each cluster, from `largest_values`.
+      counts: the number of queries of each cluster; the result for empty clusters has no meaning.
       top_k: the number of best keys.
+
+    Returns:
+      For each cluster, the smallest logit of its best keys; and the position below which keys with
+        exactly this logit are best keys.
     """
-    # Masked keys have smaller logits than this threshold and are never best.
+    # The threshold is greater than the logits of masked keys, so that a masked key is never a best
+    # key.
     least = jnp.maximum(values[top_k - 1], MASKED / 2)
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
@@ -161,8 +175,8 @@ def _sort_lists(rows: KeyLists) -> KeyLists:
         apart = size
         while apart:
             blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
-            # The first `edge` rows of each block and the last `edge` rows of each block have no
-            # partner to be compared with.
+            # Rows at distance `apart` are compared. The first `edge` rows and the last `edge` rows
+            # of a block have no partner and stay as they are.
             edge = apart if apart < size else 0
             inner = blocks[:, edge : 2 * size - edge]
             inner = _compare_exchange(inner.reshape(-1, *rows.shape[1:]), apart).reshape(

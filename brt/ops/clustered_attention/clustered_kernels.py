@@ -24,7 +24,7 @@ class ClusteredKernelSettings(NamedTuple):
     """Static settings of the kernels.
 
     Attributes:
-      used: the number of clusters.
+      used: the number of clusters before padding.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -38,12 +38,14 @@ class ClusteredKernelSettings(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """The number of tokens of a tile."""
+        """The number of tokens (queries or keys) that the kernels process at once."""
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def padding_multiple(self, tokens: int) -> int:
-        """Returns the multiple to which this many tokens are padded: a tile, or a register for few
-        tokens.
+        """Returns the number to a multiple of which `tokens` tokens are padded.
+
+        The number is 128 if there are at most as many tokens as in a tile, and otherwise the size
+        of a tile.
         """
         return self.tile if tokens > self.tile else LANES
 
@@ -56,12 +58,13 @@ class ClusteredKernelInputs(NamedTuple):
     Attributes:
       queries: [K, T].
       keys, values: [K, X] and [E, X].
-      labels: [1, T], int32, the cluster of each query; at least `clusters` for padding.
-      unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
+      labels: [1, T], int32, the cluster of each query; at least C for padding.
+      unseen: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
       gradient: [E, T], the gradient of the output.
-      centroids: [C, K], float32.
+      centroids: [C, K], float32, the mean query of each cluster.
       read: [C, E], float32, the attention output of the centroids.
-      numbers: [C, 2], float32, the log-sum-exp and the inverse of the number of members.
+      numbers: [C, 2], float32: the log-sum-exp of each centroid's logits, and 1 divided by the
+        number of the cluster's queries.
     """
 
     queries: Any
@@ -116,7 +119,7 @@ def forward_kernel(
     The output of a query is the attention output of the centroid of the query's cluster.
 
     Args:
-      inputs: references to the inputs.
+      inputs: references to the inputs of one step of the grid.
       y, centroids, read, numbers: references to the outputs, as in `ClusteredKernelOutputs`.
       settings: static settings of the kernel.
     """
@@ -127,10 +130,10 @@ def forward_kernel(
     read[...] = jnp.zeros_like(read)
 
     def sum_members(i: Any, count: Array) -> Array:
-        """Adds the queries of tile i to the sums in `centroids`.
+        """Adds the i-th tile of queries to the sums of each cluster's queries in `centroids`.
 
-        Returns `count` plus the number of these queries in each cluster, as 128 partial sums
-        [C, 128].
+        Returns `count`, the number of queries of each cluster so far, plus the numbers of this
+        tile. Both are 128 partial sums for each cluster, [C, 128].
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
@@ -143,8 +146,10 @@ def forward_kernel(
     means = centroids[...]
 
     def update_maximum(i: Any, top: Array) -> Array:
-        """Returns the maximum of `top` and of each centroid's logits for the i-th tile of keys, as
-        128 partial maxima [C, 128].
+        """Returns `top`, the largest logit of each centroid so far, updated by the i-th tile of
+        keys.
+
+        Both are 128 partial maxima for each cluster, [C, 128].
         """
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
         return functools.reduce(jnp.maximum, _column_registers(logits), top)
@@ -154,8 +159,8 @@ def forward_kernel(
     def add_values(i: Any, total: Array) -> Array:
         """Adds the weighted values of the i-th tile of keys to `read`.
 
-        Returns `total` plus the weights of each centroid for these keys, as 128 partial sums
-        [C, 128].
+        Returns `total`, the sum of each centroid's weights so far, plus the weights of this tile.
+        Both are 128 partial sums for each cluster, [C, 128].
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
@@ -192,8 +197,7 @@ def backward_kernel(
     """Computes the gradients of queries, keys and values.
 
     Args:
-      inputs: references to the inputs of one step of the grid, which computes one head of one row
-        of the batch.
+      inputs: references to the inputs of one step of the grid.
       d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
       sums: [C, K], float32 scratch memory for the gradient of the centroids.
       settings: static settings.

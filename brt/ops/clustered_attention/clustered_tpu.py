@@ -1,10 +1,12 @@
 """Clustered attention on TPUs: centroids, their logits and the membership matrix stay in VMEM.
 
-The grid is (head, lane); a lane is a row of the batch. The membership of queries in clusters is a
-matrix of zeros and ones [C, T], which a step builds from the labels one tile at a time. Products
-with this matrix sum the queries to centroids and copy the centroids' outputs to their queries. All
-arrays of tokens are K x T, so tokens fill the lanes of registers and no product needs a transposed
-factor. The backward pass recomputes the weights from the log-sum-exp.
+All queries of a cluster get the attention output of the cluster's centroid, which is their mean.
+The label of a query is the index of its cluster. The grid is (head, lane); a lane is a row of the
+batch. The membership of queries in clusters is a matrix of zeros and ones [C, T], which a step
+builds from the labels one tile at a time. Products with this matrix sum the queries to centroids
+and copy the centroids' outputs to their queries. All arrays of tokens are K x T, so tokens fill the
+lanes of registers and no product needs a transposed factor. The backward pass recomputes the
+weights from the log-sum-exp.
 
 In shapes, B is the number of lanes, H of heads, T of queries, X of keys, and C of clusters; K and E
 are the sizes of a key and of a value of a head.

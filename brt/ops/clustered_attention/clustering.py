@@ -1,4 +1,4 @@
-"""K-means of hash codes in Hamming space (section 3.2 of the paper).
+"""Clustering of queries by k-means of their hash codes (section 3.2 of the paper).
 
 A code is a vector of +1 and -1. Codes are packed to words of 32 bits, and the distance of two codes
 is the number of different bits. On CPUs this takes a quarter of the time of products of +1 and -1,
@@ -32,7 +32,9 @@ def cluster_queries(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
-    """Returns the index of each query's cluster, int32; padding gets the number of clusters.
+    """Hashes the queries and clusters their hash codes by k-means.
+
+    Returns the index of each query's cluster, int32; padding gets the number of clusters.
 
     There are min(`config.clusters`, T) clusters; an example with fewer queries than clusters uses
     at most one cluster per query. The result for an example depends on the example's queries and
@@ -81,11 +83,13 @@ def kmeans(
     iterations: int,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns clusters of hash codes by Lloyd's algorithm: codes are assigned `iterations` times,
-    and the centroids are updated between two assignments.
+    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
+
+    Codes are assigned to their nearest centroids `iterations` times, and the centroids are updated
+    between two assignments.
 
     Args:
-      codes: +1 and -1.
+      codes: the hash codes, whose numbers (bits) are +1 and -1.
       valid: False for padding, which does not affect centroids.
       centroids: the initial centroids.
       active: True for clusters that codes may be assigned to.
@@ -112,8 +116,8 @@ def _kmeans(
     words = pack_codes(codes)
 
     def update_centroids(_: Array | int, centroids: Array) -> Array:
-        """Assigns each code to its nearest centroid, and returns the centroids of the resulting
-        clusters.
+        """Returns the centroids after one iteration: each code is assigned to the nearest of
+        `centroids`, and a new centroid is the bitwise majority of its cluster's codes.
         """
         return _update_centroids(
             codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids
@@ -147,14 +151,14 @@ def nearest_centroids(
     Args:
       codes, centroids: packed codes, from `pack_codes`.
       valid: False for padding.
-      active: False for centroids that no code may choose.
+      active: False for centroids that no code may be assigned to.
     """
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
     distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)
-    # Distance and index are combined to one number, so that one minimum yields the nearest centroid
-    # and, among equally near ones, the first. XLA's CPU backend takes many times longer for an
-    # argmin.
+    # The distance and the index of a centroid are combined to one number, so that a minimum yields
+    # the nearest centroid and, among equally near ones, the first. XLA's CPU backend takes many
+    # times longer for an argmin.
     ranked = distance * clusters + jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
     ranked = jnp.where(active[:, None, :, None], ranked, jnp.iinfo(jnp.int32).max)
     return jnp.where(valid[:, None], jnp.min(ranked, axis=2) % clusters, clusters)

@@ -6,8 +6,8 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusteredConfig:
-    """Settings of clustered attention, for the clustering of queries and the attention of the
-    members of a cluster.
+    """Settings of clustered attention: how queries are clustered, and how the queries of a cluster
+    (its members) attend.
 
     Attributes:
       kind: "clustered" gives all members of a cluster the attention output of their centroid. With

@@ -1,4 +1,6 @@
-"""Locality-sensitive hashing by random planes; a code is a vector of +1 and -1.
+"""Locality-sensitive hashing of vectors by random planes.
+
+A hash code has a bit, +1 or -1, for each plane: the side of the plane on which the vector lies.
 
 In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
 a vector, and P of planes, which is the number of bits of a code; *B stands for any leading axes.
@@ -40,7 +42,7 @@ def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Pl
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """Returns the hash codes of the vectors x, float32, which have a bit for each of the planes.
+    """Returns the hash codes of the vectors x, float32, with a bit for each of the planes.
 
     The bit is +1 if the product of the vector and the plane's normal is greater than the plane's
     offset, and -1 otherwise.

@@ -1,10 +1,10 @@
 """Backward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
 
 A query has exact weights for the best keys of its cluster, and shares the weights of the cluster's
-centroid for all other keys. The mass of a cluster is the sum of the softmax weights of its best
-keys. The gradient of a query therefore has two parts: the exact part, from the query's own logits
-for the best keys, and the centroid's part, which is the gradient of the centroid divided by the
-number of the cluster's members.
+centroid for all other keys. The mass of a cluster is the sum of the centroid's softmax weights of
+the best keys. The gradient of a query therefore has two parts: the exact part, from the query's own
+logits for the best keys, and the centroid's part, which is the gradient of the centroid divided by
+the number of the cluster's members.
 
 In shapes, T is the number of queries, X the number of keys, C the number of clusters, R the number
 of best keys of a cluster, and K and E the widths of a key and of a value.
@@ -54,12 +54,13 @@ def backward_kernel(
     The arguments from `d_best` on are float32 scratch memory.
 
     Args:
-      inputs: references to the inputs of the step, including the results of the forward pass.
+      inputs: references to the inputs of one step of the grid, including the results of the
+        forward pass.
       d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
-      d_best: [R, K + E, C], gradients of the best keys and values.
-      d_best_transposed: [R, C, K + E], the transpose of `d_best`.
-      d_tokens: [X + 8, K + E], for each key and value, the sum of its gradients as a best key of
-        some clusters.
+      d_best: [R, K + E, C], the gradients of each cluster's best keys and of their values.
+      d_best_transposed: [R, C, K + E], `d_best` with the last two axes exchanged.
+      d_tokens: [X + 8, K + E], for each key and its value, the sum of the gradients from all
+        clusters whose best keys include this key.
       d_queries_exact: [K, T], the exact parts of the queries' gradients.
       rows: [2, 8 R, 128], dot products of 128 queries, each as eight partial sums in eight
         consecutive rows: first of the query and the R best keys, then of the gradient of the
@@ -67,7 +68,7 @@ def backward_kernel(
       shares: [3, max(R, 8), 256], for 256 queries: the gradients of the logits of the best keys,
         the weights of these keys, and the sum of the weights times their gradients.
       sums: [K, C], the gradients of the centroids.
-      settings: static settings.
+      settings: static settings of the kernel.
     """
     results, (size, _) = inputs.results, inputs.keys.shape
     d_rest, d_mass = _backward_over_queries(inputs, d_best, d_queries_exact, rows, shares, settings)
@@ -136,13 +137,13 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds the contribution of 256 queries to `sums`, and returns the result; also writes the
-        weights of the next 256 queries to `shares`.
+        """Returns `sums` plus the contribution of the 256 queries of the previous step; also writes
+        the weights of the 256 queries of this step to `shares`.
 
         Args:
-          step: the index of the next 256 queries.
-          sums: for each cluster, the sum of the gradients of its members' outputs [E, C], and the
-            gradient of its mass, in 16 equal rows [16, C].
+          step: the index of this step.
+          sums: two arrays with sums for each cluster: the gradients of the outputs of its queries
+            [E, C], and the gradient of its mass, in 16 equal rows [16, C].
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
@@ -180,8 +181,8 @@ def _backward_of_tile(
     shares: Any,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Writes gradients of logits, weights, and the weighted sum of the weights' gradients, to
-    `shares`.
+    """Writes, for a tile of queries, the gradients of the logits of best keys, the weights of these
+    keys, and the sum of the weights times their gradients to `shares`.
     """
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(settings.top_k):
@@ -205,15 +206,16 @@ def _scatter_to_keys(
     d_tokens: Any,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Adds the gradients of best keys to the keys, cluster by cluster.
+    """Adds the gradients of best keys and their values to the rows of `d_tokens`, cluster by
+    cluster.
 
-    A cluster chooses each key at most once, so its rows are distinct.
+    The best keys of a cluster are different keys, so their rows are distinct.
     """
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def transpose_rank(r: Any, _: None) -> None:
-        """Copies the gradients of the r-th best key and value of all clusters to
-        `d_best_transposed`, in which each cluster has one row.
+        """Writes the transposed gradients of each cluster's r-th best key and of its value to
+        `d_best_transposed`, so that a cluster has a row instead of a column.
         """
         d_best_transposed[r] = d_best[r].T
 
@@ -234,7 +236,10 @@ def _scatter_to_keys(
 
 
 def _unpack_bits(bits: Any, step: Any) -> Bool[Array, "128 C"]:
-    """Returns the bits of 128 keys as a mask; one register of words has the bits of 256 keys."""
+    """Returns the bits of the 128 keys of tile number `step` as a mask, True for best keys.
+
+    One register of words has the bits of 256 keys.
+    """
     words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
     first = (step & 1) * (LANES // SUBLANES)
     results = [words >> first + j & 1 for j in range(LANES // SUBLANES)]

@@ -47,20 +47,21 @@ def forward_kernel(
     *,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Computes the output of all queries and the results that the backward pass needs.
+    """Computes the output of all queries of one head of a lane (row of the batch), and the results
+    that the backward pass needs.
 
     The arguments from `logits` on are scratch memory.
 
     Args:
-      inputs: references to the inputs of the step.
+      inputs: references to the inputs of one step of the grid.
       y: reference to the output [E, T].
       results: references to the results of each cluster, which the backward pass reads.
       logits: [X, C], float32, for the centroids' logits.
-      lists: [256, C], float32, for the lists of the sorting networks.
+      lists: [256, C], float32, for the sorted lists with which `best_tpu` finds the best keys.
       packed: [W, X], int32, for the bits of keys and values.
       rows: [8 R, 128], float32, for the dot products of 128 queries and R best keys, each as eight
         partial sums in eight consecutive rows.
-      settings: static settings.
+      settings: static settings of the kernel.
     """
     counts = _compute_centroids(inputs, results.means)
     means = results.means[...].astype(inputs.keys.dtype)
@@ -99,9 +100,10 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
     means[...] = jnp.zeros_like(means)
 
     def sum_members(step: Any, counts: Array) -> Array:
-        """Adds the 256 queries of a step to the sums in `means`.
+        """Adds the 256 queries of a step to the sums of each cluster's queries in `means`.
 
-        Returns `counts` plus the number of these queries in each cluster, in 16 equal rows [16, C].
+        Returns `counts`, the number of queries of each cluster so far, plus the numbers of this
+        step. Both have 16 equal rows [16, C].
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
@@ -128,10 +130,11 @@ def _choose_best_keys(
     least, end = best_tpu.best_threshold(logits, values, counts, settings.top_k)
 
     def separate_best(step: Any) -> Array:
-        """Processes the 256 keys of a step: masks the logits of best keys and saves a bit for each
+        """Masks the logits of the best keys among the 256 keys of a step, and saves a bit for each
         key, which is set for best keys.
 
-        Returns minus the position of each best key, and minus `NO_KEY` for all other keys.
+        Returns, for each key, minus its position if it is a best key, and otherwise minus `NO_KEY`.
+        The largest of these numbers are thus the positions of the best keys in ascending order.
         """
         rows, places = best_tpu.step_rows(logits, step), best_tpu.step_places(step, lanes)
         best = best_tpu.is_best(rows, places, least, end)
@@ -152,12 +155,16 @@ def _choose_best_keys(
 
 
 def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Float[Array, "1 C"]:
-    """Writes the centroids' attention outputs over other keys; returns the log-sum-exp."""
+    """Writes the centroids' attention outputs over all but their best keys, whose logits are masked
+    in `logits`; returns the log-sum-exp.
+    """
     steps = logits.shape[0] // STEP_KEYS
 
     def update_maximum(step: Any, top: Array) -> Array:
-        """Returns the maximum of `top` and of each centroid's logits for the keys of this step, as
-        8 partial maxima [8, C].
+        """Returns `top`, the largest logit of each centroid so far, updated by the keys of this
+        step.
+
+        Both are 8 partial maxima for each cluster, [8, C].
         """
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
 
@@ -166,8 +173,10 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     rest[...] = jnp.zeros_like(rest)
 
     def add_values(step: Any, total: Array) -> Array:
-        """Adds the weighted values of this step's keys to `rest`, and returns `total` plus the
-        weights of each centroid for these keys, [1, C].
+        """Adds the weighted values of this step's keys to `rest`.
+
+        Returns `total` [1, C], the sum of each centroid's weights so far, plus the weights of this
+        step.
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         weights = jnp.exp(logits[place] - top)
@@ -185,8 +194,9 @@ def _gather_best_keys(
     results: ClusterResults,
     settings: ImprovedKernelSettings,
 ) -> None:
-    """Gathers the best keys and values, a few list places at a time, from 128 keys after
-    the other.
+    """Copies each cluster's best keys and values to `results.words`, `KEYS_AT_ONCE` keys at a time.
+
+    For these keys, a loop reads all keys of the head in tiles of 128.
     """
     size = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
     steps = inputs.keys.shape[1] // LANES
@@ -200,18 +210,18 @@ def _gather_best_keys(
     unrolled_loop(steps, pack_keys)
 
     def gather_group(group: Any, _: None) -> None:
-        """Writes `KEYS_AT_ONCE` best keys of each cluster, and their values, to `results.words`.
+        """Writes a group of `KEYS_AT_ONCE` best keys of each cluster, and their values, to
+        `results.words`.
 
-        The best keys of a cluster are processed in groups of this many; `group` is the index of the
-        group.
+        Group i has the best keys from index i * `KEYS_AT_ONCE` on; `group` is i.
         """
         shape = packed.shape[0], CLUSTERS
         rows = [group * KEYS_AT_ONCE + j for j in range(KEYS_AT_ONCE)]
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
         def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
-            """Returns `words`, the bits of the group's best keys, after the bits of those best keys
-            are filled in that are among the 128 keys of this step.
+            """Returns `words`, the bits of the group's best keys and values, after those that are
+            among the 128 keys of this step are filled in.
             """
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [

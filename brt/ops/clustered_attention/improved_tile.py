@@ -18,9 +18,9 @@ from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
-KEYS_AT_ONCE = 4  # The kernels gather this many best keys of each cluster at once.
-# The clusters fill the lanes of a vector register, so a row of a register holds one number of every
-# cluster. A query looks up the number of its cluster in such a row.
+KEYS_AT_ONCE = 4  # One iteration of a loop over best keys processes this many of each cluster.
+# The kernels always have this many clusters; some of them may be empty. A row of a vector register
+# thus holds one number of each cluster, so a query can look up the number of its own cluster there.
 CLUSTERS = LANES
 
 
@@ -28,8 +28,8 @@ class ImprovedKernelSettings(NamedTuple):
     """Static settings of the kernels.
 
     Attributes:
-      used: the number of clusters.
-      top_k: the number of best keys.
+      used: the number of clusters that queries belong to.
+      top_k: the number of best keys of a cluster.
       mass_stop_gradient: True gives the total weight of the best keys no gradient.
       interpret: True runs the kernels on any device, slowly.
     """
@@ -46,7 +46,7 @@ class ClusterResults(NamedTuple):
     Attributes:
       means: [K, C], float32, the centroids.
       rest: [E, C], float32, attention outputs of the centroids over all but their best keys.
-      numbers: [8, C], float32, the fields of `ClusterNumbers`.
+      numbers: [8, C], float32, the four fields of `ClusterNumbers` and four rows of zeros.
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
       places: [32, C], int32, positions of the best keys; X if there are fewer.
@@ -70,9 +70,9 @@ class ImprovedKernelInputs(NamedTuple):
       queries: [K, T].
       keys, values: [K, X] and [E, X].
       labels: [1, T], int32, the cluster of each query; at least `CLUSTERS` for padding.
-      unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
+      unseen: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
       gradient: [E, T], the gradient of the output.
-      results: results of the forward pass.
+      results: a `ClusterResults`, the results of the forward pass.
     """
 
     queries: Any
@@ -85,16 +85,15 @@ class ImprovedKernelInputs(NamedTuple):
 
 
 class ClusterNumbers(NamedTuple):
-    """Four numbers of each cluster.
+    """Statistics of each cluster; or for each query, the statistics of its cluster.
 
-    A field may also be an array over queries, which has for each query the number of the query's
-    cluster.
+    In the second case, the last axis of each field is queries instead of clusters.
 
     Attributes:
       rest: log-sum-exp of the centroid's logits of all but its best keys.
       best: log-sum-exp of the centroid's logits of its best keys.
-      inverse: 1 divided by the number of members.
-      chosen: the number of best keys.
+      inverse: 1 divided by the number of the cluster's queries.
+      chosen: the number of best keys, which is below `top_k` if there are fewer keys.
     """
 
     rest: Float[Array, "1 C"]
@@ -104,7 +103,7 @@ class ClusterNumbers(NamedTuple):
 
     @property
     def mass(self) -> Float[Array, "1 C"]:
-        """The sum of the softmax weights of the best keys, from 0 to 1."""
+        """The sum of the centroid's softmax weights of its best keys, from 0 to 1."""
         return jax.nn.sigmoid(self.best - self.rest)
 
 
@@ -135,29 +134,32 @@ def centroid_logits(
 
 
 def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
-    """Returns an array [W, 128] whose entry (i, j) is `table[i, lanes[i, j]]`, for a table
-    [W, 128].
+    """Returns an array [W, 128] whose entry (i, j) is `table[i, lanes[i, j]]`.
+
+    `table` is an array [W, 128], in which the second axis is the lanes of a vector register.
     """
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
 def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
-    """Returns, for each query, the column of a table [W, C] that belongs to the query's cluster.
+    """Returns an array [W, 128] with a column for each of 128 queries, copied from the column of
+    the query's cluster in an array [W, C].
 
-    `labels` are the clusters of 128 queries. The columns of padding are arbitrary.
+    Args:
+      table: [W, C], with a column for each cluster.
+      labels: the cluster of each query. The result of a query that is padding has no meaning.
     """
     return gather_lanes(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
 
 
 class QueryTile:
-    """A tile of 128 queries. For each query, it looks up the best keys of the query's cluster and
-    the cluster's statistics (`ClusterNumbers`).
+    """A tile of 128 queries, with the best keys and the statistics of each query's cluster.
 
     Attributes:
-      place: the slice of the queries.
+      place: the slice of the queries that belong to the tile.
       labels: [1, 128], the cluster of each query.
       queries: [K, 128], float32.
-      numbers: the statistics of each query's cluster, such as the log-sum-exp of its logits.
+      numbers: the statistics of each query's cluster.
     """
 
     def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:
@@ -172,11 +174,11 @@ class QueryTile:
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
 
     def keys(self, r: int) -> Float[Array, "K 128"]:
-        """Returns the r-th best key of every query's cluster, float32."""
+        """Returns, for each query, the r-th best key of its cluster, float32."""
         return self._unpacked(self._words[r, : self._keys])
 
     def values(self, r: int) -> Float[Array, "E 128"]:
-        """Returns the value of the r-th best key of every query's cluster, float32."""
+        """Returns, for each query, the value of the r-th best key of its cluster, float32."""
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
@@ -186,15 +188,17 @@ class QueryTile:
     def partial_dot_products(
         a: Float[Array, "K 128"], b: Float[Array, "K 128"]
     ) -> Float[Array, "8 128"]:
-        """Returns eight partial sums of the dot product of each column of a with the same column of
-        b.
-
-        The function `sum_eights` adds up the partial sums.
+        """Returns the dot product of each column of a with the same column of b, as eight partial
+        sums, which `sum_eights` adds up.
         """
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
     def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
-        """Returns the softmax of each query's logits for the best keys of its cluster."""
+        """Returns the softmax weights of the best keys of each query's cluster.
+
+        Args:
+          logits: the logits of each query for the R best keys of its cluster.
+        """
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
         seen = jnp.where(place < self.numbers.chosen, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
@@ -203,15 +207,19 @@ class QueryTile:
 
 
 def eight_rows(r: int) -> slice:
-    """Returns the slice of the eight rows for the partial dot products with the r-th best keys."""
+    """Returns the slice of the eight rows that have the partial sums of the dot products of queries
+    and r-th best keys.
+    """
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
 def sum_eights(rows: Any) -> Float[Array, "R 128"]:
-    """Returns the dot products of 128 queries and R best keys.
+    """Returns the dot products of 128 queries and R best keys, by adding up eight partial sums of
+    each.
 
     Args:
-      rows: [8 R, 128], the partial sums of each dot product in eight consecutive rows.
+      rows: reference to an array [8 R, 128], in which the partial sums of a dot product are in
+        eight consecutive rows.
     """
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))

@@ -1,12 +1,16 @@
 """Improved clustered attention on TPUs, without sorting, gathering or scattering in main memory.
 
+A query computes its own logits for the best keys of its cluster, which are the keys with the
+largest logits of the cluster's centroid. For all other keys, it shares the attention output of the
+centroid.
+
 The grid is (head, lane); a lane is a row of the batch. Up to 128 clusters fill the lanes of vector
 registers, so a row of a register holds one number of each cluster. Queries are processed 128 at a
 time. Each query gathers, within a register, the best keys of its own cluster, one after the other,
 and the output of the cluster's centroid. No query moves. The centroids' logits [X, C] stay in VMEM.
-The choice of best keys (see `best_tpu`) is saved in two forms. One bit per key and cluster lets the
-backward pass separate best keys from others. From a list of positions, it adds the gradients of
-best keys to the keys row by row.
+The choice of best keys (see `best_tpu`) is saved in two forms. With one bit per key and cluster,
+the backward pass separates best keys from others. With a list of the positions of best keys, it
+adds their gradients to the gradients of the keys row by row.
 
 In shapes, B is the number of lanes, H of heads, T of queries, X of keys, and C of clusters; K and E
 are the sizes of a key and of a value of a head.
@@ -46,10 +50,13 @@ from brt.ops.tpu import LANES, head_block_spec, vmem_refusal
 
 
 def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns a reason to refuse dropout, a bias or settings that the kernels do not support, or
-    None if the kernels support all of them.
+    """Returns the reason why the kernels do not support the dropout, the bias or the settings, or
+    None if they support all of them.
 
-    The settings are the last of `inputs`, a `ClusteredConfig`.
+    Args:
+      *inputs: the other arguments of `improved_clustered`. The last one is the settings, a
+        `ClusteredConfig`; the others are ignored.
+      dropout, bias: must be None.
     """
     if reason := shared_tpu.feature_refusal(dropout=dropout, bias=bias):
         return reason

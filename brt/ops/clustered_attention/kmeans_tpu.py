@@ -1,12 +1,13 @@
 """K-means of hash codes on TPUs: codes and centroids stay in VMEM through all iterations.
 
-The grid is (head, lane, iteration); a lane is a row of the batch. The product of two codes of +1
-and -1 is a measure of equal bits and exact in float32. Centroids are scaled by minus the number of
-clusters, a power of 2, and each centroid's index is added to the products. The smallest result then
-belongs to the nearest centroid and, among equally near ones, to the first; its low bits are the
-index. The comparison with the smallest result gives a matrix of zeros and ones, whose product with
-the codes sums the members. A row of ones below the codes counts the members. Padding is zero and
-adds nothing.
+A hash code is a vector of bits +1 and -1, and each centroid is such a vector, too. The grid is
+(head, lane, iteration); a lane is a row of the batch. The product of two codes is the number of
+equal bits minus the number of different bits, exact in float32. Centroids are scaled by minus the
+number of clusters, a power of 2, and each centroid's index is added to the products. The smallest
+result then belongs to the nearest centroid and, among equally near ones, to the first; its low bits
+are the index. The comparison with the smallest result gives a matrix of zeros and ones, whose
+product with the codes sums up the codes of each cluster. A row of ones below the codes counts them.
+Padding is zero and adds nothing.
 
 In shapes, B is the number of lanes, H of heads, T of codes of a head, P of bits of a code, and C of
 clusters. P' and C' are P and C after padding; P' includes the row of ones.
@@ -34,8 +35,8 @@ from brt.ops.tpu import (
 )
 
 _MAX_CLUSTERS = 1024
-# This number is added to the distances of centroids that no code may choose. The number is greater
-# than all distances.
+# This number is added to the distances of centroids that no code may be assigned to. The number is
+# greater than all distances.
 _UNUSED = 2.0**22
 # A tile has this many distances, which fill half of the vector registers.
 _TILE = 32 * 8 * LANES
@@ -75,17 +76,17 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns the cluster of each code, and the centroids to which the last iteration assigned
-    codes.
+    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
 
-    The clusters are int32, and C for padding.
+    Returns the index of each code's cluster, int32, or C for padding; and the centroids to which
+    the last iteration assigned the codes.
 
     Args:
       codes: hash codes of +1 and -1.
       valid: False for padding, which does not affect centroids.
       centroids: the initial centroids.
       active: True for clusters that codes may be assigned to.
-      iterations: the number of assignments.
+      iterations: the number of iterations, each of which assigns all codes to clusters.
       interpret: True runs the kernel on any device, slowly.
     """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
@@ -110,8 +111,9 @@ class KMeansKernelInputs(NamedTuple):
     """Inputs of a step of the grid, for a head of a lane.
 
     Attributes:
-      codes: [P', T], bfloat16, +1 and -1; row P is ones. Columns of padding are zero.
-      centroids: [C', P'], +1 and -1.
+      codes: [P', T], bfloat16. The first P rows have the bits +1 and -1 of each code, and row P has
+        ones. Columns of padding are zero.
+      centroids: [C', P'], the initial centroids of +1 and -1.
       numbers: [C', 1], the index of each cluster, plus `_UNUSED` if the cluster is not active.
     """
 
@@ -173,7 +175,11 @@ def _local(
 def _kernel(
     inputs: KMeansKernelInputs, labels: Any, centroids: Any, sums: Any, *, bits: int, tile: int
 ) -> None:
-    """Runs one iteration, whose centroids follow from `sums` [C', P'] of the iteration before."""
+    """Runs one iteration of k-means.
+
+    The sums [C', P'] over each cluster's codes, from which the next iteration computes the
+    centroids, are written to the scratch memory `sums`.
+    """
     step = pl.program_id(2)
     clusters = centroids.shape[0]
 
@@ -193,8 +199,8 @@ def _kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def assign_tile(i: Any, _: None) -> None:
-        """Writes the labels of the i-th tile of codes, which are the indices of their nearest
-        centroids, and adds the codes to the sums of their clusters.
+        """Writes the cluster of each code of the i-th tile, which is the index of the nearest
+        centroid, and adds the codes to the sums of their clusters.
         """
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]

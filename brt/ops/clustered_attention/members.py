@@ -1,4 +1,4 @@
-"""Sums over the queries of clusters, copies back to the queries, and tiles of sorted queries.
+"""Sums over the queries of each cluster, copies back to the queries, and tiles of sorted queries.
 
 The queries of a head are sorted by cluster and laid out in tiles of M slots. Each tile belongs to
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 class QueryTiles(NamedTuple):
-    """The positions of queries in tiles.
+    """The assignment of the queries of each head to tiles of M slots.
 
     Attributes:
       queries: int32, the index of the query in each of the NM = N * M slots; T for an empty slot.
@@ -35,11 +35,14 @@ class QueryTiles(NamedTuple):
 
 
 def tile_size(tokens: int, clusters: int) -> int:
-    """Returns the number of slots of a tile: a power of 2 from 8 to 128 that is below the mean
-    number of queries of a cluster.
+    """Returns the number of slots of a tile: the largest power of 2 up to the mean number of
+    queries of a cluster, but at least 8 and at most 128.
 
-    With this size, at most half of all slots are empty. `tokens` is the number of queries of a
-    head, and `clusters` the number of their clusters.
+    At most half of all slots are empty if a cluster has 8 or more queries on average.
+
+    Args:
+      tokens: the number of queries of a head.
+      clusters: the number of clusters of a head.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
@@ -48,7 +51,7 @@ def tile_size(tokens: int, clusters: int) -> int:
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
     """Returns the assignment of queries to tiles of `size` slots.
 
-    The number of tiles depends only on shapes; it suffices for the most uneven clusters.
+    The number of tiles depends only on shapes, and suffices for clusters of any sizes.
 
     Args:
       labels: the cluster of each query; `clusters` for padding.
@@ -60,8 +63,8 @@ def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> Que
     members = member_counts(labels, clusters)
     tiles, end_rank = -(-members // size), jnp.cumsum(members, axis=-1)
     end = jnp.cumsum(tiles, axis=-1)
-    # Let the rank of a query be its index after all queries of a head are sorted by cluster. For
-    # all queries of a cluster, the slot minus the rank is the same number, which is `shift`.
+    # The rank of a query is its index after all queries of a head are sorted by cluster. For all
+    # queries of a cluster, the slot minus the rank is the same number, which is `shift`.
     shift = (end - tiles) * size - (end_rank - members)
 
     order = _sort_by_label(labels)
@@ -118,7 +121,7 @@ def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
     """Returns, for each query, the vector of x in the query's slot; padding gets zeros.
 
-    `x` has a vector for each slot, and `tiles` has the slot of each query.
+    x has a vector for each slot, and `tiles` has the slot of each query.
     """
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
@@ -131,7 +134,9 @@ def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Ar
     """
 
     def gather_rows(x: Array, clusters: Array) -> Array:
-        """Returns the rows of one head's x at the indices `clusters` of the tiles' clusters."""
+        """Returns the rows of x at the indices `clusters`, which are the clusters of one head's
+        tiles.
+        """
         return x.at[clusters].get(mode="promise_in_bounds", indices_are_sorted=True)
 
     return jax.vmap(jax.vmap(gather_rows))(x, tiles.clusters)

@@ -58,8 +58,10 @@ def improved_clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """Returns the output of improved clustered attention, which computes exact logits for best
-    keys.
+    """Returns the output of improved clustered attention for all queries.
+
+    The weights of a query for the best keys of its cluster come from the query's own logits, and
+    the weights for all other keys from the logits of the cluster's centroid.
 
     Args:
       queries: queries, already multiplied by any scale.
@@ -92,7 +94,8 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
-    """Returns the hash codes of x: bit p is +1 if x is strictly beyond plane p, and -1 otherwise.
+    """Returns the hash codes of vectors: bit p of a code is +1 if the vector is beyond plane p, and
+    -1 otherwise.
 
     Args:
       x: the vectors.
@@ -112,10 +115,10 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns the cluster of each code and the centroids of the last assignment, by Lloyd's
-    algorithm.
+    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
 
-    A centroid's bit is +1 if more than half of the cluster's members have +1 there.
+    Returns the index of each code's cluster, and the centroids of the last assignment. A bit of a
+    centroid is +1 if more than half of the cluster's codes have +1 there, and -1 otherwise.
 
     Args:
       codes: hash codes of +1 and -1.
@@ -154,7 +157,9 @@ def _kmeans(
 def _same_cluster(
     labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
-    """Returns which pairs of queries share a cluster, and which queries are no padding."""
+    """Returns a mask of the pairs of queries that share a cluster, and a mask of the queries that
+    are no padding.
+    """
     real = labels < min(config.clusters, labels.shape[-1])
     same = labels[..., :, None] == labels[..., None, :]
     return same & real[..., None, :], real[..., None]

@@ -19,9 +19,8 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the bias between each cluster and each key.
-
-    The bias of a cluster is the mean of the biases between the cluster's queries and the key.
+    """Returns the bias between each cluster and each key: the mean of the biases between the
+    cluster's queries and the key.
 
     A Fourier transform computes all means at once.
 
@@ -30,8 +29,8 @@ def mean_bias(
       labels: the cluster of each query.
       clusters: the number of clusters.
     """
-    # A Fourier transform computes a circular convolution. The entries that wrap around are sliced
-    # off below.
+    # The product of two Fourier transforms is the transform of a circular convolution. The entries
+    # of the convolution that wrap around are sliced off below.
     tokens, size = labels.shape[-1], row.shape[-1] + 1
     members = jax.nn.one_hot(labels, clusters, dtype=row.dtype, axis=-2)
     spectrum = jnp.fft.rfft(members, size) * jnp.fft.rfft(row, size)[None, :, None]

@@ -21,9 +21,10 @@ _WIDTHS = (64, 128)
 
 
 def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns the reason to refuse these inputs, or None if they are supported.
+    """Returns the reason to refuse dropout or a bias, which the kernels do not support, or None if
+    both are None.
 
-    The kernels support neither dropout nor a bias, so both must be None. Other inputs are ignored.
+    Other inputs are ignored.
     """
     if bias is not None:
         return "has no bias of distances"
@@ -113,10 +114,11 @@ def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]
 
 
 def block_specs(arguments: Any) -> Any:
-    """Returns the block specs of a kernel's inputs; a step of the grid is one head of a lane.
+    """Returns the Pallas block spec of each input of a kernel whose grid has a step for each head
+    of each lane (row of the batch).
 
-    `arguments` is a NamedTuple of arrays whose first axes are lanes (rows of the batch) and heads.
-    Only the field `unseen` has no axis of heads.
+    `arguments` is a NamedTuple of arrays whose first axes are lanes and heads; only the field
+    `unseen` has no axis of heads. The result is a NamedTuple of the same type.
     """
     specs = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
     lane_spec = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
@@ -128,14 +130,15 @@ def call_options(
 ) -> dict[str, Any]:
     """Returns keyword arguments of `pl.pallas_call`: the kernel's name, cost estimate and options.
 
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    The name contains the kernel's sizes and the number of steps of its grid, from which
+    `brt.planning.schedules` computes the cycles that the kernel takes.
 
     Args:
       name: the first part of the kernel's name.
       x: an input, from which the number of steps follows.
       size: a number that the name contains after the number of tokens, such as the number of
         clusters.
-      interpret: as for `pl.pallas_call`.
+      interpret: the argument `interpret` of `pl.pallas_call`.
       **cost: the fields of `pl.CostEstimate`.
     """
     batch, heads, _, tokens = x.shape

@@ -32,7 +32,7 @@ from brt.ops.top_k import top_k
 
 
 class BestKeys(NamedTuple):
-    """The keys with the largest logits of each centroid.
+    """The best keys of each cluster, which are the keys with the largest logits of its centroid.
 
     Attributes:
       indices: int32 [B, H, C, R], the positions of the best keys.
@@ -87,10 +87,10 @@ def improved_clustered(
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
-    """Returns the attention output of all queries, with exact logits for the best keys of their
-    clusters.
+    """Returns the output of improved clustered attention (section 3.3 of the paper).
 
-    All other keys have the logits of the centroid (section 3.3 of the paper).
+    A query computes its own logits for the best keys of its cluster. For all other keys, it has the
+    logits of the cluster's centroid.
 
     Args:
       queries: queries, already multiplied by any scale.
@@ -158,8 +158,8 @@ def _find_best_keys(
     ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # Among equal logits, the first keys are best. The last of the best keys therefore has the
-    # highest index.
+    # Of several keys with the same logit, `top_k` takes the first ones. The last entry of `indices`
+    # is therefore the position of the last best key whose logit is the smallest one.
     best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
     return BestKeys(indices, values > -jnp.inf, best)
 

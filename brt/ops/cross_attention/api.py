@@ -1,9 +1,11 @@
-"""Cross-attention of a decoder to its source, in the kind that the setting `CrossAttention.kind`
-names.
+"""Cross-attention of a decoder to its source. The setting `CrossAttention.kind` selects the kind.
+
+The source is divided into segments, and each target position reads one of them.
 
   full: softmax over the complete source, as a single window of all keys.
   segmented: softmax over one segment of the source.
-  srformer: as segmented, plus a recurrence over the other segments.
+  srformer: as segmented, plus a recurrence over the other segments, whose states pass through
+    accumulate-and-fire neurons.
   xl_memory: softmax over one segment and the outputs of an RNN for the previous segment.
   transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
@@ -65,8 +67,6 @@ def attend(
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    The metrics describe the neurons of `srformer`. They are None for other kinds.
-
     Training uses this function. Decoding uses `prefill` and `step`.
 
     Args:
@@ -75,7 +75,7 @@ def attend(
         False`, as in the original code's T5, is an exception: padding then counts in the parts of
         the attention that are no softmax.
       valid: False for padding; a source without valid positions gives zeros.
-      parameters: learned parameters of the kind.
+      parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
       t0: the first target position, 0 in training. If t0 is an array, the computation costs as much
         as full attention.
@@ -86,8 +86,8 @@ def attend(
         inputs.
 
     Returns:
-      The outputs in the dtype of the keys, with softmax and recurrence in float32; and numbers to
-        log about the neurons of `srformer`.
+      The outputs in the dtype of the keys, with softmax and recurrence in float32; and metrics of
+        the neurons of `srformer`, all of which are None for other kinds.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.
@@ -105,12 +105,14 @@ def prefill(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> CrossCache:
-    """Returns the cache of a source, which `step` reads; all beams of a source share one cache.
+    """Returns the cache of the keys and values of a source, which decoding reads by `step`.
+
+    All beams of a source share one cache.
 
     Args:
       keys, values: projections of the encoder's output.
       valid: False for padding.
-      parameters: learned parameters of the kind.
+      parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
     """
     windows = build_windows(keys, values, valid, parameters, config)
@@ -118,7 +120,7 @@ def prefill(
 
 
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
-    """Returns the cache for steps at target position t and later.
+    """Returns the cache for decoding steps at target position t and later.
 
     Only the kind `srformer` with `cache = "carry"` changes its cache, because this cache holds the
     state of the recurrence at one position.
@@ -140,8 +142,8 @@ def step(
     """Returns the attention output of T target positions, from position t on, for the N beams of
     every source.
 
-    The result equals the result of `attend` at these positions. If beams are reordered, the cache
-    stays as it is, because all beams of a source share the cache.
+    This is a step of decoding. The result equals the result of `attend` at these positions. If
+    beams are reordered, the cache stays as it is, because all beams of a source share the cache.
 
     Args:
       queries: queries of each beam, already multiplied by any scale.

@@ -1,8 +1,11 @@
-"""Baselines of the paper: segments that also read a memory, or the means of all segments.
+"""Kinds of cross-attention that the paper compares `srformer` with.
 
-`xl_memory` reads the previous segment after an RNN that runs over the source (the original code).
-`transformer_xl` reads it unchanged and without a gradient, as Transformer-XL does.
-`local_global` reads the mean of every segment's keys and values (the original code's LongT5).
+A target position attends to a segment of the source and to additional keys and values:
+
+  xl_memory: the outputs of an RNN, which runs over the source, for the previous segment (the
+    original code).
+  transformer_xl: the previous segment itself, without a gradient, as Transformer-XL does.
+  local_global: the mean of every segment's keys and values (the original code's LongT5).
 
 In shapes, B is the number of sources, X of source positions, M of segments, S of positions of a
 segment, H of heads, and K of numbers of a head; A = H * K.
@@ -31,11 +34,14 @@ class RnnWeights(NamedTuple):
 
 
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    """Returns the RNN's state at every position; the state before the first position is zero.
+    """Returns the state of a recurrent neural network (RNN) at every position of the source.
 
-    The RNN reads the vectors x of all heads of a position, which are keys or values of the source,
-    as one vector of A numbers. The result has the states in the shape of x. `weights` are the
-    weights of the recurrence.
+    The RNN reads the vectors of all heads of a position as one vector of A numbers. The state
+    before the first position is zero.
+
+    Args:
+      x: the keys or the values of the source.
+      weights: the weights of the recurrence.
     """
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
@@ -49,8 +55,8 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
 
         Args:
           h: the state at the previous position.
-          xs: the position's input, and the argument with which `deferred.dot` postpones the
-            gradient of the kernel until the scan has ended.
+          xs: the position's input; and the `Tap` by which the gradient of the kernel is computed
+            once after the backward scan, instead of at each position.
         """
         h = jnp.tanh(xs[0] + deferred.dot(h, weights.kernel, xs[1]))
         return h, h
@@ -83,11 +89,12 @@ def with_previous(
 
 
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
-    """Returns the mask of the Y = 2S keys of each segment that `with_previous` returns.
+    """Returns the mask of the Y = 2S keys of each segment in the result of `with_previous`: True
+    for keys that may be read.
 
     Args:
       mask: True for positions of each segment that are not padding.
-      first: True if the first segment may read the memory that precedes it in the array.
+      first: True if the first segment may read the memory that `with_previous` puts before it.
     """
     front = mask[:1] & first
     return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
@@ -98,7 +105,8 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the mean key and the mean value of every segment.
+    """Returns the mean key and the mean value of every segment, which the targets of all segments
+    read (`SharedKeys`).
 
     Args:
       keys, values: the keys and values of each segment.

@@ -14,11 +14,17 @@ Kind = Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
 def paper_multiplications(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the paper's count of multiplications for q = `targets` and k = `sources` positions.
+    """Returns the number of multiplications of one head, as the paper counts them.
 
-    `kind` is the kind of cross-attention. With d = `head_dim` and segments of s = `segment_size`
-    positions, the count is qkd for full attention, qsd for segmented attention, and qsd + kd^2 for
-    `srformer`.
+    With q target positions, k source positions, heads of size d and segments of s positions, the
+    number is qkd for full attention, qsd for segmented attention, and qsd + kd^2 for `srformer`.
+
+    Args:
+      kind: the kind of cross-attention.
+      targets: q.
+      sources: k.
+      head_dim: d.
+      segment_size: s.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
@@ -27,11 +33,18 @@ def paper_multiplications(
 def paper_memory(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the paper's count of stored numbers for q = `targets` and k = `sources` positions.
+    """Returns how many numbers one head stores, as the paper counts them.
 
-    `kind` is the kind of cross-attention. With d = `head_dim` and m segments of s = `segment_size`
-    positions, the count is qk + kd for full attention, qs + kd for segmented attention, and qs + kd
-    + md^2 for `srformer`.
+    With q target positions, k source positions, heads of size d and m segments of s positions, the
+    number is qk + kd for full attention, qs + kd for segmented attention, and qs + kd + md^2 for
+    `srformer`.
+
+    Args:
+      kind: the kind of cross-attention.
+      targets: q.
+      sources: k.
+      head_dim: d.
+      segment_size: s.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)
@@ -52,7 +65,9 @@ def multiplications(
     w_on: Literal["values", "products"] = "values",
     heads: int = 0,
 ) -> int:
-    """Returns the number of multiplications of all matrix products of one pass over all targets.
+    """Returns the number of multiplications of one head, for all target positions.
+
+    All matrix products of cross-attention are counted, except the projections.
 
     Args:
       kind: the kind of cross-attention.
@@ -60,10 +75,11 @@ def multiplications(
       sources: the number of source positions.
       head_dim: the size of a head.
       segment_size: the number of source positions of a segment.
-      w_on: the arrays that the weights W of the recurrence are multiplied with: the values (kd^2,
-        as in brt), or the products of keys and values of every segment (md^3, as in the paper).
+      w_on: for `srformer`, the arrays with which the weights W of the recurrence are multiplied:
+        the values (kd^2 multiplications for k source positions and heads of size d, as in brt), or
+        the products of keys and values of each of m segments (md^3, as in the paper).
       heads: for `xl_memory`, the number of heads whose vectors its RNN concatenates; 0 for a memory
-        without an RNN. The kinds without an RNN do not use this number.
+        without an RNN. The other kinds do not use this number.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)
@@ -71,14 +87,14 @@ def multiplications(
         w = k * d**2 if w_on == "values" else segments * d**3
         return 2 * q * s * d + k * d**2 + w + q * d**2
     window = {"full": k, "segmented": s, "xl_memory": 2 * s, "local_global": s + segments}[kind]
-    # The keys have an RNN, and the values have another RNN. An RNN computes two matrix products for
-    # each position.
+    # There is an RNN for the keys and another one for the values. Each RNN computes two matrix
+    # products for each position.
     recurrent = 4 * heads * k * d**2 if kind == "xl_memory" else 0
     return 2 * q * window * d + recurrent
 
 
 def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
-    """Returns the number of multiplications for one target position in decoding.
+    """Returns the number of multiplications of one head for one target position in decoding.
 
     The position reads a cache that has the state of the recurrence for every position, so no state
     is computed.

@@ -38,7 +38,7 @@ class ParameterSpec(NamedTuple):
     Attributes:
       shape: the shape.
       axes: the logical name of each axis, for sharding; None for unsharded axes.
-      initializer: a function (rng, shape, dtype) -> array.
+      initializer: a function from a random key, the shape and the dtype to the initial value.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns the parameters as a `CrossParameters`.
+    """Returns parameters in nested dictionaries as a `CrossParameters`.
 
     `tree` has the parameters as nested dictionaries of arrays, with the keys that `specifications`
     returns.
@@ -128,7 +128,9 @@ def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     }[config.kernel_init]
     if config.use_raf:
         leak, threshold = config.leak_init, config.threshold_init
-        # `recurrence.leak_and_threshold` maps these values back to the initial leak and threshold.
+        # The settings are the initial leak and threshold that the neurons use. With "bounded", the
+        # neurons use a sigmoid of the stored leak and a softplus of the stored threshold, so the
+        # stored values are computed by the inverse functions.
         if config.raf_parameters == "bounded":
             leak = float(np.log(leak / (1 - leak)))
             threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))

@@ -1,6 +1,8 @@
-"""Reference implementation of cross-attention: builds the windows position by position.
+"""Reference implementation of cross-attention.
 
-It uses the reference implementation of segmented recurrent attention.
+The window of a segment is the keys and values that the targets of the segment read. This module
+builds the windows in a simple way, and attends to them by the reference implementation of segmented
+recurrent attention.
 
 In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
 S of source positions of a segment, H of heads, and K of numbers of a head.
@@ -33,14 +35,14 @@ def attend(
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
     The kind of cross-attention that is named `srformer` passes the states of a recurrence through
-    accumulate-and-fire neurons. The metrics are about these neurons; for other kinds, they are
-    None.
+    accumulate-and-fire neurons. The metrics describe these neurons; for other kinds, all fields of
+    the metrics are None.
 
     Args:
       queries: already multiplied by any scale.
       keys, values: projections of the encoder's output.
       valid: False for padding; a source without valid positions gives zeros.
-      parameters: learned parameters of the kind.
+      parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
       t0: the first target position.
       target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;

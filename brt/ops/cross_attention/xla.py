@@ -1,7 +1,7 @@
 """Cross-attention in plain XLA.
 
-For each segment of the source, it builds the window of keys and values that the segment's targets
-read. Then it attends to the windows by segmented recurrent attention.
+The window of a segment is the keys and values that the targets of the segment read. This module
+builds the windows, and attends to them by segmented recurrent attention.
 
 In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
 S of source positions of a segment, H of heads, and K of numbers of a head.
@@ -36,14 +36,14 @@ def attend(
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
     The kind of cross-attention that is named `srformer` passes the states of a recurrence through
-    accumulate-and-fire neurons. The metrics are about these neurons; for other kinds, they are
-    None.
+    accumulate-and-fire neurons. The metrics describe these neurons; for other kinds, all fields of
+    the metrics are None.
 
     Args:
       queries: already multiplied by any scale.
       keys, values: projections of the encoder's output.
       valid: False for padding; a source without valid positions gives zeros.
-      parameters: learned parameters of the kind.
+      parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
       t0: the first target position.
       target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
@@ -66,12 +66,12 @@ def build_windows(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
-    """Returns the keys and values that the targets of each segment read.
+    """Returns the windows of all segments: the keys and values that the targets of a segment read.
 
     Args:
       keys, values: projections of the encoder's output.
       valid: False for padding.
-      parameters: learned parameters of the kind.
+      parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
     """
     if config.mask_kv:

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary that never hold all logits at once."""
+"""Cross-entropy loss and token scores over a vocabulary, without storing all logits at once."""
 
 from brt.ops.cross_entropy.api import TokenScores as TokenScores
 from brt.ops.cross_entropy.api import cross_entropy as cross_entropy

@@ -1,7 +1,7 @@
-"""Selection of the implementation of token scores and of the cross-entropy loss.
+"""Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
-In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
-vector, and V of tokens of the vocabulary.
+This module selects the implementation. In shapes, B is the number of rows of the batch, T of tokens
+of a row, D of numbers of a token's vector, and V of tokens of the vocabulary.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -56,8 +56,8 @@ def token_scores(
       targets: the token to score at each position.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once;
-        TPU kernels choose their own.
+      chunk: the largest number of tokens of a row whose logits exist at once. The TPU kernels
+        ignore this number.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -81,7 +81,8 @@ def cross_entropy(
     smoothing: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed cross-entropy with label smoothing (Szegedy et al. 2016, section 7).
+    """Returns the summed cross-entropy of the targets, with label smoothing (Szegedy et al. 2016,
+    section 7) and without.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
@@ -90,16 +91,16 @@ def cross_entropy(
       mask: False where a target does not count.
       bias: float32, a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once;
-        TPU kernels choose their own.
+      chunk: the largest number of tokens of a row whose logits exist at once. The TPU kernels
+        ignore this number.
       smoothing: the fraction of each target's probability that is distributed evenly over all
         tokens.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
     Returns:
-      The summed loss, and the summed nats of the targets alone, which have no gradient; both
-        float32 scalars.
+      The sum with label smoothing, which is the loss; and the sum without, which is the negative
+        log probability of all targets in nats and has no gradient. Both are float32 scalars.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

@@ -26,18 +26,19 @@ from brt.ops import tpu
 from brt.ops.cross_entropy import tpu_kernels
 from brt.ops.cross_entropy.scored import TokenScores
 
-# Upper limits of the rows (tokens) and columns (tokens of the vocabulary) of a tile of logits. Each
-# combination of a limit for rows and a limit for columns gives a tile. The kernels use the largest
-# of these tiles that fits into VMEM.
+# These are upper limits of the rows (tokens) and columns (entries of the vocabulary) of a tile of
+# logits. Each combination of a limit of rows and a limit of columns gives a size of tiles. The
+# kernels use the largest of these sizes whose tiles fit into VMEM.
 _ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)
 
 Interpret = bool | pltpu.InterpretParams
 
 
 def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
-    """Returns the reason to refuse a bias, which the kernels do not support; None without a bias.
+    """Returns the reason to refuse a bias of the logits, which the kernels do not support, or None
+    if there is no bias.
 
-    The bias is the last of `inputs`.
+    `inputs` are the arrays of `token_scores` or `cross_entropy`, of which the last one is the bias.
     """
     return None if inputs[-1] is None else "adds no bias to logits"
 
@@ -50,7 +51,7 @@ def refusal(
     Args:
       hidden: the vectors of the tokens.
       embedding: the embeddings of the vocabulary.
-      others: the other arrays of `token_scores` or `cross_entropy`, of which the last one is the
+      *others: the other arrays of `token_scores` or `cross_entropy`, of which the last one is the
         bias.
     """
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
@@ -124,7 +125,10 @@ def cross_entropy(
     smoothing: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed loss and the summed nats of the targets, both float32 scalars.
+    """Returns the summed cross-entropy of the targets, with label smoothing and without, as two
+    float32 scalars.
+
+    Only the sum with label smoothing has a gradient.
 
     Args:
       hidden, embedding, targets, bias, scale, chunk, interpret: as for `token_scores`.
@@ -223,8 +227,9 @@ def _run_forward(
     )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
     more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
-    # The logarithm of 1 - rest, where `rest` is the probability of all other tokens, is exact even
-    # if the target's probability is close to 1.
+    # `rest` is the probability of all tokens except the target. The logarithm of 1 - rest is exact
+    # even if the target's probability is close to 1, where lse - chosen would be the difference of
+    # two nearly equal numbers.
     nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)
     return _TokenResults(nats, lse, chosen - top), more
 
@@ -284,7 +289,7 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """Returns all tiles that fit into VMEM in both kernels."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    # In measurements, the compiler used up to 1 MiB more than `_vmem_bytes` counts.
+    # In measurements, the compiler used up to 1 MiB more VMEM than `_vmem_bytes` estimates.
     room = tpu.vmem_limit() - 2**20
     return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
 
@@ -294,7 +299,8 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
 
     There are two buffers for each block, and an array with one number per row takes all 128 lanes.
     """
-    # Matrix products at full precision split each float32 number into two parts.
+    # Matrix products at full precision split each float32 number into two parts, so float32 tiles
+    # take twice the memory.
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4
@@ -302,6 +308,6 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
 
 
 def _largest(size: int, limit: int) -> int:
-    """Returns the largest divisor up to a limit, a multiple of 128 if possible."""
+    """Returns the largest divisor of `size` up to `limit`, a multiple of 128 if possible."""
     unit = tpu.LANES if size % tpu.LANES == 0 else 1
     return next(n for n in range(limit - limit % unit, 0, -unit) if size % n == 0)

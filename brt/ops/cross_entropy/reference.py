@@ -39,7 +39,7 @@ def token_scores(
       targets: the token to score at each position.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: ignored.
+      chunk: ignored; all logits exist at once.
     """
     log_p = _log_p(hidden, embedding, bias, scale)
     target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
@@ -57,7 +57,10 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed loss and the summed nats of the targets, both scalars.
+    """Returns the summed cross-entropy of the targets, with label smoothing and without, as two
+    scalars.
+
+    Only the sum with label smoothing has a gradient.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
@@ -66,7 +69,7 @@ def cross_entropy(
       mask: False where a target does not count.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: ignored.
+      chunk: ignored; all logits exist at once.
       smoothing: the fraction of each target's probability that is distributed evenly over all
         tokens.
     """

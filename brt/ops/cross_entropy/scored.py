@@ -1,4 +1,4 @@
-"""The result of `token_scores`, which all its implementations return."""
+"""The result type of `token_scores`, which computes the scores of target tokens."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 
 class TokenScores(NamedTuple):
-    """Scores of the targets: their negative log probabilities, and a mask of correct predictions.
+    """Scores of the target tokens: negative log probabilities, and a mask of correct predictions.
 
     Both arrays have an entry for each of the T positions of each of the B rows of the batch.
 

@@ -24,21 +24,24 @@ def forward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
     *places: Any, scale: float,
 ) -> None:  # fmt: skip
-    """Computes the results of the tokens of a tile of R rows and C columns of the vocabulary.
+    """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
+    sums in scratch memory.
 
-    All arguments except `scale` are references to arrays in VMEM.
+    The tile with the last columns of the vocabulary also writes the outputs for the R tokens. All
+    arguments except `scale` are references to arrays in VMEM.
 
     Args:
-      hidden: [R, D], the vectors of the tokens.
+      hidden: [R, D], the vectors of the tokens, each of D numbers.
       embedding: [C, D], the embeddings of the columns.
       targets: [R, 1], the target of each token.
       lse: [R, 1], output: the log-sum-exp of all logits.
       chosen: [R, 1], output: the target's logit.
       top: [R, 1], output: the largest logit of the other tokens of the vocabulary.
       rest: [R, 1], output: the probability of all other tokens of the vocabulary.
-      *places: three arrays of float32 scratch memory. If there are five arrays, the first is an
-        output for the probability-weighted mean embedding of the other tokens, and the last is
-        scratch memory for this mean.
+      *places: three arrays of float32 scratch memory, for the largest logits, the sums of
+        exponentials and the logits of the targets. If the mean of the other tokens' embeddings,
+        weighted by probability, is computed as well, there are five arrays: the first is the output
+        for this mean, and the last is scratch memory for it.
       scale: factor of the logits.
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
@@ -86,12 +89,13 @@ def backward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, d_others: Any, d_target: Any,
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the contribution of a tile of C columns of the vocabulary and R tokens to `d_embedding`.
+    """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
+    the gradient of the embedding.
 
     All arguments except `scale` are references to arrays in VMEM.
 
     Args:
-      hidden: [R, D], the vectors of the tokens.
+      hidden: [R, D], the vectors of the tokens, each of D numbers.
       embedding: [C, D], the embeddings of the columns.
       targets: [1, R], the target of each token.
       lse: [1, R], the log-sum-exp of each token's logits.

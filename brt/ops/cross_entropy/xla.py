@@ -25,10 +25,14 @@ from brt.ops.reductions import sum_leading
 
 
 def chunk_length(tokens: int, limit: int) -> int:
-    """Returns the number of tokens that a device adds to a chunk.
+    """Returns the number of tokens of a row that each device contributes to a chunk.
 
-    The number is the largest one, up to `limit`, that divides the number of tokens of a row that
-    are on one device; `tokens` is the number of tokens of a row on all devices.
+    The tokens of a row may be divided among several devices. The result is the largest number up to
+    `limit` that divides the number of a row's tokens on one device.
+
+    Args:
+      tokens: the number of tokens of a row on all devices.
+      limit: the largest number of tokens to return.
     """
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
@@ -37,8 +41,8 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    A chunk has `chunk` tokens of each device that has tokens of a row. Rows of the batch and tokens
-    stay on their device.
+    If the tokens of a row are divided among several devices, each chunk has `chunk` tokens from
+    each of these devices, so that every token stays on its device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -64,7 +68,7 @@ class _ChunkLogits(NamedTuple):
 
     @property
     def nats(self) -> Float[Array, "B C"]:
-        """The negative log probabilities of the targets."""
+        """The negative log probabilities of the targets, in nats."""
         return self.lse - self.chosen
 
     def is_target(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
@@ -129,7 +133,7 @@ def token_scores(
     )
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of a chunk's targets.
+        """Returns the scores of the targets of one chunk.
 
         `piece` has the vectors [B, C, D] and the targets [B, C] of the chunk.
         """
@@ -152,7 +156,10 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed loss and the summed nats of the targets, both float32 scalars.
+    """Returns the summed cross-entropy of the targets, with label smoothing and without, as two
+    float32 scalars.
+
+    Only the sum with label smoothing has a gradient.
 
     Args:
       hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
@@ -185,7 +192,7 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Returns `total`, the summed loss and nats, after a chunk is added; and None, because
+        """Returns `total` plus the summed loss and the summed nats of a chunk; and None, because
         `lax.scan` also expects an output of each step.
 
         `piece` has the vectors, the targets and the mask of the chunk.
@@ -223,10 +230,12 @@ def _forward(
     )
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        """Returns the carry after a chunk is added, and the gradient of the chunk's vectors.
+        """Returns the scan's carry after a chunk is added, and the gradient of the chunk's vectors.
 
-        The carry has the summed loss and nats, the gradient of the embedding and the gradient of
-        the bias. `piece` has the vectors, the targets and the mask of the chunk.
+        Args:
+          carry: the sums over the previous chunks: the loss and the nats, the gradient of the
+            embedding, and the gradient of the bias.
+          piece: the vectors, the targets and the mask of the chunk.
         """
         total, d_embedding, d_bias = carry
         h, target, counts = piece
