@@ -282,7 +282,12 @@ class TensorBoard:
             self._add(Event(step=step + 1, session_log=purge))
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Writes metrics of a step, by tag; None stands for a number that is not finite."""
+        """Writes metrics of a step.
+
+        Args:
+          step: the step.
+          metrics: numbers by tag; None stands for a number that is not finite.
+        """
         with self._tolerate_errors():
             for tag, value in metrics.items():
                 value = math.nan if value is None else value

@@ -61,8 +61,12 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer,
-        from the gradients, the old state and the parameters.
+        """Returns the updates that are added to the parameters, and the new state of the optimizer.
+
+        Args:
+          gradients: gradients of the parameters.
+          state: state of the optimizer before the update.
+          params: the parameters.
         """
         updates, new_state = transform.update(
             _grouped(gradients, axes), state, _grouped(params, axes)

@@ -119,8 +119,12 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer,
-        from the gradients, the old state and the parameters.
+        """Returns the updates that are added to the parameters, and the new state of the optimizer.
+
+        Args:
+          gradients: gradients of the parameters.
+          state: state of the optimizer before the update.
+          params: the parameters.
         """
         (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
         updates, outside_state = transform.update(outside, state.outside, p_outside)

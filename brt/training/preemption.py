@@ -12,7 +12,7 @@ from types import TracebackType
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-QUIT_AT_ONCE = 130  # Shells report this exit code for programs that Ctrl-C ended.
+QUIT_AT_ONCE = 130  # This is the exit code that shells report for programs that Ctrl-C ended.
 
 
 def _announce(message: str) -> None:

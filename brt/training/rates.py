@@ -31,8 +31,12 @@ def with_rates(
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer,
-        from the gradients, the old state and the parameters.
+        """Returns the updates, multiplied by the factors, and the new state of the optimizer.
+
+        Args:
+          gradients: gradients of the parameters.
+          state: state of the optimizer before the update.
+          params: the parameters.
         """
         if optimizer.name != "adafactor":
             params = _multiplied(params, optimizer, 1)

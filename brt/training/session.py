@@ -90,7 +90,8 @@ class Session(OpenRun):
             stack.enter_context(meshes.use(run.mesh))
             parts = opening.open_files(run, workdir, checkpoint, allowed, stop, phases, stack)
             session = cls(**vars(parts))
-            del parts  # The reference would keep the memory of the first train state in use.
+            # The reference would keep the memory of the first train state in use.
+            del parts
             stack.callback(phases.enter, "ending")
             yield session
 
