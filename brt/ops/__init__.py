@@ -1,1 +1,4 @@
-"""Arithmetic of the papers as pure functions of arrays; each kind of attention has a folder."""
+"""The arithmetic of the models (attention, recurrent cells, losses) as pure functions of arrays.
+
+Each kind of attention has a folder of its own.
+"""

@@ -1,7 +1,7 @@
 """Products with weights: a matrix, or a kernel with several input or output axes.
 
 XLA's CPU backend transposes and copies the factors of a product that sums over several axes. On
-CPUs such axes are therefore merged by a reshape, which costs nothing. They stay separate where
+CPUs such axes are therefore merged by a reshape, which costs nothing. The axes stay separate where
 heads are sharded, because a merge of the heads with another axis would move data between devices.
 """
 
@@ -19,12 +19,13 @@ from brt.ops.layout import transposed
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
-    """Returns the product [*rows, *outputs] of x [*rows, *inputs] and a kernel, in x's dtype.
+    """Returns the product [*rows, *outputs] of x and a kernel, in x's dtype.
 
     Args:
-      x: the input.
+      x: [*rows, *inputs], where *rows stands for any number of axes.
       kernel: [*inputs, *outputs].
-      inputs: the number of axes that the product sums over: the last of x, the first of `kernel`.
+      inputs: the number of axes that the product sums over, which are the last axes of x and the
+        first axes of `kernel`.
     """
     return _dense(x, kernel, inputs)
 
@@ -38,12 +39,12 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the product of `dense`, and the pair (x, kernel) that the backward pass of `dense`
-    needs.
+    """Returns the product that `dense` returns, and the pair (x, kernel) that the backward pass of
+    `dense` needs.
 
-    The arguments are described in `dense`. The function is for the forward rules of custom
-    gradients and has no custom gradient itself. JAX's rematerialization therefore sees the product
-    as an operation of its own, which the policies of the setting `remat_keep` can choose to save.
+    The arguments are described in `dense`. Forward rules of custom gradients call this function,
+    which has no custom gradient itself. JAX's rematerialization therefore sees the product as an
+    operation of its own, which the policies of the setting `remat_keep` can choose to save.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 
@@ -59,7 +60,7 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
 
     Args:
       kernel: [*inputs, *outputs].
-      dy: [*rows, *outputs], the gradient of the product.
+      dy: [*rows, *outputs], the gradient of the product; *rows stands for any number of axes.
       inputs: the number of input axes of the kernel.
     """
     outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
@@ -77,15 +78,15 @@ def weight_gradient(
 ) -> Array:
     """Returns the gradient of a kernel of `dense`, [*inputs, *outputs], in float32.
 
-    This is x^T dy, summed over all rows. The axes of rows are merged to one if that moves no data
-    between devices: XLA's CPU backend transposes and copies both factors of a sum over two axes,
-    which takes longer than the product of a small model.
+    The gradient is x^T dy, summed over all rows. The axes of rows are merged to one axis, unless
+    that moves data between devices, because XLA's CPU backend transposes and copies both factors of
+    a sum over two axes. In a small model, the copies take longer than the product.
 
     Args:
-      x: [*rows, *inputs], the product's input.
+      x: [*rows, *inputs], the product's input; *rows stands for any number of axes.
       dy: [*rows, *outputs], the gradient of the product.
-      inputs: the number of input axes.
-      outputs: the number of output axes.
+      inputs: the number of input axes of the kernel.
+      outputs: the number of output axes of the kernel.
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
     rows = tuple(range(x.ndim - inputs))
@@ -99,9 +100,10 @@ def weight_gradient(
 
 
 def _sum_over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[Array, "M N"]:
-    """Transposes the narrower factor, so that the product reads both along their rows.
+    """Returns x^T dy, summed over all rows.
 
-    A product that reads both factors along their columns takes longer.
+    The narrower factor is transposed in memory, because a product that reads a factor against its
+    memory order takes longer.
     """
     x, dy = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
     if x.shape[-1] > dy.shape[-1]:
@@ -114,7 +116,7 @@ def _flattens_axes(kernel: Array) -> bool:
 
 
 def _flatten_last(x: Array, axes: int) -> Array:
-    """Flattens the last `axes` axes; the size is spelled out, as -1 fails if there are no rows."""
+    """Flattens the last `axes` axes. The reshape names the size, as -1 fails if x has no rows."""
     return x.reshape(*x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :]))
 
 

@@ -2,8 +2,8 @@
 
 An op lists its implementations in the order in which `auto` prefers them. Each implementation
 declares the backends that it runs on, the backends on which `auto` may select it, and a function
-that says why it refuses given inputs. There is no silent fallback: an implementation that is
-named explicitly runs or raises an error.
+that returns the reason why it cannot compute given inputs. There is no silent fallback: an
+implementation that is named explicitly runs or raises an error.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from brt.errors import UnsupportedError
 
 T = TypeVar("T")
 AUTO = "auto"
-# Arrays that a kernel's backward pass reads have this name (`jax.ad_checkpoint.checkpoint_name`).
+# `jax.ad_checkpoint.checkpoint_name` gives this name to arrays that a kernel's backward pass reads.
 # The policy of a rematerialized layer can save all arrays of this name.
 KERNEL_RESIDUAL = "kernel"
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
@@ -59,33 +59,35 @@ class Implementation(NamedTuple):
 
 
 class BackendPolicy(NamedTuple):
-    """How arithmetic outside of the ops' implementations is written for one backend.
+    """The forms of arithmetic that are fast on one backend.
 
-    The backends' compilers differ in what they execute quickly. Each difference is an attribute of
-    this class. Code that depends on a difference reads the attribute from `policy()` instead of
-    comparing names of backends. An attribute of type bool is True if the sentence about it below
-    holds for the backend.
+    The compilers of the backends execute different forms of the same arithmetic quickly. Each
+    difference is an attribute of this class. Code that depends on a difference reads the attribute
+    from `policy()` instead of comparing names of backends. An attribute of type bool is True if the
+    sentence after its name below holds for the backend.
 
     Attributes:
-      dtype: the dtype of activations and caches if the setting is 'auto'.
+      dtype: the dtype of activations and caches if the setting for this dtype is 'auto'.
       orders_memory: the compiler chooses the memory order of arrays well by itself.
-      stores_transposes: a product with a stored transpose is faster than one that reads a factor
-        against its memory order.
+      stores_transposes: a matrix product is faster if a transposed factor is first stored in
+        memory than if the product reads the factor against its memory order.
       float32_factors: the backend has no product of bfloat16 factors whose float32 result is
-        transposed, so that factors are converted first.
-      merges_rows: weight gradients are products of matrices whose leading axes are merged.
+        transposed, so factors of such products are first converted to float32.
+      merges_rows: products with weights of several input or output axes, and their weight
+        gradients, are computed as products of matrices, whose axes are merged by a reshape.
       splits_wide_sums: a sum over many adjacent numbers is computed as the sum of several parts.
       stores_barriers: an array that several consumers read is stored by an optimization barrier.
       multiplies_separately: several inputs of one matrix product are multiplied one by one instead
         of being concatenated first.
-      gathers_by_product: rows are gathered by a matrix product with zeros and ones.
+      gathers_by_product: rows are gathered by a product with a matrix of zeros and ones.
       packs_dropout: dropout masks are drawn in the shape in which `dropout_bits` packs masks.
       defers_gradients: weight gradients of a loop over blocks are computed after the loop.
       recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
         stored ones.
-      sends_arrays_together: a reduction over devices sends all arrays as one array.
-      shares_optimizer_state: the optimizer's state is sharded over replicas if the setting is
-        'auto'.
+      sends_arrays_together: a reduction over devices concatenates all arrays and sends them at
+        once.
+      shares_optimizer_state: the optimizer's state is sharded over replicas if the setting for this
+        sharding is 'auto'.
     """
 
     dtype: str = "bfloat16"
@@ -142,17 +144,20 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
     Args:
       x: the output, or its bits as unsigned integers.
       dtype: the dtype of the result if `x` contains bits; None if `x` is the output itself.
+
+    Returns:
+      The output as numbers of its own dtype.
     """
     named = checkpoint_name(x if dtype else to_bits(x), KERNEL_RESIDUAL)
     return from_bits(named, dtype or x.dtype)
 
 
 def input_residual(x: Array) -> Array:
-    """Returns x, the input of a kernel, named so that a rematerialized layer can save the input for
-    the backward pass.
+    """Returns a kernel's input x, named so that a rematerialized layer can save the input for the
+    backward pass.
 
     The backward pass then need not repeat the operations that produced the input. Unlike
-    `output_residual`, the function does not convert the array to integers: JAX inserts no
+    `output_residual`, this function does not convert the array to integers, because JAX inserts no
     `reduce_precision` after a named array that only backward passes read.
     """
     return checkpoint_name(x, KERNEL_RESIDUAL)
@@ -187,10 +192,10 @@ def policy() -> BackendPolicy:
 
 
 def for_backend(default: T, **by_backend: T) -> T:
-    """Returns the keyword argument whose name is the backend that programs are compiled for.
+    """Returns the value in `by_backend` for the backend that programs are compiled for.
 
-    The backends are 'cpu', 'gpu' and 'tpu'. Without an argument for the backend, the result is
-    `default`.
+    The keyword arguments are named 'cpu', 'gpu' or 'tpu'. If there is none for the backend, the
+    result is `default`.
     """
     return by_backend.get(backend(), default)
 

@@ -1,7 +1,8 @@
-"""The KL divergence from a teacher's distributions to a student's, one chunk of tokens at a time.
+"""The loss of distillation: the KL divergence KL(teacher || student) of each token's predictions.
 
-The float32 logits [B, T, V] of a long segment would be the largest arrays of a train step. The
-backward pass therefore computes the logits of each chunk again.
+The float32 logits [B, T, V] of a long segment would be the largest arrays of a train step. The loss
+is therefore computed for one chunk of tokens at a time, and the backward pass computes the logits
+of each chunk again.
 
 In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
 numbers of a token's vector, and V of tokens of the vocabulary.
@@ -18,11 +19,11 @@ Logits = Float[Array, "B T V"]
 
 
 def divergence(student: Logits, teacher: Logits, temperature: float) -> Float[Array, "B T"]:
-    """Returns the KL divergence of each token, times the square of the temperature (Hinton et al.
-    2015, section 2).
+    """Returns KL(teacher || student) for each token, in nats, times the square of the temperature
+    (Hinton et al. 2015, section 2).
 
     Args:
-      student, teacher: the float32 logits of both models; the divergence is zero if they are equal.
+      student, teacher: the float32 logits of both models.
       temperature: the number by which the logits of both models are divided.
     """
     ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
@@ -40,13 +41,14 @@ def summed_divergence(
     temperature: float,
     chunk: int,
 ) -> Float[Array, ""]:
-    """Returns the KL divergence, summed over tokens; gradients reach the student alone.
+    """Returns `divergence`, summed over tokens; gradients reach only the student's arguments.
 
     Args:
-      student, teacher: the vectors of the tokens. A model's logits are scale * vectors @ weights.T.
+      student, teacher: the last hidden vector of each token in both models. A model's logits are
+        scale * vectors @ weights.T.
       mask: False for tokens that do not count.
-      student_weights, teacher_weights: the weights of each model's logits.
-      scale: factor of the logits.
+      student_weights, teacher_weights: the output embeddings of both models.
+      scale: the factor of the logits of both models.
       temperature: the number by which the logits of both models are divided.
       chunk: the largest number of tokens of a lane (a row of the batch) whose logits exist at once.
     """

@@ -50,8 +50,8 @@ class Dropout:
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
         """Returns random factors, 0 or 1 / (1 - rate), in the given shape and dtype.
 
-        The first axis of the shape is the rows of the local batch. The factors of a row depend on
-        the row's index in the global batch and not on the other rows.
+        The first axis of the shape is the rows of the batch that the traced code processes. The
+        factors of a row depend on the row's index in the global batch and not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
@@ -59,8 +59,8 @@ class Dropout:
         """Returns a mask [heads, rows, columns] that all rows of the batch share.
 
         On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs masks.
-        In another shape, XLA would store the unpacked random numbers before packing them. An
-        optimization barrier separates the masks of several layers, because one instruction that
+        In another shape, XLA would store the random numbers in memory before packing them to bits.
+        An optimization barrier separates the masks of several layers, because one instruction that
         packed five masks took the compiler seven times as long as five instructions.
         """
         indices = jnp.arange(heads)
@@ -74,7 +74,7 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns a dropout with the same rate and another random key, derived from `index`.
+        """Returns a `Dropout` of the same rate, whose random key is derived from `rng` and `index`.
 
         A caller that applies dropout to several arrays uses a different index for each array.
         """
@@ -111,15 +111,15 @@ class DropoutMask:
     def packed_words(self) -> UInt32[Array, "H G R"]:
         """Returns the mask packed to 32-bit words, for a kernel that reads transposed masks.
 
-        The mask [H, R, C] of H heads is packed as [H, C, R] by `dropout_bits.pack`, which packs the
-        C entries of a row to G words.
+        The mask [H, R, C] of H heads is transposed to [H, C, R]. `dropout_bits.pack` then packs the
+        C entries of each row of the mask into G words.
         """
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
         return _draw_once(dropout_bits.pack(keep))
 
 
 def _draw_once(x: Array) -> Array:
-    """Stores a mask on TPUs, where compilers would otherwise repeat the hash for every reader."""
+    """Stores the mask x on TPUs, where XLA would otherwise compute its hash for every reader."""
     if not dispatch.policy().stores_barriers:
         return x
     return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)

@@ -1,9 +1,9 @@
 """Dropout masks of matrices, packed to one bit per entry: a 32nd of the size of float32 factors.
 
-A kernel for TPUs reads the words of a mask as vector registers of eight rows. Bit j of a word
-belongs to the same column and to the j-th of up to 32 consecutive registers of the mask. A kernel
-therefore unpacks one register of words to the masks of 32 registers without moving data between
-rows or columns.
+TPUs compute with vector registers that hold eight rows of a matrix. The masks of up to 32
+consecutive registers are packed into one register of 32-bit words: bit j of a word belongs to the
+same row and column of the j-th register. A kernel therefore unpacks one register of words to the
+masks of up to 32 registers without moving data between rows or columns.
 
 In shapes, H is the number of masks (heads), R of rows, C of columns, and G of rows of words.
 """
@@ -20,12 +20,12 @@ _BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns three numbers (runs, bits, register rows) whose product is the number of rows of a
-    mask.
+    """Returns three numbers (runs, bits, register rows) whose product is `rows`, the number of rows
+    of a mask.
 
-    The rows of a mask are split into runs. A run is packed into one word for each register row and
-    each column. A word uses `bits` of its 32 bits: bit j belongs to the same row of the j-th
-    register of the run.
+    The rows of a mask are split into runs of `bits` consecutive registers, with up to eight
+    register rows each. A run is packed into one register of words: bit j of a word belongs to the
+    j-th register of the run. A word uses `bits` of its 32 bits.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)

@@ -1,5 +1,8 @@
 """Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4).
 
+After each block of tokens, the cell computes an update for each of its state vectors. A gate mixes
+the states with these updates.
+
 In shapes, B is the number of rows of the batch, S of states, and D of numbers of a state; *M stands
 for the axes of the features from which a gate is computed.
 """
@@ -47,7 +50,7 @@ def gate(
     z: Float[Array, "B S D"],
     h: Float[Array, "B S *M"],
 ) -> Float[Array, "B S D"]:
-    """Returns the next states, which a gate mixes from the current states and a proposed update.
+    """Returns the next states, a mixture of the current states s and the proposed updates z.
 
     The kinds of gates are:
     - fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
@@ -57,10 +60,10 @@ def gate(
 
     Args:
       kind: 'fixed', 'lstm' or 'gru'.
-      weights: the gate's weights.
+      weights: the weights of a gate of this kind.
       s: the current states.
-      z: the proposed update.
-      h: the features from which the gates f, i and g of lstm and gru are computed.
+      z: the proposed update of each state.
+      h: for each state, the features from which lstm computes f and i, and gru computes g.
 
     Returns:
       The next states in float32.

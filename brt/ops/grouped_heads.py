@@ -1,8 +1,8 @@
-"""Attention of grouped queries, in which several heads of queries share a head of keys and values.
+"""Grouped-query attention, in which several heads of queries share a head of keys and values.
 
-Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries, which are the
-members of group g (Ainslie et al. 2023). Keys and values are never repeated in memory, unless
-several devices share the heads of queries but are too many to share the heads of keys.
+Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries. These R heads of
+queries are called the members of group g (Ainslie et al. 2023). Keys and values are never repeated
+in memory, unless the heads of queries are sharded over more devices than there are heads of keys.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, S of keys, H of heads of
 queries, G of heads of keys and values, and K of numbers of a head; R = H / G.
@@ -58,14 +58,16 @@ def weighted_values(
 
 
 def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation of window attention that needs as many heads of keys as of queries.
+    """Returns a function that computes grouped-query attention by calls of `attend`, which needs as
+    many heads of keys as of queries.
 
-    For grouped queries, the wrapper calls the implementation R times, each time for one member of
-    every group, and therefore reads the keys R times.
+    The function calls `attend` R times, each time with one head of queries from every group, and
+    therefore reads the keys R times.
 
     Args:
-      attend: a function with the arguments of `brt.ops.window_attention.api.window_part`, which
-        returns the output [B, T, G, K] and the log-sum-exp [B, T, G] of G heads.
+      attend: an implementation of window attention, with the arguments of
+        `brt.ops.window_attention.api.window_part`. It returns the output [B, T, G, K] and the
+        log-sum-exp [B, T, G] of G heads.
     """
 
     @functools.wraps(attend)
@@ -76,8 +78,8 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] of all heads of queries.
 
-        The arguments are the same as for `attend`, with H heads of queries, biases, dropout masks
-        and scales, and with G heads of keys and values.
+        The arguments are those of `attend`, except that `queries`, `bias`, `dropout` and `scale`
+        have H heads; the keys and values have G.
         """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]
@@ -113,8 +115,11 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
-    """Returns queries with as many heads as keys have: the R members of a group become R
-    consecutive tokens, for operations in which every query is independent of the others.
+    """Returns the queries with G heads, as many as the keys have, and R times as many tokens.
+
+    The R heads of queries that share a head of keys become R consecutive tokens of one head.
+    Attention in which each query is independent of the others then needs no grouped heads.
+    `unfold_members` restores the order of heads in the results.
 
     Args:
       queries: the queries of H = G R heads.
@@ -128,10 +133,11 @@ def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, 
 
 
 def unfold_members(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B T H *S"]:
-    """Returns the results for queries from `fold_members` in the order of the queries' heads.
+    """Returns attention results with H heads and T tokens; the inverse of `fold_members`.
 
     Args:
-      x: the results, with G heads and R consecutive tokens for the members of a group.
+      x: the results for the queries that `fold_members` returned, with G heads and R consecutive
+        entries for each token.
       heads: H, the number of heads of queries.
     """
     batch, rows, groups = x.shape[:3]
@@ -143,8 +149,8 @@ def unfold_members(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B 
 
 
 def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> Array:
-    """Returns keys or values with so many heads that the devices that share the heads of queries
-    can share them, too.
+    """Returns keys or values whose heads can be sharded over the same devices as the heads of
+    queries.
 
     Heads are repeated only if the number of devices does not divide the number of heads of keys.
     Every device then has the keys that its own queries need.
@@ -174,7 +180,8 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
     if members == 1:
         return x
     by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
-    # According to the TPU compiler, a sum over the axis takes three times as long as additions.
+    # The TPU compiler estimates that `jnp.sum` over the axis of members takes three times as long
+    # as these additions of slices.
     parts = (
         jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
         for member in range(members)
@@ -183,17 +190,18 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
 
 
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
-    """Returns, within `shard_map`, the heads of keys or values that a device's queries attend to.
+    """Returns the heads of keys or values that the queries of the current device attend to.
 
-    If the devices along a mesh axis share the heads of queries, but are too many to share the heads
-    of keys, every device has all heads of keys. The result has one head if all queries of the
-    device belong to one group, and otherwise a head for each query.
+    The function is called within `shard_map`, if the heads of queries are sharded over so many
+    devices that the heads of keys cannot be sharded, so that every device has all heads of keys.
+    The result has one head if all queries of the device belong to one group, and otherwise one head
+    of keys for each head of queries.
 
     Args:
       x: all heads of keys or values.
       heads: the number of heads of queries on each device.
       members: R, the number of heads of queries that share a head of keys.
-      axis: the name of the mesh axis.
+      axis: the name of the mesh axis over which the heads of queries are sharded.
     """
     first = jax.lax.axis_index(axis) * heads
     if members % heads == 0:

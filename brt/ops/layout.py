@@ -3,8 +3,8 @@
 XLA's CPU backend can fuse a transpose with a computation, in a loop that reads the array against
 its memory order. A separate transposed copy is three to eight times as fast. The functions of this
 module therefore put a layout constraint and an optimization barrier around a transpose. On other
-backends, and where an array is sharded over devices, there is no constraint: XLA would gather a
-sharded array to give all of it one memory order.
+backends, and where an array is sharded over devices, there is only the barrier: to constrain the
+layout of a sharded array, XLA would gather it on every device.
 """
 
 import jax
@@ -16,7 +16,7 @@ from brt.ops import dispatch
 
 
 def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x, stored in row-major order by an optimization barrier."""
+    """Returns x, stored in memory; in row-major order on CPUs, unless arrays are sharded."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x)
     return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))

@@ -1,7 +1,7 @@
 """RMS, L2 and layer normalization, computed in float32.
 
-RMS and L2 normalization have hand-written backward passes, which save the input and one number per
-vector.
+RMS and L2 normalization have hand-written backward passes. These save the input or the result, and
+one number per vector, the factor by which the vector was multiplied.
 
 In shapes, D or K is the number of numbers of a vector, and *B stands for any leading axes.
 """
@@ -121,8 +121,9 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
     """Returns x / |x| * scale in x's dtype, where the norm is over the last axis.
 
-    The axes of `scale`, usually the heads, are the axes of x before its last one. The backward pass
-    computes the scale's gradient, in float32, from sums that the gradient of x needs anyway.
+    `scale` has one number for each entry of the last axes of x before the last one; usually, this
+    is one axis, the heads. The backward pass computes the scale's gradient, in float32, from sums
+    that the gradient of x needs anyway.
     """
     return _unit_forward(x, scale)[0]
 

@@ -13,11 +13,16 @@ from jaxtyping import Array, Float, Int
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
-    """Returns T5's bucket of each distance, int32; a distance is counted from a key to a later
-    query.
+    """Returns the index of T5's bucket for each distance, int32, in the shape of `distances`.
 
-    Each of the first half of the buckets holds one distance. The ranges of the second half grow
-    logarithmically up to `max_distance`, and all larger distances share the last bucket.
+    A bucket is a range of distances that share a bias. Each of the first half of the buckets holds
+    one distance. The ranges of the second half grow logarithmically up to `max_distance`, and all
+    larger distances share the last bucket.
+
+    Args:
+      distances: positions of queries minus positions of keys; negative numbers count as 0.
+      buckets: the number of buckets.
+      max_distance: the distance from which on all keys share the last bucket.
     """
     exact = buckets // 2
     distances = np.maximum(distances, 0)
@@ -50,7 +55,7 @@ def relative_bias(
     """
     distances = _distances(window, attend_to_self)
     buckets = t5_buckets(distances, buckets=table.shape[1], max_distance=max_distance)
-    # The mode "clip" spares the check of the indices, which are all in range.
+    # The mode "clip" saves the code that checks indices; all indices are in range anyway.
     return jnp.take(table, buckets, axis=1, mode="clip")
 
 
@@ -80,10 +85,10 @@ def alibi_bias(
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which rotary embeddings turn pairs of channels.
+    """Cosines and sines of the angles by which rotary embeddings rotate pairs of channels.
 
-    Both arrays have a row for each of T positions, and a column for each of R pairs. Positions that
-    differ between the rows of a batch have an axis B in front.
+    Both arrays have a row for each of T positions, and a column for each of R pairs. If the
+    positions differ between the rows of a batch, the arrays have the axes [B, T, R].
     """
 
     cosines: Float[Array | np.ndarray, "*B T R"]
@@ -91,10 +96,10 @@ class Rotation(NamedTuple):
 
 
 class RotarySpeeds(NamedTuple):
-    """The angles in radians by which the pairs of channels of a head turn per token.
+    """The angles in radians by which rotary embeddings rotate a head's pairs of channels per token.
 
-    `radians` has R = head_dim / 2 numbers. A tuple can be compared, so that programs with the same
-    speeds are the same.
+    `radians` has one angle for each of the R = head_dim / 2 pairs. The angles are a tuple, not an
+    array, so that equal angles compare as equal if they are a static argument of a program.
     """
 
     radians: tuple[float, ...]
@@ -105,14 +110,15 @@ def rotary_speeds(
     factor: float = 1.0, low_frequency: float = 1.0, high_frequency: float = 4.0,
     original_length: int = 8192,
 ) -> RotarySpeeds:  # fmt: skip
-    """Returns the angles per token of heads with `size` channels, an even number.
+    """Returns the angles per token of rotary embeddings, for heads with `size` channels.
 
-    Pair i of R = size / 2 turns by base ** (-i / R) (Su et al. 2021). The scaling of Llama 3 is
-    computed as in Hugging Face's transformers.
+    Without scaling, pair i of the R = size / 2 pairs of channels rotates by base ** (-i / R)
+    radians per token (Su et al. 2021). The scaling of Llama 3 is computed as in Hugging Face's
+    transformers.
 
     Args:
-      size: the number of channels of a head.
-      base: the base of the angles.
+      size: the number of channels of a head, an even number.
+      base: the base of the powers in the formula above.
       times_pi: True multiplies all angles by pi.
       scaling: "none"; "linear", which divides all angles by `factor`; or "llama3", which divides
         the angles of slow pairs by `factor`, leaves fast pairs as they are, and interpolates
@@ -135,9 +141,12 @@ def rotary_speeds(
 
 
 def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
-    """Returns the rotary angles of the `count` positions from `first` on.
+    """Returns the cosines and sines [count, R] of the positions first, ..., first + count - 1.
 
-    `speeds` has the angles per token.
+    Args:
+      first: the first position, which may be negative.
+      count: the number of positions.
+      speeds: the angle per token of each of the R pairs of channels.
     """
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
     angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
@@ -145,13 +154,14 @@ def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
 
 
 def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T H K"]:
-    """Returns x with channels i and i + K / 2 rotated together by the angle of each position.
+    """Returns x, with each pair of channels (i, i + K / 2) rotated by the angle of its position.
 
-    Products of rotated queries and keys depend on their distance alone. The result has x's dtype.
+    The dot product of a rotated query and a rotated key depends on their positions only through the
+    distance. The result has x's dtype.
 
     Args:
       x: queries or keys.
-      rotation: the angles of the positions of the T tokens.
+      rotation: the cosines and sines for the positions of the T tokens.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = (jnp.expand_dims(jnp.asarray(part), -2) for part in rotation)
@@ -162,8 +172,10 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:
-    """Returns the rows of a table of rotary angles at the positions `places`.
+    """Returns the cosines and sines for the positions `places`, with the axes [*P, R].
 
-    `rotation` is the table.
+    Args:
+      rotation: a table whose row p belongs to position p.
+      places: positions, of any shape.
     """
     return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in rotation))

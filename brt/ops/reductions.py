@@ -19,7 +19,7 @@ from brt.ops import dispatch
 
 # XLA's CPU backend sums this many adjacent numbers in one pass.
 _VECTOR_WIDTH = 32
-# `sum_last` splits vectors of at most this many parts.
+# `sum_last` does not split a vector that would have more than this many parts.
 _MAX_PARTS = 32
 
 

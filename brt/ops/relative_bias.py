@@ -1,8 +1,9 @@
-"""T5's relative position bias in both directions (Raffel et al. 2020), as tiles of logits.
+"""T5's relative position bias in both directions (Raffel et al. 2020).
 
-A tile has the bias between Q queries and S keys, which depends only on the offset, the key's
-position minus the query's position. The bias of each offset is looked up once, and the tile is cut
-from the row of these biases. The gradient is therefore a sum, not a scatter of Q x S entries.
+The bias between a query and a key depends only on the offset, the key's position minus the query's
+position. The matrix of the biases between Q consecutive queries and S consecutive keys is called a
+tile. The bias of each offset is looked up once, and each row of the tile is a slice of these
+biases. The gradient is therefore a sum, not a scatter of Q x S entries.
 
 In shapes, R is the number of buckets of distances, H of heads, Q of queries, S of keys and O of
 offsets.
@@ -18,9 +19,9 @@ from brt.ops.positions import t5_buckets
 def relative_buckets(
     offsets: np.ndarray, *, buckets: int, max_distance: int, both_ways: bool
 ) -> np.ndarray:
-    """Returns the bucket of each offset, int32.
+    """Returns the index of each offset's bucket, int32, in the shape of `offsets`.
 
-    The buckets have the same ranges of distances as in `positions.t5_buckets`.
+    A bucket is a range of distances that share a bias; `positions.t5_buckets` defines the ranges.
 
     Args:
       offsets: positions of keys minus positions of queries, of any shape.
@@ -39,11 +40,14 @@ def relative_buckets(
 def offset_bias(
     table: Float[Array, "R H"], offsets: np.ndarray, *, max_distance: int, both_ways: bool
 ) -> Float[Array, "H O"]:
-    """Returns the bias of each head for each of the O offsets (key minus query).
+    """Returns the bias of each head for each of O offsets.
 
     Args:
       table: the bias of each bucket and head.
-      offsets, max_distance, both_ways: as for `relative_buckets`.
+      offsets: [O], positions of keys minus positions of queries.
+      max_distance: the distance from which on all keys share a bucket.
+      both_ways: True if keys before and after the query have different buckets; see
+        `relative_buckets`.
     """
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways
@@ -60,24 +64,24 @@ def bias_tile(
     max_distance: int,
     both_ways: bool,
 ) -> Float[Array, "H Q S"]:
-    """Returns the bias between each query and each key of a tile.
+    """Returns the bias between each of Q consecutive queries and each of S consecutive keys.
 
     Args:
       table: the bias of each bucket and head.
-      queries: the number of queries.
-      keys: the number of keys.
-      first: position of key 0 minus position of query 0.
+      queries: Q, the number of queries.
+      keys: S, the number of keys.
+      first: the position of key 0 minus the position of query 0.
       max_distance: the distance from which on all keys share a bucket.
       both_ways: True if keys before and after the query have different buckets; see
         `relative_buckets`.
     """
     period = queries + keys
-    # For key j and query i, the entry of `offsets` at index (j - i) mod `period` is j - i. One
-    # entry of `offsets` belongs to no pair of key and query and is never read.
+    # The entry of `offsets` at index (j - i) mod `period` is the offset j - i of key j and query i.
+    # One entry of `offsets` belongs to no pair of key and query and is never read.
     offsets = (np.arange(period) + queries) % period - queries
     row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
-    # The repeated `row` is cut into lines that are one entry shorter than `period`. Each line
-    # therefore begins one entry earlier in `row` than the line before, as the offsets require.
+    # `row` is repeated and then cut into one line for each query. The lines are one entry shorter
+    # than `row`, so line i + 1 begins one entry earlier in `row` than line i, as the offsets do.
     lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
     return lines.reshape(-1, queries, period - 1)[:, :, :keys]
 
@@ -85,14 +89,14 @@ def bias_tile(
 def bias_row(
     table: Float[Array, "R H"], query: Int[Array, ""], keys: int, *, max_distance: int
 ) -> Float[Array, "H 1 S"]:
-    """Returns the causal bias between one query and the keys from position 0 on.
+    """Returns the causal bias between one query and the keys at the positions 0 to S - 1.
 
-    Keys after the query have the bias of the query itself.
+    Keys after the query have the bias of offset 0.
 
     Args:
       table: the bias of each bucket and head.
       query: the position of the query, known only at run time.
-      keys: the number of keys.
+      keys: S, the number of keys.
       max_distance: the distance from which on all keys share a bucket.
     """
     row = offset_bias(table, -np.arange(keys), max_distance=max_distance, both_ways=False)

@@ -1,10 +1,10 @@
 """Attention to the first tokens of a document, after they have left the window.
 
 A pretrained decoder without a window attends strongly to the first tokens of its context, whatever
-they say (attention sinks, Xiao et al. 2023). A window that leaves them behind breaks such a model.
-So their keys and values are kept. A sink is placed as if it stood right before the window: token p
-of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the window and S the
-number of sinks.
+they say (attention sinks, Xiao et al. 2023). If these tokens leave the window, such a model breaks.
+Their keys and values are therefore kept. A sink is seen at a distance as if it stood right before
+the window: token p of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the
+window and S the number of sinks.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, S of
 sinks, H of heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves
@@ -34,13 +34,13 @@ def sink_attention(
 
     Args:
       queries: already normalized and multiplied by any scale, but not rotated.
-      keys, values: the keys and values of the first S tokens of the document of each block. The
-        entries of tokens that have not been read yet have no meaning and are not used.
-      places: the place of each token in its document, 0 for the first.
-      bias: the position bias of all sinks, or None.
+      keys, values: the keys and values of the first S tokens of the document of each block, not
+        rotated. The entries of tokens that have not been read yet have no meaning and are not used.
+      places: the index of each token in its document, 0 for the first.
+      bias: the position bias of each head, which is the same for all sinks; None for no bias.
       farthest: the distance of the farthest key of a window. Sinks at a smaller or equal distance
-        belong to the window.
-      speeds: the angles of rotary embeddings; None in models without them.
+        belong to the window and are masked here.
+      speeds: the angles per token of rotary embeddings; None in models without them.
 
     Returns:
       The attention output [B, T, H, K] in the dtype of `values` and the log-sum-exp [B, T, H].
@@ -66,11 +66,11 @@ def sink_attention(
     part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
 
     def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
-        """Returns x, outputs or log-sum-exps, with the axis of heads after the axis of tokens, and
-        with all blocks on one axis of tokens.
+        """Returns x, the outputs or the log-sum-exps, with the axis of heads after the axis of
+        tokens, and with all blocks on one axis of tokens.
 
-        The axis RT of x has R * W entries, where W is the number of tokens of a block. The entry
-        x[b, n, g, r * W + t] is the result of token n * W + t and head g * R + r.
+        The axis RT of x has R * L entries, where L is the number of tokens of a block. The entry
+        x[b, n, g, r * L + t] is the result of token n * L + t and head g * R + r.
         """
         x = x.reshape(*rows.shape[:5], *x.shape[4:])
         return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])

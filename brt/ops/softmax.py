@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+# Callers set the logits of keys that a query must not see to this value.
 MASKED = -1e6
-# A virtual logit of this value, far below real logits and far above MASKED, is added to every row.
-# In a row without visible keys the virtual logit has all the probability, and in other rows it has
-# none, as in `safe_softmax` of the original code.
+# The softmax of every row has one more logit, of this value, which belongs to no key. The value is
+# far below real logits and far above MASKED. In a row without visible keys the additional logit
+# takes all the probability, and in other rows none, as in `safe_softmax` of the original code.
 FLOOR = -1000.0
 
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
-    """Returns the softmax over the last axis, float32; a row whose logits are all MASKED becomes
-    zeros.
-    """
+    """Returns the softmax over the last axis, float32, with zeros where all logits are MASKED."""
     return softmax_and_lse(logits)[0]
 
 
@@ -39,11 +38,9 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Returns the softmax of the logits over the last axis, float32.
+    """Returns the softmax over the last axis of the logits where the mask is True, float32.
 
-    Only entries where the mask is True count.
-
-    Entries where the mask is False are zero in the result.
+    The result is zero where the mask is False.
     """
     logits = jnp.where(mask, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0.0)

@@ -32,14 +32,12 @@ def span_nats(
     """Returns the negative log probabilities of the correct start and the correct end of each
     sequence's span.
 
-    The values are 0 where `scored` is False.
-
     The softmax is over all T positions, including padding.
 
     Args:
       logits: the logits of each token for being the start and for being the end.
       targets: the positions of the correct start and the correct end.
-      scored: False for targets that do not count.
+      scored: False for targets that do not count; their results are 0.
     """
     log_probs = jax.nn.log_softmax(logits, axis=1)
     chosen = jnp.take_along_axis(log_probs, targets[:, None, :], axis=1)[:, 0]

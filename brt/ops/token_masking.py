@@ -28,7 +28,8 @@ class MaskedTokens(NamedTuple):
       inputs: int32, the tokens that the model reads.
       positions: int32, the positions of the tokens to predict, in random order.
       targets: int32, the original tokens at these positions.
-      scored: True for the slots of a row that hold a token to predict, which are the first ones.
+      scored: True for the slots that hold a token to predict, which are the first slots of a row;
+        False for unused slots.
     """
 
     inputs: Int[Array, "B T"]

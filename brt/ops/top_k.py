@@ -2,8 +2,7 @@
 
 XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are
 sharded. A custom partitioning tells XLA that rows are independent, so each device processes its
-own rows. Inside a replica, XLA does not partition the function, so no custom partitioning is
-needed there.
+own rows.
 """
 
 from functools import partial
@@ -50,7 +49,8 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
     The rows are the last axis of x, and *B stands for any leading axes. The last axis of both
     results has R = `count` entries. The result is exact.
     """
-    # XLA does not partition a computation inside a replica, so top-k needs no custom partitioning.
+    # In a `shard_map` over replicas of the parameters, each device computes on its own arrays, and
+    # XLA partitions nothing. Top-k therefore needs no custom partitioning there.
     if rules.in_replica():
         return _local_top_k(x, count)
     return _top_k(x, count)

@@ -1,7 +1,7 @@
 """Constants, limits and small functions that the Pallas kernels for TPUs share.
 
-The names of matrix products have a letter for each factor, as in BLAS: N for a factor that is used
-as it is, T for a factor that is transposed. NT is thus a b^T.
+The constants NT, TN and NN select a matrix product. They have a letter for each factor, as in BLAS:
+N for a factor that is used as it is, T for a factor that is transposed. NT is thus a b^T.
 
 In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of numbers of a head or
 of a row, and R of rows.
@@ -23,6 +23,7 @@ from brt.ops.normalization import EPSILON
 LANES = 128
 VMEM_BYTES = 64 * 2**20  # A kernel may use this much on-chip vector memory (VMEM).
 _V4_VMEM_BYTES = 16 * 2**20  # A core of a TPU v4 has only this much VMEM.
+# JAX names the TPU v5p "TPU v5" or "TPU v5p".
 _TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
 _MAX_UNROLL = 16  # The function `unrolled_loop` unrolls up to this many iterations.
 
@@ -57,7 +58,7 @@ def vmem_budget() -> int:
 
 
 def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> str | None:
-    """Returns the reason why a kernel cannot keep this many bytes in VMEM, or None if it can.
+    """Returns the reason why a kernel cannot keep `taken` bytes in VMEM, or None if it can.
 
     Args:
       taken: the number of bytes that the kernel needs.
@@ -91,28 +92,30 @@ def materialized(x: Array) -> Array:
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Returns x with the axis of tokens before the axis of heads.
+    """Returns x, the output of a kernel, with the axis of tokens before the axis of heads.
 
-    The output of a kernel is stored for the backward pass as integers with the same bits. This
-    function transposes the integers instead of x. The forward and the backward pass then read the
-    same stored array, and XLA makes no copy.
+    The output is stored for the backward pass as integers with the same bits. This function
+    transposes the integers instead of x. The forward and the backward pass then read the same
+    stored array, and XLA makes no copy.
     """
     return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns the product of the matrices a and b in float32.
+    """Returns a product of the matrices a and b in float32.
 
     Float32 factors are multiplied at full precision.
 
-    `axes` are the dimension numbers `NT`, `TN` or `NN`.
+    Args:
+      a, b: the factors.
+      axes: `NT` for a b^T, `TN` for a^T b, or `NN` for a b.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """Returns x / |x| and 1 / |x| for each row, in float32."""
+    """Returns x / |x| and 1 / |x| for each row of x, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
     return wide * inverse, inverse
@@ -121,7 +124,8 @@ def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Floa
 def l2_normalize_rows_backward(
     x: Float[Array, "R K"], gradient: Float[Array, "R K"]
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """Returns the gradient of x, and the component of the gradient along x / |x|; both float32.
+    """Returns the gradient of the input of `l2_normalize_rows`, and a sum for the gradient of a
+    scale; both float32.
 
     Args:
       x: the rows before normalization.
@@ -137,9 +141,10 @@ def l2_normalize_rows_backward(
 
 
 def head_block_spec(*shape: int) -> Any:
-    """Returns the block spec with which a step reads one head and lane of an array [B, H, *shape].
+    """Returns the block spec with which a step of the grid reads one head of one lane.
 
-    The first two axes of the kernel's grid are the heads and the lanes (rows) of the batch.
+    The array has the axes [B, H, *shape]. The first two axes of the kernel's grid must be the heads
+    and the lanes (rows of the batch).
     """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 

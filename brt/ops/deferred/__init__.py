@@ -5,9 +5,10 @@ the serial work, in products too small to run efficiently, and nothing in the sc
 sum. Here, the backward scan only returns the pairs (x_t, dy_t), and one product over all steps
 computes the gradient from them.
 
-A `Tap` carries the pairs. In the forward pass it is an array of zeros that nothing reads; in the
-backward pass its "gradient" is the pair. A tap belongs to one use of its kernels in a step, because
-the pairs of two uses would be added up. Uses of a kernel without a tap have ordinary gradients.
+A `Tap` carries the pairs out of the scan. In the forward pass, a tap consists of zeros that nothing
+reads; in the backward pass, the "gradient" of the tap at step t is the pair (x_t, dy_t). Each use
+of a kernel in a step needs a tap of its own, because JAX would add up the pairs of two uses. A
+kernel that is used without a tap has an ordinary gradient.
 """
 
 from brt.ops.deferred.products import dot as dot

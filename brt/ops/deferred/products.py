@@ -1,8 +1,9 @@
 """Matrix products in a step of a scan whose weight gradients are computed once, after the scan.
 
-A tap collects the inputs and output gradients of a product from all steps of the scan. The backward
-pass of a step only writes them to the step's tap, and the weight gradient is computed from the tap
-afterwards. The package's docstring explains the method.
+A tap is a pair of arrays that collects the inputs and the output gradients of a product from all
+steps of the scan. The backward pass of a step only writes both to the step's entry of the tap, and
+the weight gradient is computed from the complete tap afterwards. The package's docstring explains
+the method.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,15 @@ from brt.ops.layout import transpose_copy
 def dots(
     x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1
 ) -> tuple[Array, ...]:
-    """Returns the products of x with several kernels; the weight gradients go into the tap of this
-    step.
+    """Returns the products of x with several kernels (weights).
+
+    With a tap, the backward pass computes no weight gradients. It writes x and the gradients of the
+    products to the tap, from which the weight gradients are computed after the scan.
 
     Args:
       x: [*rows, *inputs], where `rows` stands for any number of axes.
       kernels: [*inputs, *outputs] each.
-      tap: the tap of this step, or None for ordinary weight gradients.
+      tap: this step's entry of the tap, or None for ordinary weight gradients.
       inputs: the number of axes that the products sum over, which are the last axes of x and the
         first axes of a kernel.
 
@@ -42,12 +45,12 @@ def dots(
 
 
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
-    """Returns the product of x with one kernel; the weight gradient goes into the tap of this step.
+    """Returns the product of x with one kernel, as `dots` does for several kernels.
 
     Args:
       x: [*rows, *inputs], where `rows` stands for any number of axes.
       kernel: [*inputs, *outputs].
-      tap: the tap of this step, or None for an ordinary weight gradient.
+      tap: this step's entry of the tap, or None for an ordinary weight gradient.
       inputs: the number of axes that the product sums over.
 
     Returns:
@@ -124,14 +127,13 @@ def dot_of_parts(
 ) -> Array:
     """Returns the product of a kernel with the concatenation of several inputs.
 
-    The inputs are not concatenated if a product for each input is faster. In this case each input
-    is multiplied with its own slice of the kernel's first axis, and the products are added.
+    If a separate product for each input is faster on this backend, the inputs are not concatenated.
+    Input p is then multiplied by kernel[p], and the products are added.
 
     Args:
       parts: P inputs, each [*rows, *features].
-      kernel: [P, *features, *outputs]. It is multiplied with the inputs, stacked on a new axis
-        before `features`.
-      tap: the tap of this step, or None for ordinary weight gradients.
+      kernel: [P, *features, *outputs]; kernel[p] belongs to input p.
+      tap: this step's entry of the tap, or None for ordinary weight gradients.
       inputs: the number of axes that the product sums over, including the first axis of the kernel.
 
     Returns:
@@ -177,12 +179,12 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """Returns relu(x A) B; the weight gradients go into the taps of this step.
+    """Returns relu(x A) B, a two-layer perceptron whose weight gradients are computed from taps.
 
     Args:
-      x: the inputs, where R stands for any number of axes.
-      kernels: A [D, F] and B [F, D].
-      taps: the taps of this step for A and for B.
+      x: the inputs, where B is the number of rows of the batch and *R stands for any axes.
+      kernels: the weights A [D, F] and B [F, D].
+      taps: this step's entries of the tap for A and of the tap for B.
     """
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 

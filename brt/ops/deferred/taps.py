@@ -42,8 +42,9 @@ class Tap(NamedTuple):
 
 
 class LayerTaps(NamedTuple):
-    """The taps of several layers, one for each layer. Stacking them by layer and then by step would
-    copy everything twice.
+    """The taps of several layers, as separate arrays.
+
+    Stacking the arrays of all layers, after those of all steps, would copy everything twice.
 
     Attributes:
       layers: the tap of each layer, for all steps.
@@ -83,8 +84,7 @@ def tap(
       inputs: the number of axes that the products sum over.
       parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
         single input.
-      as_bits: True if x consists of integers with the bits of the numbers, as
-        `dispatch.output_residual` stores them.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits.
     """
     shapes = tuple(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) for kernel in kernels)
     return _tap(kernels, _TapSpec(shapes, rows, dtype, inputs, parts, as_bits))
@@ -108,8 +108,7 @@ def layer_taps(
       inputs: the number of axes that the products sum over.
       joins: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
         kernels' first input axis.
-      as_bits: True if x consists of integers with the bits of the numbers, as
-        `dispatch.output_residual` stores them.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -124,14 +123,14 @@ def layer_taps(
 
 
 def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
-    """Returns the taps of one step in the form that a scan over layers takes.
+    """Returns the taps of one step as inputs `xs` of a scan over layers.
 
     Each `LayerTaps` in the tree `taps` becomes one tap whose arrays have the layers on axis 0; all
     other taps are unchanged.
     """
 
     def stack(x: Any) -> Any:
-        """Returns a `LayerTaps` as one tap with the layers on axis 0, and any other x unchanged."""
+        """Returns x; a `LayerTaps` becomes one tap whose arrays have the layers on a new axis 0."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *x.layers) if _is_layers(x) else x
 
     return jax.tree.map(stack, taps, is_leaf=_is_layers)

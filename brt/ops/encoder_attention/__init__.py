@@ -1,4 +1,4 @@
-"""Self-attention of long sources with sliding windows and optional transient global tokens."""
+"""Self-attention of an encoder to a sliding window and, optionally, to transient global tokens."""
 
 from brt.ops.encoder_attention.api import local_attention as local_attention
 from brt.ops.encoder_attention.globals import GlobalBlocks as GlobalBlocks

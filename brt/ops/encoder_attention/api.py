@@ -50,7 +50,7 @@ def local_attention(
         the block itself and the next block; None for no bias.
       mask: False for padding, which no token sees.
       side: additional keys that all tokens see, in the same softmax; None for no such keys.
-      dropout: dropout of the weights.
+      dropout: dropout of the attention weights; None for no dropout.
       radius: the largest distance of a visible key.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.

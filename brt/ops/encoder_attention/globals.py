@@ -1,7 +1,8 @@
-"""Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2): sums of short blocks.
+"""Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2).
 
-The last tokens, if they do not fill a block, join the last full block. A source shorter than a
-block has no global token.
+The tokens of a source are split into short blocks. Each block has a global token, the sum of the
+vectors of its tokens, to which all tokens of the source attend. The last tokens, if they do not
+fill a block, belong to the last full block. A source shorter than a block has no global token.
 
 In shapes, B is the number of sources, T of tokens of a source, G of global tokens, H of heads, and
 K of numbers of a head.
@@ -31,11 +32,11 @@ class GlobalBlocks(NamedTuple):
 
 
 class SideKeys(NamedTuple):
-    """Keys that every token sees in addition to its neighbours.
+    """Keys and values of global tokens, which every token sees in addition to its neighbours.
 
     Attributes:
       keys, values: [B, G, H, K], the keys and values.
-      bias: float32 [B, H, T, G], added to the logits; None for no bias.
+      bias: float32 [B, H, T, G], the bias between tokens and global tokens; None for no bias.
       exist: bool [B, G], True for keys that exist; other keys are masked.
     """
 
@@ -48,7 +49,9 @@ class SideKeys(NamedTuple):
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
     """Returns the block of `size` tokens that each token belongs to.
 
-    `mask` is False for padding, which must be at the end of a row.
+    Args:
+      mask: False for padding, which must be at the end of a row.
+      size: the number of tokens of a block.
     """
     tokens = mask.shape[1]
     full = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] // size
@@ -86,7 +89,8 @@ def side_bias(
         token, and one bucket for blocks after the token.
     """
     count = blocks.exist.shape[1]
-    # `jnp.take`, which the code below calls, cannot take rows from an empty array.
+    # Without global tokens, `by_block` below would be empty, and `jnp.take` cannot take rows from
+    # an empty array.
     if not count:
         return jnp.zeros((blocks.ids.shape[0], table.shape[1], blocks.ids.shape[1], 0))
     offsets = np.arange(count)[None, :] - np.arange(count)[:, None]

@@ -40,9 +40,9 @@ def local_attention(
     near = np.abs(offset) <= radius
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
-        # Let r be the radius and o the offset of a key from its query. Row r of `bias` has the
-        # values of the keys before a query, at column 2 r + 1 + o. Row 0 has the values of the
-        # query's own key and of the keys after the query, at column r + 1 + o.
+        # The bias depends only on o, the key's position minus the query's position. Let r be the
+        # radius. For a key before the query, the bias is read from row r of `bias`, at column
+        # 2 r + 1 + o; for other keys, it is read from row 0, at column r + 1 + o.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

@@ -1,7 +1,8 @@
 """Local attention in plain XLA: each block attends to a window of three blocks.
 
 In shapes, B is the number of rows, T of tokens of a row, N of its blocks of W tokens, H of heads,
-and K of numbers of a head. W is the radius plus one, X = 3 W, and Y counts the side keys, too.
+and K of numbers of a head. W is the radius plus one, and X = 3 W is the number of keys of a window.
+Y is the number of keys of a window and of side keys (keys of global tokens) together.
 """
 
 import jax.numpy as jnp

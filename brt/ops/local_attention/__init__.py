@@ -1,4 +1,4 @@
-"""Attention to a window of any size, whatever the length of the blocks that are read."""
+"""Causal attention to a window, whose size need not be the number of tokens of a block."""
 
 from brt.ops.local_attention.api import local_attention as local_attention
 from brt.ops.local_attention.api import local_attention_step as local_attention_step

@@ -1,8 +1,9 @@
-"""Attention of every token to the last W tokens of its document, itself included.
+"""Causal attention of every token to W keys of its document.
 
-`brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is faster. Here
-the window and the length of a block are independent. The kernels are those of window attention,
-which process W tokens at a time, too, and mask the keys of other documents.
+The keys are those of the token itself and the W - 1 tokens before it, or those of the W tokens
+before it. `brt.ops.window_attention` computes the same for blocks of exactly W tokens, which is
+faster. Here the window and the length of a block are independent. The kernels of window attention
+are used here, too. They process W tokens at a time and mask the keys of other documents.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
 heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves H / G
@@ -58,14 +59,15 @@ def local_attention(
         the factor of the logits.
       cached: keys and values of the W tokens before the segment, oldest first.
       keys, values: keys and values of the segment.
-      bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no
-        bias.
+      bias: float32, the bias of each distance; column 0 is for the nearest key that a token sees.
+        None stands for no bias.
       first: for each of N blocks, the place of the first token of its document, a multiple of the
-        number of tokens of a block; the segment begins at place 0, and cached tokens have negative
+        number of tokens of a block. The segment begins at place 0, and cached tokens have negative
         places.
-      dropout: dropout of the attention weights.
-      attend_to_self: True if the nearest key is the token itself.
-      scale: if not None, keys are normalized first, and queries are normalized to this length.
+      dropout: dropout of the attention weights; None for no dropout.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      scale: if not None, the keys are first scaled to norm 1 and the queries of head h to norm
+        scale[h].
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -86,8 +88,8 @@ def local_attention(
         return AttentionPart(*part)
 
     inputs = queries, cached, keys, values, bias, first, dropout, scale
-    # XLA partitions its own programs, but no kernels. No kernel has dropout or reads a segment that
-    # is sharded.
+    # XLA cannot partition a kernel, so a kernel runs on each device's own arrays in a `shard_map`.
+    # With dropout or with sharded blocks no kernel is used, and XLA partitions the whole program.
     if dropout is not None or rules.is_sharded("blocks"):
         return attend(*inputs)
     return on_each_device(attend, *inputs, sharded=False)
@@ -106,22 +108,26 @@ def local_attention_step(
 ) -> AttentionPart:
     """Returns the attention output of one token over its window, and the log-sum-exp of its logits.
 
+    Decoding calls this function for one token of each row at a time.
+
     Args:
-      query: the query, already normalized and multiplied by any scale.
+      query: the token's query, already normalized and multiplied by any scale.
       keys, values: ring buffers of W slots. The token at place p of the open block is written to
         slot p % W, where it replaces the token W places before it. If tokens see themselves, the
         token's own key and value have already been written; otherwise they have not.
-      bias: float32, by distance, as in `local_attention`.
+      bias: float32, the bias of each distance; column 0 is for the nearest visible key. None stands
+        for no bias.
       read: the number of tokens of the document before this token.
       position: the place of the token in the open block, the block that is not yet complete.
-      attend_to_self: True if the nearest key is the token itself.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       normalize_keys: True if the keys are normalized before the logits are computed.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
     """
     window, nearest = keys.shape[1], 0 if attend_to_self else 1
-    # `steps` is the number of tokens from each slot's key to the nearest visible key.
+    # `steps` has, for each slot, the number of tokens from the slot's key to the nearest visible
+    # key, which is the column of the slot's bias.
     steps = (position - nearest - jnp.arange(window)) % window
     # The axes of `seen` are [B, 1, W].
     seen = ((steps + nearest)[None] <= read[:, None])[:, None]

@@ -25,8 +25,15 @@ def local_attention(
     """Returns the attention output of every token over its window, and the log-sum-exp of its
     logits.
 
-    The arguments are the same as for `api.local_attention`, except that `keys` and `values` begin
-    with the W cached keys and values.
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: keys and values of the W tokens before the segment, oldest first, followed by
+        those of the segment.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
+      first: for each block, the place of the first token of its document; the segment begins at
+        place 0, and cached tokens have negative places.
+      dropout: None, because dropout is not supported.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
     """
     del dropout  # The implementation refuses dropout.
     length, members = queries.shape[1], queries.shape[2] // keys.shape[2]

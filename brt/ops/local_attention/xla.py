@@ -16,7 +16,8 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
 
-# A chunk has at most this many queries. The logits of a chunk are CHUNK x (CHUNK + W).
+# A chunk has at most this many queries. Its logits are then at most CHUNK x (CHUNK + W) numbers for
+# each row and head.
 CHUNK = 256
 
 
@@ -39,7 +40,7 @@ def local_attention(
       queries: already multiplied by any scale.
       keys, values: keys and values of the W tokens before the segment, oldest first, followed by
         those of the segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       first: for each block, the place of the first token of its document; the segment begins at
         place 0, and cached tokens have negative places.
       dropout: dropout of the attention weights; None for no dropout.
@@ -53,8 +54,8 @@ def local_attention(
     by_token = jnp.repeat(first, length // first.shape[1], axis=1)
     starts = jnp.pad(by_token, padding[:2])
     nearest = 0 if attend_to_self else 1
-    # `steps` is the number of tokens from each key of a chunk to the nearest visible key of each
-    # query.
+    # `steps` has, for each query and key of a chunk, the number of tokens from the key to the
+    # nearest key that the query can see, which is the column of the bias.
     steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
     in_window = (steps >= 0) & (steps < window)
     tile = None
@@ -64,7 +65,7 @@ def local_attention(
     heads, groups = queries.shape[2], keys.shape[2]
 
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
-        """Returns x, queries or weights, with the rows of all R heads of queries that share a head
+        """Returns x, the queries or the weights, with the queries of all R heads that share a head
         of keys on one axis.
         """
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])

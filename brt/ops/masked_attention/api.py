@@ -1,8 +1,8 @@
 """Softmax attention to the keys where a mask is True.
 
-In shapes, Q and T are numbers of queries, S and X of keys, H of heads, G of heads of keys where it
-differs, and K of numbers of a head. B is the number of rows of the batch, and *B stands for any
-leading axes.
+In shapes, Q and T are numbers of queries, S and X are numbers of keys, H is the number of heads of
+queries, and K the number of numbers of a head. G is the number of heads of keys and values, if it
+differs from H. B is the number of rows of the batch, and *B stands for any leading axes.
 """
 
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def attend(
       queries: already multiplied by any scale.
       keys: the keys.
       values: the values.
-      bias: float32, shared by all leading axes.
+      bias: float32, added to the logits along all leading axes; None for no bias.
       mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the weights.
+      dropout: dropout of the attention weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -72,16 +72,16 @@ def attend_part(
     implementation: str | None = None,
 ) -> AttentionPart:
     """Returns the attention output [B, Q, H, K] of every query over the keys that it sees, and the
-    log-sum-exp float32 [B, Q, H] of the query's logits.
+    log-sum-exp of the query's logits, float32 [B, Q, H].
 
-    Each head of keys serves H / G consecutive heads of queries, and no key is repeated. The
-    log-sum-exp of a query that sees no key is `softmax.FLOOR`.
+    The logits are q.k. Each head of keys serves H / G consecutive heads of queries, and no key is
+    repeated in memory. The log-sum-exp of a query that sees no key is `softmax.FLOOR`.
 
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and the values.
       mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the weights.
+      dropout: dropout of the attention weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -117,9 +117,9 @@ def attend_to_valid(
       keys: the keys.
       values: the values.
       valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      dropout: dropout of the weights.
-      scale: factor of the logits.
-      causal: True hides later tokens; T must equal X.
+      dropout: dropout of the attention weights; None for no dropout.
+      scale: the factor of the logits.
+      causal: True hides the keys of later tokens; queries and keys must then be of the same tokens.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
     """
@@ -128,12 +128,12 @@ def attend_to_valid(
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask of visible keys for `attend`.
+    """Returns the mask of visible keys for `attend`, True where a query sees a key.
 
     Args:
       valid: False for padding, which no query sees.
       tokens: T, the number of queries.
-      causal: True hides the keys after a query.
+      causal: True hides the keys after a query; query t and key t then belong to the same token.
 
     Returns:
       A mask [B, T, X] if `causal` is True. Otherwise all queries have the same mask, and the shape

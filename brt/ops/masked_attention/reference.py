@@ -26,7 +26,7 @@ def attend_part(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and the values.
-      bias: a bias of the logits, shared by all leading axes; None for no bias.
+      bias: added to the logits along all leading axes; None for no bias.
       mask: True where a query sees a key; a query that sees no key gets zeros.
       dropout: None, because dropout is not supported.
     """

@@ -1,7 +1,8 @@
 """Masked attention in plain XLA, in tiles of queries.
 
-The hand-written backward pass recomputes the weights, so that no array of Q x S is saved. If the
-logits of all queries would be large, tiles of queries are processed one after the other.
+The hand-written backward pass recomputes the attention weights, so that no array of Q x S numbers
+is saved. If the logits of all queries would be large, the queries are split into tiles, which are
+processed one after the other.
 
 In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head. *B stands
 for any leading axes, which are merged to one axis B.
@@ -38,9 +39,9 @@ def attend_part(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and the values.
-      bias: float32, a bias of the logits, shared by all leading axes; None for no bias.
+      bias: float32, added to the logits along all leading axes; None for no bias.
       mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the weights; None for no dropout.
+      dropout: dropout of the attention weights; None for no dropout.
       tile: the number of logits that may exist at once on a device, from which the number of
         queries of a tile follows. A tile has at least one query.
     """
@@ -134,7 +135,8 @@ def _forward(
     lowest = jnp.finfo(jnp.float32).min
 
     def attend_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
-        """Returns the outputs of a tile's queries and the log-sum-exps of their logits.
+        """Returns the outputs [B, H, Q, K] of a tile's queries and the log-sum-exps [B, H, Q, 1] of
+        their logits.
 
         `xs` has the tile and the tile's index.
         """
@@ -147,7 +149,8 @@ def _forward(
         y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
-        # The backward pass computes the weights exp(-inf - FLOOR) = 0 for a query that sees no key.
+        # The log-sum-exp of a query that sees no key is FLOOR and not -inf, because the backward
+        # pass then computes the weights exp(-inf - FLOOR) = 0 for this query, and not NaN.
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), FLOOR)
 
     y, lse = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))

@@ -1,4 +1,6 @@
-"""Softmax attention over all keys without positions, between states and tokens."""
+"""Softmax attention over all keys, without positions, such as the attention between the recurrent
+states and the tokens of a block.
+"""
 
 from brt.ops.softmax_attention.api import attend as attend
 from brt.ops.softmax_attention.api import attend_to_blocks as attend_to_blocks

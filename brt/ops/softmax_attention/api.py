@@ -1,6 +1,6 @@
-"""Selection of the implementation of softmax attention to all keys.
+"""Softmax attention to all keys: selection of the implementation, and sharding over devices.
 
-Each device attends for its own rows of the batch, blocks and heads.
+Each device computes the attention of its own rows of the batch, blocks and heads.
 
 In shapes, B is the number of rows of the batch, T and Q of queries of a row, N of blocks of S keys,
 H of heads and K of numbers of a head.
@@ -24,24 +24,27 @@ from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 def _by_head_and_block(
     function: Callable[..., Any], swapaxes_copy: Callable[[Array, int, int], Array] = jnp.swapaxes
 ) -> Callable[..., Any]:
-    """Wraps an implementation that has separate axes for heads and blocks.
+    """Wraps an implementation that expects heads before tokens, and an axis for the blocks, if any.
 
     The wrapper also normalizes queries if a scale is passed.
+
+    Args:
+      function: the implementation.
+      swapaxes_copy: the function that exchanges the axes of heads and tokens.
     """
 
     def attend_by_token(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
     ) -> Array:
-        """Calls `function`, which expects heads before tokens, for queries with tokens before
-        heads.
+        """Calls `function`, which expects heads before tokens; here, tokens come before heads.
 
         Args:
           queries: [B, T, H, K].
           k: the keys, [B, *N, H, S, K]. If there is an axis of N blocks, the T queries of a row
             are split into N blocks of T / N queries, and each attends to its own block of keys.
           others: the values with the shape of k, followed by the other arguments of `function`.
-          scale: the length to which the queries are normalized first; None for queries that are not
-            normalized.
+          scale: the norm to which the queries of each head are first scaled; None for queries that
+            are not normalized.
           options: passed to `function`.
 
         Returns:
@@ -80,15 +83,16 @@ def attend(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over all keys, in the dtype of `values`.
 
-    If the keys have N blocks, the queries are split into N blocks as well, and each block of
-    queries attends to its own block of keys.
+    The logits are q.k. If the keys have an axis of N blocks, the T queries of a row are split into
+    N blocks as well, and each block of queries attends to its own block of keys.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the queries. If `scale` is None, the caller has already multiplied them by the factor
+        of the logits.
       keys: the keys.
       values: the values.
-      scale: the length of each head's queries after normalization; None for queries that are not
-        normalized.
+      scale: the norm to which the queries of each head are first scaled; None for queries that are
+        not normalized.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -108,15 +112,16 @@ def attend_to_blocks(
     null_keys: bool,
     implementation: str | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Returns the attention output of every query over the X = 2W tokens of two blocks, in the
-    dtype of `values`.
+    """Returns the attention output of every query over the X keys of two blocks of X / 2 tokens, in
+    the dtype of `values`.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: keys and values of both blocks, the previous block first; the heads are before
-        the tokens.
-      cache_mask: True if the queries of a row may read the first block.
-      null_keys: True makes unreadable keys count as zero keys with zero values.
+      keys, values: keys and values of both blocks, the previous block first; the axis of heads
+        comes before the axis of tokens.
+      cache_mask: True if the queries of a row may read the previous block.
+      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
+        unreadable keys from the softmax.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
     """
@@ -127,12 +132,10 @@ def _attend(
     queries: Array, k: Array, v: Array, cache_mask: Array | None, scale: Array | None,
     null_keys: bool, implementation: str | None,
 ) -> Array:  # fmt: skip
-    """Dispatches attention to keys and values by head, on each device for its own part."""
+    """Selects the implementation and runs it on each device for the device's part of the arrays."""
 
     def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
-        """Returns the attention output for one device's parts of the arguments of `_attend`, the
-        function around this one.
-        """
+        """Returns the attention output of one device, computed from its parts of the arrays."""
         return dispatch.run(
             OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
         )

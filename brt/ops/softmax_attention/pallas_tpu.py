@@ -1,8 +1,8 @@
 """Softmax attention over all keys on TPUs: logits and weights stay in VMEM.
 
-The grid is (head, lane, block); a lane is a row of the batch. A step has the queries and keys of
-one block. As in window attention, all matrices are transposed, keys x queries, and the backward
-pass recomputes the weights from the log-sum-exp.
+The grid is (head, lane, block); a lane is a row of the batch. A step of the grid has the queries
+and keys of one block. Logits and weights are matrices of keys x queries, and the backward pass
+recomputes the weights from the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, T of queries of a row, S of keys of a block, R of
 queries (rows) of a tile, H of heads and K of numbers of a head.
@@ -35,12 +35,12 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-# The kernels accept at most this many keys, because the logits of a tile of rows and all keys must
-# fit into VMEM.
+# The kernels accept at most this many keys, because the logits of a tile of queries (rows) and all
+# keys must fit into VMEM.
 _MAX_SLOTS = 2048
-# A tile has at most this many rows. The compiler's schedules are shortest with this number.
+# A tile has at most this many queries. The compiler's schedules are shortest with this number.
 _ROWS = 256
-# A tile has at most this many logits. Five float32 arrays of this size exist at once.
+# A tile has at most this many logits. The backward kernel has five float32 arrays of this size.
 _TILE = 1024 * _ROWS
 
 
@@ -94,7 +94,7 @@ def attention(
     """Returns the attention output of every query over the keys of its block, in the dtype of v.
 
     Args:
-      queries: the queries. If the keys have an axis of N blocks, the queries of a row are split
+      queries: the queries. If the keys have an axis of N blocks, the T queries of a row are split
         into N blocks of equal size, and each block of queries attends to its own block of keys.
       k, v: the keys and values. *N is the optional axis of blocks. The axis of heads comes before
         the axis of keys, unlike in the arguments of `api.attend`.
@@ -102,8 +102,8 @@ def attention(
         cached keys; None if they may read all keys of every row.
       null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
         unreadable keys from the softmax.
-      scale: the length of each head's queries after normalization; None for queries that are not
-        normalized.
+      scale: the norm to which the queries of each head are first scaled; None for queries that are
+        not normalized.
       interpret: True runs the kernels on any device and with any sizes, slowly.
     """
     settings = _Settings(cache_mask is not None, null_keys, interpret)
@@ -135,11 +135,11 @@ class _Arguments(NamedTuple):
     """The arrays that attention is computed from."""
 
     q: Float[Array, "B H T K"]
-    # The first axis of `k` and `v` has the blocks of all lanes.
+    # The first axis of `k` and `v` has the blocks of all lanes, lane after lane.
     k: Float[Array, "X H S K"]
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
-    # The kernel normalizes the queries to the length `scale`; None means no normalization.
+    # The kernel scales each head's queries to the norm `scale`; None means no normalization.
     scale: Float[Array, " H"] | None
 
     @property
@@ -153,14 +153,14 @@ class _Arguments(NamedTuple):
         return self.q.shape[2] // self.blocks
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Returns the shape of an array with one number per query: a row vector for each block of
-        queries.
+        """Returns the shape of an array with one number per query, such as the log-sum-exp: [B, H,
+        blocks, 1, queries of a block].
         """
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
-        """Returns the length to which each head's queries are normalized, repeated to a row of L =
-        128 numbers; None if queries are not normalized.
+        """Returns the norm to which each head's queries are scaled, repeated to a row of L = 128
+        numbers, the width of a vector register; None if queries are not normalized.
         """
         if self.scale is None:
             return None
@@ -185,8 +185,8 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
         products=2,
     )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    # If the kernel normalizes the queries, the backward pass needs the queries as they were before
-    # the normalization.
+    # If the kernel normalizes the queries, the backward pass reads the queries as they were before
+    # normalization. `input_residual` lets a rematerialized layer save these queries.
     if arguments.scale is not None:
         arguments = arguments._replace(q=input_residual(q))
     return tokens_first(y), (arguments, y, lse)
@@ -275,9 +275,7 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns the keys or values x, where the first half is replaced by zeros if it is
-        unreadable.
-        """
+        """Returns the keys or values x, with zeros for the first half unless `seen` is True."""
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 

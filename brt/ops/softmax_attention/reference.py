@@ -23,8 +23,8 @@ def attention(
       q: the queries, already multiplied by any scale.
       k, v: the keys and values.
       cache_mask: None if every key is readable. Otherwise the keys are two blocks of S / 2 keys:
-        the cached keys of the previous block, and the keys of the queries' own block. A row is True
-        if its queries may read the cached keys.
+        the cached keys of the previous block, and the keys of the queries' own block. The mask is
+        True for rows of the batch whose queries may read the cached keys.
       null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
         unreadable keys from the softmax.
     """

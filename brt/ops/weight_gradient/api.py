@@ -28,17 +28,18 @@ def weight_gradient(
     as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
-    """Returns the gradient of a kernel [*inputs, *outputs] that N steps of a loop use, in float32.
+    """Returns the gradient of a weight [*inputs, *outputs] that N steps of a loop use, in float32.
 
-    The gradient is the sum of x^T dy over all steps and rows.
+    Each step multiplies its input x by the weight. The gradient is the sum of x^T dy over all
+    steps and rows.
 
     Args:
-      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
-      dy: [N, *rows, *outputs], the gradients of the products in each step.
-      inputs: the number of the kernel's input axes.
-      outputs: the number of the kernel's output axes.
-      as_bits: True if x consists of integers with the bits of the numbers, as
-        `dispatch.output_residual` stores them.
+      x: [N, *rows, *inputs], the input of the product in each step; *rows stands for any axes.
+      dy: [N, *rows, *outputs], the gradient of the product in each step.
+      inputs: the number of the weight's input axes.
+      outputs: the number of the weight's output axes.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as unsigned integers with the
+        bits of x. A kernel may then read these integers, so that XLA makes no copy of x.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 

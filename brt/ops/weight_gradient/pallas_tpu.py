@@ -1,14 +1,14 @@
 """Weight gradients on TPUs, without a copy of the arrays that the steps of a loop produce.
 
-The pairs of an unrolled loop, a step's inputs and output gradients, are separate arrays. A single
-product over all of them would begin with copies of everything that the loop has written. Here, the
-arrays of each step are operands of their own. A step of the grid computes one tile of the sum over
-all steps of the loop.
+Each step of an unrolled loop writes its inputs x and its output gradients dy to arrays of their
+own. A single product over all steps would begin by copying these arrays into one. This kernel
+instead takes the arrays of each step as separate operands. A step of the kernel's grid computes one
+tile of the weight gradient, the sum of x^T dy over all steps of the loop.
 
 A product has two sides: the left side is the inputs of a step, and the right side is the output
 gradients. Each side is read as an array [A, B, H, R, K], with B lanes (rows of the batch) of R
-rows. The numbers of a row are the axes of the kernel on this side: A groups of H heads with K
-numbers each. The gradient has the axes A, H and K of both sides.
+rows. The numbers of a row are the axes of the weight on this side: A groups of H heads with K
+numbers each. The weight gradient has the axes A, H and K of both sides.
 """
 
 import functools
@@ -26,12 +26,13 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-# A tile has at most these numbers of columns, on the left and on the right side of the product.
+# A tile has at most this many columns: on the left side the first of three numbers with which the
+# tiles fit into VMEM, on the right side 256.
 _LEFT, _RIGHT = (512, 256, 128), 256
-# XLA joins this kernel with an update in place, and then gives the kernel only this much VMEM,
-# regardless of the limit that the kernel asks for.
+# XLA fuses this kernel with an in-place update of the gradient, and then gives the kernel only this
+# many bytes of VMEM, regardless of the limit that the kernel asks for.
 _ROOM = 14 * 2**20
-# The loop has at most this many steps. It is unrolled, so every step adds to the kernel's code.
+# The kernel accepts loops of at most this many steps, because every step adds to its code.
 _STEPS = 8
 
 
@@ -89,13 +90,14 @@ class _Side(NamedTuple):
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
-        """Returns the position of the i-th tile along A, H and K, in tiles."""
+        """Returns the position of the i-th tile along the axes A, H and K, counted in tiles."""
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
     def arrays_of_steps(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
-        """Returns the arrays `parts`, one for each step, in this layout, in which the kernels that
-        compute most of these arrays already write them.
+        """Returns the arrays `parts`, one for each step of the loop, in this layout.
+
+        The kernels that compute most of these arrays already write them in this layout.
         """
         shape = self.lanes, self.rows, *self.groups, self.width
         return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
@@ -110,7 +112,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernel does not support these inputs, or None if it does.
 
-    The arguments are the same as for `weight_gradient`.
+    The arguments are described in `weight_gradient`.
     """
     if rules.partitioned():
         return "adds up what one device has"
@@ -154,13 +156,14 @@ def weight_gradient(
     as_bits: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "..."]:
-    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+    """Returns the gradient of a weight [*inputs, *outputs], summed over N steps, in float32.
 
     Args:
-      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
-      dy: [N, *rows, *outputs], the gradients of the products in each step.
-      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
-      as_bits: True if x consists of integers with the bits of the numbers.
+      x: [N, *rows, *inputs], the input that the weight was multiplied by in each step; *rows stands
+        for the lanes and the rows of a lane.
+      dy: [N, *rows, *outputs], the gradient of the product in each step.
+      inputs, outputs: the numbers of the weight's input axes and of its output axes.
+      as_bits: True if layers stored x as integers with x's bits; the kernel reads the integers.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     left, right = _sides(x, dy, inputs, outputs)
@@ -172,8 +175,8 @@ def weight_gradient(
 
         Args:
           side: the layout of the side.
-          axis: the axis of the grid along which the tiles of this side are: 0 for the left side, 1
-            for the right side.
+          axis: the axis of the grid that counts the tiles of this side: 0 for the left side, 1 for
+            the right side.
           options: further arguments of `pl.BlockSpec`.
         """
 
@@ -191,10 +194,9 @@ def weight_gradient(
 
     def output_index(i: Any, j: Any) -> tuple:
         """Returns the position of the output's block for tile i of the left side and tile j of the
-        right side.
+        right side, along each axis of the output.
 
-        The output has the axes [A, H, A', H', K, K']: groups, heads and numbers of both sides,
-        where a prime marks the right side. The result has the position along each of these axes.
+        The output has the axes [A, H, A', H', K, K'], where a prime marks the right side.
         """
         (a, h, k), (right_a, right_h, right_k) = left.place(i), right.place(j)
         return a, h, right_a, right_h, k, right_k

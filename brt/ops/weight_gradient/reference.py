@@ -12,13 +12,14 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+    """Returns the gradient of a weight [*inputs, *outputs], summed over N steps, in float32.
 
     Args:
-      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
-      dy: [N, *rows, *outputs], the gradients of the products in each step.
-      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
-      as_bits: ignored.
+      x: [N, *rows, *inputs], the input that the weight was multiplied by in each step; *rows stands
+        for any axes.
+      dy: [N, *rows, *outputs], the gradient of the product in each step.
+      inputs, outputs: the numbers of the weight's input axes and of its output axes.
+      as_bits: ignored; only kernels for TPUs read x as integers.
     """
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)

@@ -15,14 +15,15 @@ def weight_gradient(
     *,
     as_bits: bool = False,
 ) -> Float[Array, "..."]:
-    """Returns the gradient of a kernel [*inputs, *outputs], summed over N steps, in float32.
+    """Returns the gradient of a weight [*inputs, *outputs], summed over N steps, in float32.
 
     Args:
-      x: [N, *rows, *inputs], the factors that the kernel was multiplied with in each step.
-      dy: [N, *rows, *outputs], the gradients of the products in each step.
-      inputs, outputs: the numbers of the kernel's input axes and of its output axes.
-      as_bits: ignored. True tells the TPU kernels that layers stored the factors as integers with
-        the same bits (`dispatch.output_residual`), so that the kernels can read these integers.
-        XLA's products read the factors as floating-point numbers.
+      x: [N, *rows, *inputs], the input that the weight was multiplied by in each step; *rows stands
+        for any axes.
+      dy: [N, *rows, *outputs], the gradient of the product in each step.
+      inputs, outputs: the numbers of the weight's input axes and of its output axes.
+      as_bits: ignored. True tells the TPU kernels that layers stored x as integers with the same
+        bits (`dispatch.output_residual`), so that the kernels can read these integers. XLA's
+        products read x as floating-point numbers.
     """
     return dense.weight_gradient(x, dy, inputs, outputs)

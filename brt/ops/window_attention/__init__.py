@@ -1,4 +1,4 @@
-"""Sliding-window attention with keys and values carried from segment to segment."""
+"""Causal sliding-window attention, with keys and values carried from segment to segment."""
 
 from brt.ops.window_attention.api import window_part as window_part
 from brt.ops.window_attention.api import window_part_step as window_part_step

@@ -1,8 +1,9 @@
 """Sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A segment is read in blocks of W tokens. A token attends to the W tokens that end with itself, or
-with the token before it, wherever its block begins. Keys of the block before the segment come from
-the cache. Transformer-XL is the special case of one block per segment.
+A segment is read in blocks of W tokens. A token attends to W tokens: itself and the W - 1 tokens
+before it, or the W tokens before it. These tokens are in the token's own block and in the block
+before. The keys and values of the block before the segment come from the cache. Transformer-XL is
+the special case of one block per segment.
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
 values (`brt.ops.grouped_heads`), K of numbers of a head, T of tokens of a segment, and N of its
@@ -34,18 +35,18 @@ from brt.ops.window_attention.joined_keys import with_joined_keys
 
 
 def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that needs as many heads of keys as of queries.
-
-    The wrapper does the same as `with_joined_keys`; dropout masks become factors.
+    """Wraps an implementation that needs as many heads of keys as of queries, one array of cached
+    and new keys, and dropout as factors of the weights.
     """
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
-        """Returns the result of `function`, which takes the factors of the weights instead of a
-        dropout mask.
+        """Returns the result of `function`, which takes factors of the weights instead of a
+        `DropoutMask`.
 
         Args:
-          inputs: the arguments of `function` in order; the last one is the dropout mask or None.
-          options: the arguments of `function` that are passed by name.
+          inputs: the positional arguments of `function`, except that the last one is the
+            `DropoutMask` or None.
+          options: the keyword arguments of `function`.
         """
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
@@ -115,19 +116,19 @@ def window_part(
       cached: keys and values of the block before the segment.
       keys: keys of the segment.
       values: values of the segment.
-      bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no
-        bias.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
+        token sees. None stands for no bias.
       cache_mask: True where block n may read the block before it. False where a document starts at
         block n, or where the cache is empty.
       dropout: dropout of the softmax weights, which is the same for all blocks; None for no
         dropout. The axes of the mask [H, W, W] are the heads, the queries of a block and the slots
         of a query. Slot c of a query is key c of the query's own block if the query sees this key,
         and otherwise key c of the block before.
-      attend_to_self: True if the nearest key is the token itself.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True makes unreadable keys count as zero keys with zero values instead of being
         ignored, as the original code does at the start of a document.
-      scale: the length of each head's queries after normalization, where keys are normalized to
-        length 1; None for no normalization.
+      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
+        scale[h].
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -162,16 +163,21 @@ def window_part_step(
     """Returns the attention output of one token of each row over the token's window, and the
     log-sum-exp of the token's logits.
 
+    Decoding calls this function for one token of each row at a time.
+
     Args:
       query: the query of the token, already multiplied by any scale.
-      keys, values: a ring buffer with a slot for each position of a block. Slots up to `position`
-        have the current block, including the token's own key. The other slots still have the
-        previous block. Without `attend_to_self`, the token's own slot also has the previous block.
-      bias: float32, by distance, as for `window_part`.
+      keys, values: ring buffers with a slot for each position of a block. Slots up to `position`
+        contain keys of the current block, including the token's own key. The other slots still
+        contain keys of the previous block. Without `attend_to_self`, the token's own slot also
+        contains a key of the previous block.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
+        token sees. None stands for no bias.
       cache_mask: True if the token may read the previous block.
       position: the index of the token in its block.
-      attend_to_self, null_keys: as for `window_part`.
-      normalize_keys: True if the logits are to be computed with normalized keys.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True makes unreadable keys count as zero keys with zero values.
+      normalize_keys: True if the keys are normalized before the logits are computed.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.

@@ -1,7 +1,7 @@
-"""The kernels of window attention for documents that may start inside of a block.
+"""The kernels of window attention as implementations of `brt.ops.local_attention`.
 
-They are implementations of `brt.ops.local_attention`. A block of the kernels has as many tokens as
-the window, whatever the length of the blocks that the layer reads.
+In local attention, the window and the blocks that a layer reads differ in length. The kernels
+process blocks of as many tokens as the window has, so a document may start inside of such a block.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from brt.ops.dispatch import Implementation, dropout_refusal
 from brt.ops.window_attention import pallas_gpu, pallas_tpu
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
-_TILE = 128  # No tile of a kernel has more keys.
+_TILE = 128  # A tile of a kernel has at most this many keys.
 
 
 def _segment_refusal(*_: Any, dropout: Any, **__: Any) -> str | None:

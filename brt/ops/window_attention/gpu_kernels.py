@@ -1,9 +1,12 @@
 """Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
 
-A program sees the arrays of one head and lane (row of the batch) and processes one tile. In shapes,
-T is the number of tokens of a segment, W of tokens of a window, and K of numbers of a head. The sum
-Z = W + T counts the W tokens before the segment, too. A segment has D parts, at whose starts
-documents may start. E is the number of groups of keys for which the end of the document is known.
+A program of a kernel sees the arrays of one head and one lane (row of the batch) and computes the
+results of one tile of queries or of keys.
+
+In shapes, T is the number of tokens of a segment, W of tokens of a window, and K of numbers of a
+head; Z = W + T includes the W tokens before the segment. A segment is split into D parts, and
+documents start only at starts of parts. The Z keys are split into E groups that no document's start
+divides. A place is the index of a token in the segment; earlier tokens have negative places.
 """
 
 from typing import Any, NamedTuple
@@ -28,16 +31,15 @@ class WindowTileInputs(NamedTuple):
     Attributes:
       q: [T, K], queries.
       keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
-      band: float32, the bias times log2(e) by distance; the first entry is the bias of the farthest
-        key. On both sides, the band is padded with MASKED, by the number of rows or columns of a
-        tile.
-      first: int32 [D], the place in the segment of the first token of the document of each part.
-      ends: int32 [E], the place in the segment of the end of the document of each group of keys.
-      dropout: int8 [W, W], not zero for weights that are kept.
+      band: float32, the bias of each distance times log2(e), the farthest key first. On both sides,
+        the band is padded with MASKED, by the number of rows or columns of a tile.
+      first: int32 [D], for each part, the place of the first token of its document.
+      ends: int32 [E], for each group of keys, the place where the next document starts, or T.
+      dropout: int8 [W, W], not zero for weights that dropout keeps.
       gradient: [T, K], gradient of the output.
       lse: [T], the log-sum-exp of each query's logits.
-      along: [T], the sum of weights times their gradients, which the gradient of the softmax
-        subtracts.
+      along: [T], for each query the sum over the keys of the weight times the weight's gradient,
+        which the gradient of the softmax subtracts.
     """
 
     q: Any
@@ -88,9 +90,9 @@ class WindowTiles(NamedTuple):
     def window_of(self, i: Array) -> tuple[Array, ...]:
         """Returns the range of key tiles in the window of query tile i.
 
-        The three results are the index of the first key tile, the end of the range (exclusive), and
-        the index of the first key tile that the queries may read. The last one is greater than the
-        first one if a document starts within the window.
+        The three results are the index of the first key tile of the window, the end of the range
+        (exclusive), and the index of the first key tile of the queries' document. The last one is
+        greater than the first one if the document starts within the window.
         """
         begin, part = i * self.rows, self.inputs.q.shape[0] // self.inputs.first.shape[0]
         first = self.window + self.inputs.first[jax.lax.div(begin, part)]
@@ -107,10 +109,10 @@ class WindowTiles(NamedTuple):
         return tuple(jax.lax.div(place, self.rows) for place in places)
 
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:
-        """Returns the logits of query tile i and key tile j times log2(e), with bias and mask.
+        """Returns the logits of query tile i and key tile j, with bias and mask, times log2(e).
 
-        `products` are the dot products of the tile's queries and keys, [R, C] or, if `transposed`,
-        [C, R].
+        `products` has the dot products of the queries and keys of both tiles, [R, C] or, if
+        `transposed`, [C, R]. The result has the same layout.
         """
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
         row, column = reversed(iota) if self.transposed else iota
@@ -135,15 +137,15 @@ class WindowTiles(NamedTuple):
     def gradients(
         self, i: Array, j: Array, products: Array, d_weights: Array
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Returns the weights of a tile after dropout, and the gradient of its logits.
+        """Returns the weights of two tiles after dropout, and the gradient of the tiles' logits.
 
         Args:
           i: the index of the query tile.
           j: the index of the key tile.
-          products: the dot products of the tile's queries and keys, [R, C] or, if `transposed`,
-            [C, R].
-          d_weights: the dot products of the queries' output gradients and the tile's values, which
-            are the gradients of the weights, in the same layout.
+          products: the dot products of the queries and keys of both tiles, [R, C] or, if
+            `transposed`, [C, R].
+          d_weights: the dot products of the queries' output gradients and the values, which are the
+            gradients of the weights after dropout, in the same layout.
         """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
@@ -160,7 +162,10 @@ def dot_float32(a: Array, b: Array) -> Float[Array, "..."]:
 
 
 def zero_unless(may_read: Any, x: Array) -> Array:
-    """Returns x if `may_read` is True, and zeros otherwise; a static True skips the selection."""
+    """Returns x if `may_read` is True, and zeros otherwise.
+
+    If `may_read` is the Python constant True, the kernel has no code for the selection.
+    """
     return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
@@ -176,8 +181,8 @@ def window_attention_forward(
 ) -> None:
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    Unreadable keys that count as zero keys (null keys) come first. Their values are zero, too, so
-    they add to the softmax's sum only.
+    A program loops over the key tiles in the window. Unreadable keys that count as zero keys (null
+    keys) come first. Their values are zero, too, so they add only to the sum of the weights.
 
     Args:
       inputs: the arrays of one head and lane.
@@ -198,8 +203,8 @@ def window_attention_forward(
 
         Args:
           logits: the logits of the tile, times log2(e).
-          top: the maximum logit of each row in earlier tiles.
-          total: the sum of the weights of each row in earlier tiles.
+          top: the maximum of each row's logits in earlier tiles, times log2(e).
+          total: the sum of each row's weights in earlier tiles.
 
         Returns:
           The weights of the tile relative to the new maxima; the factor by which sums of earlier
@@ -231,8 +236,8 @@ def window_attention_forward(
         kept = tiles.apply_dropout(i, j, weights).astype(values.dtype)
         return read * shrunk[:, None] + dot_float32(kept, values), top, total
 
-    # The running softmax starts with the virtual logit `softmax.FLOOR`. In rows without visible
-    # keys, the virtual logit has all the weight, so that the output is zero.
+    # The running softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no key.
+    # In rows without visible keys, this logit has all the weight, so that the output is zero.
     start = jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
     if null_keys:
         start = jax.lax.fori_loop(begin, first, add_null_keys, start)
@@ -313,8 +318,8 @@ def window_attention_band(
 ) -> None:  # fmt: skip
     """Writes a sum of gradients of logits, from which the gradient of the bias is computed.
 
-    The sum is over `walk` pairs of a query tile and a key tile. All pairs have the same distance
-    between the two tiles.
+    The sum is over `walk` pairs of a query tile and a key tile. The distance between the two tiles
+    is the same in all pairs, and so is the bias of each entry of their logits.
 
     Args:
       inputs: the arrays of one head and lane.
@@ -330,7 +335,7 @@ def window_attention_band(
 
     def add_query_tile(i: Array, total: Array) -> Array:
         """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
-        query tile i and the key tile at the program's distance from it.
+        query tile i and of the key tile at the program's distance from this query tile.
         """
         farthest, _, first = tiles.window_of(i)
         j = farthest + distance

@@ -1,10 +1,14 @@
-"""The sizes of tiles and other launch parameters of the GPU kernels of window attention."""
+"""The sizes of tiles and other launch parameters of the Triton kernels of window attention.
+
+The logits of a head are computed in tiles of some queries (rows) and some keys (columns). A program
+computes the results of one tile of queries or of keys, in a loop over tiles.
+"""
 
 from typing import NamedTuple
 
 
 class LaunchShape(NamedTuple):
-    """Launch parameters of a kernel.
+    """Launch parameters of one kernel.
 
     Attributes:
       rows: the number of queries of a tile.
@@ -35,9 +39,8 @@ class KernelLaunches(NamedTuple):
     band: LaunchShape
 
 
-# `LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
-# sm_90a spills no registers. A program has eight warps, except in the kernel `band` for heads of
-# 64 numbers, whose programs have four.
+# The keys are head sizes. With these launch parameters, the compiler for sm_90a (H100, H200) spills
+# no registers.
 LAUNCHES = {
     64: KernelLaunches(
         LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 3), LaunchShape(64, 128, 8, 3),

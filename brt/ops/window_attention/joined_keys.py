@@ -1,4 +1,4 @@
-"""A wrapper of implementations that read cached and new keys as one array."""
+"""A wrapper for implementations of attention that take cached and new keys as one array."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +10,29 @@ from brt.ops.normalization import l2_normalize, scaled_unit
 
 
 def with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that reads cached and new keys as one array.
+    """Returns a version of `function` that takes the cached keys and values as separate arrays.
 
-    The wrapper also normalizes queries and keys if a scale is passed.
+    The returned function also normalizes queries and keys if a scale is passed.
+
+    Args:
+      function: an implementation of attention with the arguments (queries, keys, values, *others),
+        where `keys` and `values` begin with those of the cache.
     """
 
     def attend_to_joined_keys(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         *others: Any, scale: Array | None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns the result of `function`, which takes one array of keys and one array of values.
+        """Returns the result of `function` for the concatenation of cached and new keys and values.
 
-        The cached keys and the keys of the segment are concatenated, and so are the values. With a
-        scale, queries and keys are normalized first.
+        Args:
+          queries: the queries [B, T, H, K] of T tokens in B rows, for H heads of K numbers.
+          cached: the keys and values of the tokens before the segment.
+          keys, values: the keys and values of the segment; tokens are on axis 1.
+          others: further arguments of `function`.
+          scale: [H], the norm to which the queries of each head are scaled, after which keys have
+            norm 1; None for no normalization.
+          options: keyword arguments of `function`.
         """
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)

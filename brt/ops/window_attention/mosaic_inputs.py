@@ -4,7 +4,7 @@ This module does not import Mosaic GPU, so it can be imported with every version
 
 In shapes, B is the number of lanes (rows of the batch), H of heads, K of numbers of a head, T of
 tokens of a segment, W of tokens of a window and of a block, and N of blocks of a segment; Z = W + T
-counts the block before the segment, too.
+includes the tokens of the block before the segment.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-TILE = 64  # A tile has this many rows, as many as one matrix product of a warpgroup.
+TILE = 64  # A tile has this many rows, as many as a warpgroup's matrix product has.
 # Vectors are split into parts of at most this many numbers, because a matrix product with longer
 # vectors would spill registers.
 _MAX_PART = 128
@@ -21,40 +21,42 @@ _ABOVE_ANY_TILE = 1 << 20  # This number is greater than the index of any tile.
 
 
 def vector_parts(x: Array) -> int:
-    """Returns the number of parts into which the columns of the vectors x [..., K] are split, so
-    that a tile of each part fits into registers.
+    """Returns the number of parts into which the K columns of x [..., K] are split, so that a tile
+    of each part fits into registers.
     """
     return -(-x.shape[-1] // _MAX_PART)
 
 
 def opaque_zero(n: Array) -> Array:
-    """Returns zero in a form that the compiler cannot recognise as zero, computed from `n`, a
-    number of tiles.
+    """Returns zero, computed from `n` so that the compiler does not recognise it as a constant.
 
     If the compiler knows the index of an operand, it computes the descriptors of this operand for
     all unrolled iterations of a loop in advance and keeps them in registers, which the matrix
-    products need. A caller adds this zero to the index to hide the index from the compiler.
+    products need. Callers use this zero as an index or add it to one.
+
+    Args:
+      n: an index or a number of tiles, far smaller than 2**20.
     """
     return jax.lax.div(n, _ABOVE_ANY_TILE)
 
 
 class WindowMosaicInputs(NamedTuple):
-    """References to the inputs in global memory; an input that a kernel does not use is None.
+    """References to the inputs of a kernel in global memory; an unused input is None.
 
-    The fields from `transposed_strip` to `sums` are for the backward pass only.
+    The fields `transposed_strip`, `gradient` and `sums` are for the backward pass only.
 
     Attributes:
       q: [B, T, H, K], queries.
       keys, values: [B, Z, H, K], the keys and values of the window before the segment and of the
         segment.
-      strip: float32 [H, TILE, W + TILE], bias and mask for a tile of queries. Column s * TILE + c
-        is key c of the s-th key tile in the window, counted from the farthest.
+      strip: float32 [H, TILE, W + TILE], bias and mask for a tile of queries and all keys in their
+        windows. Column s * TILE + c is for key c of the s-th key tile, counted from the farthest.
       cache_mask: int32 [B, N], not zero where a block may read the block before it.
-      transposed_strip: float32 [H, TILE, W + TILE], bias and mask for a tile of keys, whose columns
-        are queries.
+      transposed_strip: float32 [H, TILE, W + TILE], bias and mask for a tile of keys (rows) and all
+        queries that see these keys (columns).
       gradient: [B, T, H, K], gradient of the output.
-      sums: [B, H, 2, T], each row's log-sum-exp and its sum of weights times their gradients, which
-        the gradient of the softmax subtracts.
+      sums: [B, H, 2, T], for each query the log-sum-exp, and the sum over the keys of the weight
+        times the weight's gradient, which the gradient of the softmax subtracts.
       dropout: [H, W, W], factors of the weights; transposed for the kernel that computes the
         gradients of keys.
     """
@@ -78,7 +80,8 @@ class WindowMosaicInputs(NamedTuple):
         """Returns the range of key tiles that query tile i of a lane may read: the first index and
         the end (exclusive).
 
-        The window of query tile i begins at key tile i.
+        Key tiles are counted from the start of the block before the segment, so the window of query
+        tile i begins at key tile i.
         """
         block = jax.lax.div(i, self.tiles_per_window)
         flag = self.cache_mask[lane, block]

@@ -2,19 +2,22 @@
 algorithm.
 
 A kernel is a function of its inputs in global memory (`mosaic_inputs.WindowMosaicInputs`), the
-references to its outputs, and its shared memory. One warpgroup runs the function for one tile.
+references to its outputs, and its shared memory. One warpgroup runs the function for one tile of
+the outputs, in a loop over tiles of the inputs. Shared memory has one or several slots for the
+tiles of a step of the loop: while the warpgroup computes with the tiles in one slot, the copies of
+the tiles of later steps to the other slots are under way.
 
-The biases and the mask for all distances between a query tile and a key tile lie side by side in a
-strip. The window of a query tile begins at the key tile with the same index, so a tile of the strip
-belongs to one place in the window.
+The biases and the mask for all distances between a query tile and a key tile are stored side by
+side in an array, the strip. The window of a query tile begins at the key tile with the same index,
+so a tile of the strip belongs to one place in the window.
 
-The functions named `copy_...` within a kernel start the copies for step n of a loop over tiles to
-the slot with the index `slot` of the shared memory; `barrier` is the slot's barrier, at which the
-copies arrive. The functions named `add_...` are the steps; their argument `slot` is the index of
-the slot that has the tiles of step n.
+The functions named `copy_...` within a kernel start the copies for step n of the loop to the slot
+with the index `slot`; `barrier` is the slot's barrier, at which the copies arrive. The functions
+named `add_...` are the steps; their argument `slot` is the index of the slot that has the tiles of
+step n.
 
 In shapes, B is the number of lanes (rows of the batch), T of tokens of a segment, H of heads, and K
-of numbers of a head; Z counts the tokens of the block before the segment, too.
+of numbers of a head; Z includes the tokens of the block before the segment.
 """
 
 from typing import Any
@@ -52,8 +55,7 @@ def window_attention_forward(
 ) -> None:  # fmt: skip
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    The kernel walks over the key tiles of the window. Shared memory has several slots for key
-    tiles: while the kernel computes with one slot, the copies to the next slots are under way.
+    The kernel loops over the key tiles of the window.
 
     Args:
       inputs: references to the inputs.
@@ -87,7 +89,7 @@ def window_attention_forward(
         """Adds the weighted values of all keys of the window to the accumulators `read`, one for
         each part of the values' columns.
 
-        Returns the maximum logit and the sum of weights of each row.
+        Returns the maximum logit of each row, times log2(e), and the sum of the row's weights.
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
@@ -114,8 +116,9 @@ def window_attention_forward(
                 wgmma(sums, weights, values.at[slot, part])
             return higher, total
 
-        # The running softmax starts with the virtual logit `softmax.FLOOR`. In rows without visible
-        # keys, the virtual logit has all the weight, so that the output is zero.
+        # The running softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no
+        # key. In rows without visible keys, this logit has all the weight, so that the output is
+        # zero.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
         return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 
@@ -132,8 +135,7 @@ def window_attention_queries(
 ) -> None:  # fmt: skip
     """Writes the gradient of a tile of queries.
 
-    The kernel walks over the key tiles of the window. Shared memory has several slots for key
-    tiles: while the kernel computes with one slot, the copies to the next slots are under way.
+    The kernel loops over the key tiles of the window.
 
     Args:
       inputs: references to the inputs.
@@ -201,11 +203,9 @@ def window_attention_keys(
 ) -> None:  # fmt: skip
     """Writes some columns of the gradients of a tile of keys and values.
 
-    The gradients are too wide for the registers of one program if a head is wide. A program
-    therefore computes only one part of the columns. The index of the program says which tile and
-    which part. The kernel walks over all query tiles that may read the tile. Shared memory has
-    several slots for query tiles: while the kernel computes with one slot, the copies to the next
-    slots are under way.
+    If a head is wide, both gradients do not fit into the registers of one program. A program
+    therefore computes only one part of the columns; its index along the grid's last axis says which
+    tile and which part. The kernel loops over all query tiles that may read the tile.
 
     Args:
       inputs: references to the inputs.
@@ -273,8 +273,7 @@ def window_attention_band(
 
     A tile of the strip belongs to one distance, in tiles, between queries and keys. Its gradient is
     the gradient of the logits, summed over all pairs of a query tile and a key tile with this
-    distance. The gradient of the bias follows from these sums. Shared memory has several slots for
-    such pairs: while the kernel computes with one slot, the copies to the next slots are under way.
+    distance. The gradient of the bias follows from these sums. The kernel loops over such pairs.
 
     Args:
       inputs: references to the inputs.

@@ -5,11 +5,12 @@ accelerator (TMA) copies tiles to shared memory while the warpgroup computes wit
 copy signals its end by arriving at a barrier. Only copies arrive at a barrier, and the warpgroup
 that starts a copy also waits for it, so no deadlock is possible.
 
-This module imports all names of Mosaic GPU. If a version of jax lacks one of them, the ImportError
-says that the kernels are not available; no other error does.
+Only this module imports names of Mosaic GPU. If a version of jax lacks one of the names, importing
+this module raises an ImportError, and the kernels are then refused as not available.
 
-In shapes, R and C are the numbers of rows and columns of a tile, usually 64, and P is the number of
-columns of a part of a tile of vectors.
+A tile of vectors, such as keys, is split into parts of at most 128 columns (`vector_parts`). In
+shapes, R and C are the numbers of rows and columns of a tile, usually 64, and P is the number of
+columns of a part.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ _SWIZZLE = 128  # Matrix products read shared memory in a swizzling pattern of t
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
 if _unknown := [name for name in _OPTIONS if not hasattr(CompilerParams, name)]:
     raise ImportError(f"CompilerParams has no {', '.join(_unknown)}")
-# This module sets the layouts of arrays explicitly, which requires the semantics `Lane`. By
-# default, jax 0.11 infers layouts.
+# This module sets the layouts of arrays in registers explicitly, which requires the lowering
+# semantics `Lane`. By default, jax 0.11 infers the layouts.
 _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
@@ -78,7 +79,7 @@ def _tiling(itemsize: int) -> tuple[Any, ...]:
 def vector_tiles(x: Array, slots: int) -> Any:
     """Returns shared memory for `slots` tiles of the vectors in x [..., K].
 
-    Each vector is split into parts.
+    The shape is [slots, parts, TILE, columns of a part].
     """
     parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
@@ -93,9 +94,8 @@ def square_tiles(slots: int) -> Any:
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`.
-
-    The array `sums` has two numbers for each row of a tile.
+    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`, which has two numbers
+    for each row of a tile.
     """
     return SMEM((slots, 2, TILE), jnp.float32)
 
@@ -108,7 +108,7 @@ def barrier(copies: int, slots: int = 1) -> Any:
 
 
 def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of an array [B, T, H, K] to shared memory.
+    """Starts the copy of a tile of vectors from an array [B, T, H, K] to shared memory.
 
     Args:
       array: the array in global memory.
@@ -222,8 +222,8 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
 
 
 class CopyRing(NamedTuple):
-    """Slots in shared memory that are used again and again: with S slots, step n reads slot n
-    modulo S.
+    """A ring of slots in shared memory for the copies of a loop: with S slots, step n of the loop
+    reads slot n modulo S.
 
     Attributes:
       arrived: a barrier for each slot.
@@ -252,8 +252,8 @@ class CopyRing(NamedTuple):
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def run_step(n: Array, carry: Any) -> Any:
-            """Returns the carry after step n. Step n frees its slot, so the copies for a later step
-            are started to this slot.
+            """Returns the carry after step n, and then starts the copies for a later step to the
+            slot of step n, which is free again.
             """
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
@@ -292,15 +292,15 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, walk: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Runs a computation that adds up matrix products in accumulators.
+    """Runs a computation that adds up matrix products in accumulators (registers).
 
     Args:
       count: the number of accumulators, which are zero at first.
       width: the number of columns of an accumulator.
-      walk: the computation; its arguments are the accumulators.
+      walk: the computation; its arguments are references to the accumulators.
 
     Returns:
-      The values of the accumulators afterwards, and the result of `walk`.
+      The values of the accumulators after the computation, and the result of `walk`.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
@@ -354,15 +354,15 @@ def call(
     scratch: dict[str, Any],
     **options: Any,
 ) -> list[Array]:
-    """Runs a kernel on a grid of (lane or part of a lane, head, tile), and returns its outputs.
+    """Runs a kernel and returns its outputs.
 
     Args:
       function: the body of the kernel; its arguments are the inputs, the outputs, and by name the
         shared memory and `options`.
       inputs: the inputs of the kernel.
-      outputs: the shapes of the outputs.
-      grid: the number of programs along each axis of the grid.
-      interpret: as for `pl.pallas_call`.
+      outputs: the shapes and dtypes of the outputs.
+      grid: the number of programs along the axes of lanes (or parts of lanes), heads and tiles.
+      interpret: the argument `interpret` of the Pallas call, which runs the kernel without a GPU.
       scratch: the shared memory and the barriers, by name.
       options: static arguments of the body.
     """

@@ -1,21 +1,23 @@
 """Window attention on GPUs as Pallas kernels for the Triton backend.
 
 The forward kernel has one program for each tile of queries, head and lane (row of the batch). The
-program walks over the tiles of keys in the window and keeps a running softmax, so logits and
+program loops over the tiles of keys in the window and keeps a running softmax, so logits and
 weights never leave the chip. Bias and mask are one vector per head, indexed by distance, with
-MASKED beyond the window. A tile of logits reads this vector along its diagonals, so no tile needs
-special treatment. Tiles before the start of a document are not computed.
+MASKED beyond the window. Entry [r, c] of a tile of logits reads this vector at the distance between
+query r and key c, so no tile needs special treatment. Tiles before the start of a document are not
+computed.
 
-The backward pass recomputes the weights from the log-sum-exp, in three kernels. Each program owns
-the sums that it computes: a tile of queries; a tile of keys and values; or one diagonal of the
-window over some tiles of queries, for the bias. No sum needs atomic additions, so results are
-bitwise reproducible.
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
+complete gradients: of a tile of queries; of a tile of keys and values; or, for the bias, of all
+tiles of logits with one distance between query tile and key tile, summed over some query tiles. No
+sum needs atomic additions, so results are bitwise reproducible.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
-values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens; Z = W + T
-counts the cached block, too. A segment has D parts, at whose starts documents may start.
+values, K of numbers of a head, T of tokens of a segment, and W of tokens of a window; Z = W + T
+includes the W cached tokens. A segment is split into D parts, and documents start only at starts of
+parts.
 """
 
 import functools
@@ -49,7 +51,7 @@ _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16",
 # The launch parameters of the kernels are tuned for this compute capability (H100, H200). Other
 # GPUs have less shared memory or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
-# One program of the kernel for the bias's gradient sums over at most this many query tiles.
+# A program of the kernel for the gradient of the bias sums over at most this many query tiles.
 MAX_WALK = 32
 
 
@@ -61,7 +63,9 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are the same as for `hopper_refusal`; other arguments are ignored.
+    Args:
+      queries: the queries of the segment.
+      cached: keys and values of the block before the segment.
     """
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
@@ -125,10 +129,10 @@ def window_attention(
       queries: already multiplied by any scale.
       keys, values: the keys and values of the W tokens before the segment, followed by those of the
         segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       first: for each of D parts of the segment, the place of the first token of its document, a
-        multiple of T / D. The segment begins at place 0, and cached tokens have negative places. A
-        part has a whole number of tiles of queries and of keys.
+        multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
+        T / D must be a multiple of the number of queries of a tile, and of the number of keys.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if unreadable keys count as zero keys with zero values.
@@ -166,7 +170,8 @@ class _Arguments(NamedTuple):
         """Returns the launch parameters of a kernel; `kernel` is the name of a field of
         `KernelLaunches`, such as "forward".
 
-        If the window is not a multiple of the tile's size, a tile has the size of the window.
+        If the window is not a multiple of the tile's size, a tile has as many queries and keys as
+        the window has tokens.
         """
         launch = getattr(LAUNCHES.get(self.q.shape[3], LAUNCHES[64]), kernel)
         if self.window % max(launch.rows, launch.columns):
@@ -182,7 +187,7 @@ class _Arguments(NamedTuple):
           settings: static settings of the kernels.
           launch: the launch parameters of the kernel, on whose tile sizes the padding of the inputs
             depends.
-          others: fields of `WindowTileInputs` that only the backward kernels read.
+          others: the fields of `WindowTileInputs` that only the backward kernels read, by name.
         """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
@@ -230,8 +235,8 @@ def _backward(
     q = shape_like(arguments.q), _token_spec(arguments.q)
 
     def by_query_head(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """Returns shape and block spec of the gradient of the keys or values x [B, Z, G, K], which
-        the kernel writes for each head of queries, [B, Z, H, K].
+        """Returns the shape [B, Z, H, K] and the block spec of the gradient of the keys or values x
+        [B, Z, G, K], because the kernel writes a gradient for each head of queries.
         """
         shape = jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
         return shape, _token_spec(shape)
@@ -288,8 +293,8 @@ def _sum_diagonals(
     """
     heads, count, rows, _ = tiles.shape
     # The rows of the tiles are padded to 2R numbers. If the padded numbers are read as rows of
-    # 2R - 1 numbers, each row is shifted by one place from the row before, so that the diagonals of
-    # the tiles become columns.
+    # 2R - 1 numbers, each row is shifted by one place from the row before. The diagonals of the
+    # tiles then become columns, which can be summed.
     skewed = jnp.pad(jnp.flip(tiles, axis=2), ((0, 0), (0, 0), (0, 0), (0, rows)))
     cut = skewed.reshape(heads, count, 2 * rows * rows)[..., : rows * (2 * rows - 1)]
     sums = jnp.sum(cut.reshape(heads, count, rows, 2 * rows - 1), axis=2)
@@ -334,13 +339,13 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec `place(x, *options)` of an input x, or None if x is None, because
-        the kernel does not have this input.
+        """Returns the block spec `place(x, *options)` of an input x; None if x is None, which means
+        that the kernel does not have this input.
         """
         return None if x is None else place(x, *options)
 
     def lane_spec(x: Any) -> pl.BlockSpec:
-        """Returns the block of one lane of an array [B, D]."""
+        """Returns the block spec with which a program reads one lane of an array [B, D]."""
         return pl.BlockSpec((None, x.shape[1]), lambda _, h, g: (jax.lax.div(g, parts), 0))
 
     members = inputs.q.shape[2] // inputs.keys.shape[2]

@@ -7,13 +7,13 @@ distances, with the mask, are therefore stored side by side as one strip per hea
 accelerator (TMA) copies a tile of the strip to shared memory in the same way as keys and values.
 Tiles before the start of a document are not computed.
 
-The backward pass recomputes the weights from the log-sum-exp, in three kernels. Each program owns
-the sums that it computes: a tile of queries; a tile of keys and values; or one tile of the strip
-over some tiles of queries. No sum needs atomic additions, so results are bitwise reproducible. XLA
-computes the bias's gradient from the strip's gradient.
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
+complete gradients: of a tile of queries; of a tile of keys and values; or of one tile of the strip,
+summed over some tiles of queries. No sum needs atomic additions, so results are bitwise
+reproducible. XLA computes the bias's gradient from the strip's gradient.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+a segment, and N of its blocks of W tokens; Z = W + T includes the tokens of the cached block.
 """
 
 import functools
@@ -32,10 +32,11 @@ from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
 from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# `_SLOTS` has, by head size, the number of slots for tiles in shared memory of the forward kernel
-# and of the kernels of the gradients of queries, of keys and values, and of the bias ("band"). With
-# two slots, one is filled by copies while the kernel computes with the other. With these numbers,
-# two programs share a multiprocessor, or one program takes all of its shared memory.
+# For each head size, `_SLOTS` has the number of slots for tiles in the shared memory of the forward
+# kernel and of the three backward kernels, which compute the gradients of the queries, of the keys
+# and values, and of the bias ("band"). If there are two slots, copies fill one of them while the
+# kernel computes with the other. With these numbers, two programs share a multiprocessor, or one
+# program takes all of its shared memory.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
@@ -93,15 +94,15 @@ def window_attention(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
       dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
         c of a query is key c of the query's own block if the query sees this key, and otherwise key
         c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if unreadable keys count as zero keys with zero values.
-      interpret: None runs the kernels on the GPU; another value is passed to Pallas, to interpret
-        them.
+      interpret: None runs the kernels on the GPU; another value is passed to Pallas as its argument
+        `interpret`, to run the kernels without a GPU.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
@@ -124,24 +125,26 @@ class _Arguments(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
-        """Returns the number of slots for tiles in a kernel's shared memory; `kernel` is a key of
-        the inner dictionaries of `_SLOTS`.
+        """Returns the number of slots for tiles in a kernel's shared memory.
+
+        `kernel` is "forward", "queries", "keys" or "band", as in `_SLOTS`.
         """
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
         """Returns a function that computes the strip and the transposed strip from the bias.
 
-        The result is a function and not the strips, because the backward pass also differentiates
-        it. The strip has the biases and the mask of a tile of queries and all keys in their
-        windows, [H, TILE, W + TILE]. The transposed strip has the biases and the mask of a tile of
-        keys and all queries that see these keys.
+        The result is a function, so that the backward pass can differentiate it. The strip has the
+        biases and the mask of a tile of queries and all keys in their windows, [H, TILE, W + TILE].
+        The transposed strip has the biases and the mask of a tile of keys and all queries that see
+        these keys.
         """
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
-        """Returns the inputs of the kernels; `others` are additional inputs of the backward
-        kernels.
+        """Returns the inputs of the kernels.
+
+        `others` are the fields of `WindowMosaicInputs` that only backward kernels read, by name.
         """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, transposed_strip = self.strips(settings)(bias)
@@ -160,17 +163,20 @@ def _strips(
     length = window + 2 * TILE
 
     def skew(bias: Array, before: int) -> Array:
-        """Returns one strip per head: row r has the vector `bias` shifted to the right by r
-        columns, and MASKED in all other columns.
+        """Returns a strip [H, TILE, W + TILE], whose row r has the vector `bias` from column
+        `before + r` on, and MASKED in all other columns.
+
+        Row r is for query (or key) r of a tile, whose window begins one column later than the
+        window of row r - 1.
 
         Args:
           bias: [H, W], the bias of each distance, in the order of the strip's columns.
-          before: the number of MASKED entries before the bias in the first row.
+          before: the number of MASKED entries before the bias in row 0.
         """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
         # The band of L numbers is repeated once for every row. If the repeated numbers are read as
-        # rows of L - 1 numbers, each row is shifted by one place from the row before.
+        # rows of L - 1 numbers, the band begins one column later than in the row before.
         skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
         return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
@@ -283,7 +289,7 @@ def _call(
     """Allocates shared memory and runs a kernel.
 
     Args:
-      kernel: the kernel's name without its prefix.
+      kernel: the kernel's name without the prefix "window_attention_".
       arguments: the arrays of the attention.
       settings: static settings.
       inputs: the kernel's inputs.

@@ -1,24 +1,26 @@
 """Window attention on TPUs: logits, softmax and the bias's gradient stay in on-chip memory.
 
-The grid is (head, lane, block); a lane is a row of the batch. A step computes one block of W
-queries with the W keys of its own block and of the previous block. As in `xla`, the window folds:
-slot c of a row is key c of the row's own block if the row sees it, and otherwise key c of the
-previous block. A row therefore has one softmax over W slots. All matrices are transposed, slots x
-rows. Maxima and sums then go along the sublanes of vector registers, and numbers per row
-(log-sum-exp and the sum that the softmax's gradient subtracts) are row vectors. A block is
-processed in tiles of R rows, which need only the keys that they see. The bias of all tiles is one
-circulant matrix [W, R], rolled by a multiple of R, so that its gradient is one sum [W, R], too.
+The grid is (head, lane, block); a lane is a row of the batch. A step of the grid computes one block
+of W queries with the W keys of its own block and of the previous block. A query is also called a
+row. Each row sees W of these 2 W keys, and the kernels keep the keys of a row in W slots: slot c is
+key c of the row's own block if the row sees this key, and otherwise key c of the previous block. A
+row therefore has one softmax over W slots. Logits and weights are matrices of slots x rows. Maxima
+and sums then go along the sublanes of vector registers, and numbers per row (log-sum-exp and the
+sum that the softmax's gradient subtracts) are row vectors. A block is processed in tiles of R rows,
+which need only the keys that they see. The bias of all tiles is one circulant matrix [W, R], rolled
+by a multiple of R along the slots, so that its gradient is one sum [W, R], too.
 
 With grouped queries, several heads of queries share a head of keys and values. The kernel writes
 the gradients of keys and values for each head of queries, and XLA sums them over the heads that
 share them.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
-segment in order and accumulate the gradients of keys and values in VMEM, as the queries of the next
-block add to them.
+segment in order. The gradients of a block's keys and values stay in VMEM until the queries of the
+next block have added to them.
 
 In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
-tokens of a segment, N of its blocks, and K of numbers of a head.
+tokens of a segment, N of its blocks, and K of numbers of a head. A segment is also split into D
+parts, and documents start only at starts of parts.
 """
 
 import functools
@@ -67,7 +69,8 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are the same as for `window_attention` below.
+    The arguments are those of `window_attention` in this module. `cache_mask` may also be the
+    argument `first`; the result does not depend on it.
     """
     if reason := _LIMITS.refusal(queries, cached):
         return reason
@@ -110,16 +113,18 @@ def window_attention(
     The output is in the dtype of `values`, the log-sum-exp in float32.
 
     Args:
-      queries, keys, values: for the tokens of the segment; queries include any scale of the logits.
+      queries, keys, values: the queries, keys and values of the segment; queries are already
+        multiplied by any scale.
       cached: keys and values of the W tokens before the segment. T is a multiple of W.
-      bias: by head and distance; column 0 is the nearest key.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       first: for each of D parts of the segment, the place of the first token of its document, a
         multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
       dropout: dropout of the softmax weights; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself.
-      null_keys: True if unreadable keys count as zero keys with zero values; False if documents may
-        start inside of a block.
-      scale: the length to which queries are normalized, with keys of length 1; or None.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      null_keys: True if unreadable keys count as zero keys with zero values; must be False if
+        documents may start inside of a block.
+      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
+        scale[h].
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     window, part = cached[0].shape[1], queries.shape[1] // first.shape[1]
@@ -164,19 +169,19 @@ class _Arguments(NamedTuple):
     def grid(self) -> tuple[int, int, int]:
         """The size of the kernels' grid: the numbers of heads, lanes and blocks.
 
-        The cores of a chip divide the first axis of the grid among themselves. Heads are the first
-        axis, so that each core sums the bias's gradient of its own heads.
+        The cores of a chip divide the first axis of the grid among themselves. This axis is the
+        heads, so that all steps that add to the bias gradient of a head run on one core.
         """
         return self.q.shape[1], self.q.shape[0], self.q.shape[2] // self.window
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
-        """Returns x, which has a number for each token, as one row vector for each block."""
+        """Returns x, an array with a number for each token, as one row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
     def bias_tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
-        """Returns the bias of the first tile of a block, or None without a bias.
+        """Returns the bias of the first R rows of a block, or None without a bias.
 
-        The biases of the block's other tiles are the same matrix, rolled along the slots.
+        The bias of the block's other tiles of R rows is the same matrix, rolled along the slots.
 
         Args:
           rows: R, the number of rows of a tile.
@@ -191,7 +196,7 @@ class _Arguments(NamedTuple):
 
         Args:
           tile: the result of `bias_tile`.
-          others: the fields of `WindowKernelInputs` that only the backward kernel reads.
+          others: the fields of `WindowKernelInputs` that only the backward kernel reads, by name.
         """
         scale = None
         if self.scale is not None:
@@ -215,14 +220,13 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
     def existing(n: Array) -> Array:
-        """Returns the index of the block that step n of a segment reads.
-
-        The index is n. In the additional step after the last block, it is the last block's index.
+        """Returns n, the index of the block that step n of a segment reads. The backward kernel has
+        an additional step after the last block, which reads the last block once more.
         """
         return jnp.minimum(n, blocks - 1)
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n reads block `place(n)` of an array x of tokens.
+        """Returns the block spec with which step n of a segment reads block `place(n)` of x.
 
         The shape of x is [B, H, T, K] for queries and [B, G, T, K] for keys and values.
         """
@@ -230,18 +234,16 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         shape = (None, None, window, x.shape[3])
 
         def group(h: Array) -> Array:
-            """Returns the index of the head of x that belongs to head h of the queries.
-
-            The function does not compute h // members, which handles negative numbers, because
-            kernels cannot compute it.
+            """Returns h // members, the head of x that belongs to head h of the queries. Kernels
+            cannot compute the operator //, because it also handles negative numbers.
             """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, group(h), place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
-        """Returns the block spec with which step n reads the row vector of its block from x, an
-        array [B, H, N, 1, W] with a number for each token; None if x is None.
+        """Returns the block spec with which step n of a segment reads the row vector of its block
+        from x [B, H, N, 1, W], an array with a number for each token; None if x is None.
         """
         if x is None:
             return None
@@ -250,8 +252,8 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         )
 
     def window_specs(x: WindowBlocks) -> WindowBlocks:
-        """Returns the block specs with which step n reads the keys (or values) of the cache, of
-        the previous block and of its own block; x has the arrays.
+        """Returns the block specs with which step n of a segment reads the keys (or values) of the
+        cached block, of block n - 1 and of block n; x has the arrays.
         """
         return WindowBlocks(
             block_spec(x.cached, jnp.zeros_like),
@@ -294,8 +296,8 @@ def _forward(
     )(arguments.first, inputs)  # fmt: skip
     y, lse = output_residual(y, arguments.v.dtype), output_residual(lse, lse.dtype)
     sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
-    # If the kernel normalizes queries and keys, the backward pass needs the arrays as they were
-    # before the normalization.
+    # If the kernel normalizes queries and keys, the backward pass reads these arrays as they were
+    # before normalization. `input_residual` lets a rematerialized layer save them.
     if arguments.scale is not None:
         q, k, v = map(input_residual, arguments[:3])
         arguments = arguments._replace(q=q, k=k, v=v)
@@ -319,17 +321,17 @@ def _backward(
         tile = arguments.bias_tile(settings.backward_rows, settings)
     inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
     specs, window, width = _specs(inputs, blocks), arguments.window, arguments.q.shape[3]
-    # Step n of the grid's last axis writes the gradients of the keys and values of block n - 1. For
-    # step 0, there is no such block. `previous_spec` gives step 0 the output of block 0, too, and
-    # step 1 overwrites what step 0 wrote there.
+    # Step n of a segment writes the gradients of the keys and values of block n - 1. Step 0 has no
+    # such block, but must write somewhere. `previous_spec` lets it write to block 0, and step 1
+    # overwrites these numbers with the gradients of block 0.
     previous_spec = pl.BlockSpec(
         (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
     )
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
     def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
-        """Returns the shape [B, H, T, K] of the gradient of the keys or values x [B, G, T, K],
-        which the kernel writes for each head of queries.
+        """Returns the shape [B, H, T, K] and dtype of the gradient of the keys or values x
+        [B, G, T, K], because the kernel writes a gradient for each head of queries.
         """
         return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
 

@@ -1,7 +1,8 @@
-"""Reference implementation of window attention: each block masks W x 2W logits.
+"""Reference implementation of window attention: each block computes the logits of its W queries and
+the 2 W keys of the block before and of the block itself, and masks those outside the window.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+a segment, and N of its blocks of W tokens; Z = W + T includes the tokens of the cached block.
 """
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def window_attention(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
       dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
         c of a query is key c of the query's own block if the query sees this key, and otherwise key

@@ -1,9 +1,8 @@
-"""Window attention of a segment that is sharded over devices by rows of the batch, heads and
-blocks.
+"""Window attention over several devices, sharded by rows of the batch, heads and blocks.
 
 Each device computes the attention of its own tokens in `shard_map`, because XLA's partitioner
 cannot split a kernel. If the blocks of a segment are sharded, a device also reads the last W keys
-and values of the device before it in the segment; the first device reads the cache.
+and values of the device that has the tokens before its own; the first device reads the cache.
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
 values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens.
@@ -51,16 +50,19 @@ def segment_part(
       queries: queries of the segment, already multiplied by any scale.
       cached: keys and values of the block before the segment.
       keys, values: keys and values of the segment.
-      bias: float32, the bias of each head and distance; column 0 is the nearest key that a token
-        sees.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
+        token sees. None stands for no bias.
       cache_mask: True where block n may read the block before it.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if unreadable keys count as zero keys with zero values.
-      scale: the length of each head's queries after queries and keys are normalized; None for no
-        normalization.
+      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
+        scale[h].
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
+
+    Returns:
+      The attention output [B, T, H, K] and the log-sum-exp [B, T, H].
     """
 
     def attend(*inputs: Any) -> AttentionPart:
@@ -96,16 +98,16 @@ def on_each_device(
 
     Args:
       attend: a function of the following arguments up to `scale`, which computes the attention
-        output and the log-sum-exp of one device.
+        output and the log-sum-exp from the parts of these arrays that one device has.
       queries: queries of the segment, already multiplied by any scale.
       cached: keys and values of the W tokens before the segment.
       keys, values: keys and values of the segment.
-      bias: float32, the bias of each head and distance; column 0 is the nearest key that a token
-        sees.
-      per_block: [B, N], a value of each block of the segment.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
+        token sees. None stands for no bias.
+      per_block: [B, N], a value for each block of the segment, such as a cache mask.
       dropout: dropout of the attention weights; None for no dropout.
-      scale: the length of each head's queries after queries and keys are normalized; None for no
-        normalization.
+      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
+        scale[h].
       sharded: True if the blocks of the segment are sharded over devices.
     """
     members = queries.shape[2] // keys.shape[2]
@@ -113,7 +115,7 @@ def on_each_device(
     def attend_on_device(q, cached, k, v, *others):
         """Returns the attention output and the log-sum-exp for the tokens of one device.
 
-        The arguments are those parts of the arguments of `on_each_device` that the device has.
+        The arguments are the device's parts of the arguments of `on_each_device`.
         """
         if k.shape[2] * members > q.shape[2]:
             own = functools.partial(
@@ -151,17 +153,21 @@ def on_each_device(
 
 
 def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G K"]) -> Array:
-    """Returns the window before a device's own tokens, from the left neighbour or the cache."""
+    """Returns the keys or values of the W tokens before a device's own tokens, which come from the
+    device before it or from the cache.
+    """
     last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_SEQUENCE_AXIS)
     from_left = jax.lax.ppermute(last, _SEQUENCE_AXIS, [(i, i + 1) for i in range(size - 1)])
     return jnp.where(jax.lax.axis_index(_SEQUENCE_AXIS) == 0, cached, from_left)
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the vectors of the last W = `window` tokens of a segment, replicated on every device
+    """Returns the vectors of the last W = `window` tokens of a segment, replicated on all devices
     over which the tokens are sharded.
 
-    `x` has a vector for each head and token of the segment, such as the keys.
+    Args:
+      x: a vector for each head and token of the segment, such as the keys.
+      window: the number of tokens of a block.
     """
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]

@@ -1,9 +1,10 @@
-"""Inputs and gradients of the TPU kernels of window attention, or their block specs.
+"""Tuples of the inputs and the gradients of the TPU kernels of window attention.
 
-The module `pallas_tpu` describes the algorithm. A row is a query. A row sees W keys, which are in
-its own block of W tokens and in the block before, and the kernels keep them in W slots: slot c of a
-row is key c of the row's own block if the row sees this key, and otherwise key c of the previous
-block. Logits are slots x rows.
+A field of a tuple is a reference to an array in a kernel; where a kernel is called, it is an array
+or a block spec. The module `pallas_tpu` describes the algorithm. A row is a query. A row sees W
+keys, which are in its own block of W tokens and in the block before, and the kernels keep them in W
+slots: slot c of a row is key c of the row's own block if the row sees this key, and otherwise key c
+of the previous block. Logits are matrices of slots x rows.
 
 In shapes, W is the number of tokens of a block and of a window, K the size of a head, and R the
 number of rows of a tile.
@@ -17,7 +18,7 @@ from jaxtyping import Array
 
 
 class WindowBlocks(NamedTuple):
-    """Keys, or values, that a block sees; each field is [W, K].
+    """The keys, or the values, that the queries of a block may see; each field is [W, K].
 
     Attributes:
       cached: the keys or values of the cached block, which is the block before the segment.
@@ -30,30 +31,31 @@ class WindowBlocks(NamedTuple):
     own: Any
 
     def previous_and_own(self, first: Array) -> tuple[Array, Array]:
-        """Returns the keys (or values) of the previous block and of this block.
+        """Returns the keys (or values) of the previous block and of the block being processed.
 
-        If `first` is True, this block is the first block of the segment, and the previous block is
+        `first` is True if the latter is the first block of the segment; its previous block is then
         the cached block.
         """
         return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
 
 
 class WindowKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, or their block specs; an input that is not needed is None.
+    """Inputs of a step of the grid, which processes one block for one head and one lane (row of the
+    batch). An input that is not needed is None.
 
-    The fields `gradient`, `lse` and `along` are for the backward pass only.
+    Only the backward pass has the fields `gradient`, `lse` and `along`.
 
     Attributes:
       q: [W, K], queries of the block.
       keys, values: the keys and values of the previous block and of this block.
-      scale: [1, 128], the length of the queries after normalization in every lane of a register, if
-        the kernel normalizes queries and keys.
+      scale: [1, 128], the norm to which the queries are scaled if the kernel normalizes queries and
+        keys, repeated over the width of a vector register.
       tile: [W, R], the bias of each slot for the first R rows of a block.
-      dropout: the mask of kept weights, slots x rows, packed by `dropout_bits`.
+      dropout: the mask of the weights that dropout keeps, slots x rows, packed by `dropout_bits`.
       gradient: [W, K], gradient of the output.
       lse: [1, W], the log-sum-exp of each row's logits, as unsigned integers with the same bits.
-      along: [1, W], for each row the sum of the weights times their gradients, which the softmax's
-        gradient subtracts.
+      along: [1, W], for each row the sum over the keys of the weight times the weight's gradient,
+        which the gradient of the softmax subtracts.
     """
 
     q: Any
@@ -73,8 +75,8 @@ class WindowKernelGradients(NamedTuple):
     Attributes:
       q: [W, K], the gradient of the block's queries.
       keys, values: [W, K], the gradients of the keys and values of the previous block.
-      cached_keys, cached_values: [W, K], gradients of the cached keys and values, written by a
-        segment's first step.
+      cached_keys, cached_values: [W, K], the gradients of the cached keys and values, which the
+        first step of a segment writes.
       scale, tile: float32 [1, 128] and [W, R], the gradients of the inputs of these names, summed
         over all steps of a head.
     """
@@ -89,12 +91,15 @@ class WindowKernelGradients(NamedTuple):
 
 
 class BlockDocuments(NamedTuple):
-    """The starts of the documents of the block that a step of the grid reads.
+    """The starts of the documents of the block that a step of the grid processes.
+
+    A segment is split into D parts of equal length, and documents start only at starts of parts. A
+    place is the index of a token in the segment; cached tokens have negative places.
 
     Attributes:
-      first: [B, D], the place of the first token of the document of each part of the segment.
-      lane, n: the lane and the block of the step.
-      window: W.
+      first: [B, D], for each lane and part, the place of the first token of the part's document.
+      lane, n: the indices of the lane (row of the batch) and of the block that the step processes.
+      window: W, the number of tokens of a block.
       part: the number of tokens of a part.
     """
 
@@ -110,8 +115,8 @@ class BlockDocuments(NamedTuple):
         return self.part % self.window != 0
 
     def first_of(self, row: int) -> Array:
-        """Returns the place of the first token of the document of a row of the block. Place 0 is
-        the first token of the block, so the previous block has negative places.
+        """Returns where the document of a row of the block starts, counted from the start of the
+        block; negative numbers are in the previous block.
         """
         begin = self.n * self.window
         return self.first[self.lane, jax.lax.div(begin + row, jnp.int32(self.part))] - begin

@@ -1,11 +1,12 @@
-"""The circulant bias tile of a block's first rows on TPUs, as a Pallas kernel, and its gradient.
+"""Pallas kernels for TPUs that compute the bias tile of window attention, and its gradient.
 
 A row is a query of a block of W tokens, and a slot is one of the W keys that the row sees: slot c
 is key c of the row's own block, or key c of the block before if the row does not see the former.
-The tile has the bias of W slots for R rows. Column r of the tile is the bias vector shifted by r
-slots. XLA would build such a tile by padding and slicing a repeated vector. The kernel instead
-rolls every column by the powers of two in its index; shifts by eight or more move whole vector
-registers. The grid is the H heads.
+The tile has the bias of W slots for the first R rows of a block. Column r of the tile is the bias
+vector shifted by r slots. XLA would build such a tile by padding and slicing a repeated vector. The
+kernel instead rolls column r by each power of two in the binary representation of r; rolls by eight
+or more slots move complete vector registers. A step of the grid computes the tile of one of the H
+heads.
 """
 
 import functools
@@ -29,13 +30,13 @@ def bias_tile(
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[Array, "H W R"]:
-    """Returns the bias of each slot and row; the distance between row r and slot c is r - c modulo
-    W.
+    """Returns the bias of each slot and row. The key in slot c of row r is at the distance (r - c)
+    mod W, or W instead of 0 if a token does not see itself.
 
     Args:
       bias: the bias of each head and distance, the nearest key first.
       rows: R, the number of rows of the tile.
-      attend_to_self: True if the nearest key is the token itself and not the one before it.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       interpret: True runs the kernel on any device, slowly.
     """
     heads, window = bias.shape
@@ -51,7 +52,8 @@ def bias_gradient(
 
     Args:
       d_tile: the gradient of the tile that `bias_tile` returns.
-      attend_to_self, interpret: as for `bias_tile`.
+      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      interpret: True runs the kernel on any device, slowly.
     """
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
@@ -68,8 +70,8 @@ def _call(
     """
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Returns the block spec with which a step reads or writes its head of an array of this
-        shape; the first axis of the array is the heads.
+        """Returns the block spec with which a step of the grid reads or writes its head of an array
+        whose first axis is the heads.
         """
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 

@@ -2,7 +2,8 @@
 
 The module `pallas_tpu` describes the algorithm. A lane is a row of the batch, and a row is a query
 of a block. A row sees W keys, which the kernels keep in W slots: slot c of a row is key c of the
-row's own block if the row sees it, and otherwise key c of the previous block.
+row's own block if the row sees this key, and otherwise key c of the previous block. The rows of a
+block are processed in tiles of R rows. A matrix of logits or weights has slots x rows.
 
 In shapes, W is the number of tokens of a block and of a window, R the number of rows of a tile, and
 K the size of a head.
@@ -44,9 +45,9 @@ class WindowKernelSettings(NamedTuple):
       forward_rows, backward_rows: the number of rows of a tile, in the forward and the backward
         kernel.
       interpret: True runs the kernels on any device, slowly.
-      part: the number of tokens of a part of the segment. A document starts at the start of a part.
-        If a part has whole blocks, the keys of a block are all visible or all hidden; otherwise the
-        kernels mask the keys before the document of each tile.
+      part: a number of tokens. The segment is split into parts of this length, and documents start
+        only at starts of parts. If `part` is a multiple of the block, the kernels mask the previous
+        block as a whole; otherwise they mask, for each tile, the keys before the tile's document.
       scale: the number by which dropout multiplies the weights that it keeps.
     """
 
@@ -60,13 +61,13 @@ class WindowKernelSettings(NamedTuple):
 
 
 class _LoadedBlocks(NamedTuple):
-    """Keys, normalized if necessary, and values of both blocks."""
+    """Keys and values of the previous and the current block; keys are normalized if necessary."""
 
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
     # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
-    # block is unreadable, and 0 otherwise. If documents start inside of blocks, it is 0, and each
-    # tile has a mask of its own.
+    # block is unreadable, and 0 otherwise. If documents may start inside of blocks, it is 0,
+    # because each tile then has a mask of its own.
     unseen: Array
 
 
@@ -129,8 +130,7 @@ class _RowTile(NamedTuple):
         return slot <= row if self.attend_to_self else slot < row
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """Selects, for each slot and row, the logit (or weight, or gradient) of the key that is in
-        the slot; the module docstring says which key this is.
+        """Returns, for each slot and row, the logit (or another product) of the key in the slot.
 
         Args:
           current: the logits [(i + 1) R, R] of the keys `self.current` of the current block and the
@@ -145,8 +145,8 @@ class _RowTile(NamedTuple):
     def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
         """Returns the weights (or gradients) x of slots as weights of the keys of both blocks.
 
-        This is the inverse of `fold`: the results are the arrays `current` and `before` of `fold`,
-        in the dtype `dtype`. Keys that are in no slot of a row get zero.
+        The method is the inverse of `fold`. The results have the shapes of the arguments `current`
+        and `before` of `fold`, and the dtype `dtype`. Keys that are in no slot of a row get zero.
         """
         middle, own = x[self.all], self._own()
         current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
@@ -154,17 +154,17 @@ class _RowTile(NamedTuple):
         return current.astype(dtype), before.astype(dtype)
 
     def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns the dropout mask of the tile, True for weights that are kept.
+        """Returns the dropout mask of the tile, True for weights that dropout keeps.
 
-        `words` is a reference to the mask of the block, slots x rows, as `dropout_bits` packs it.
+        `words` is a reference to the mask of the block, slots x rows, packed by `dropout_bits`.
         """
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
         """Returns the bias of this tile's slots and rows.
 
-        This bias is `tile` [W, R], the bias of the block's first tile, rolled by i R places along
-        the slots, where i is the index of this tile.
+        `tile` [W, R] is the bias of the block's first tile. The bias of this tile, the i-th of the
+        block, is `tile` rolled by i R places along the slots.
         """
         if not self.i:
             return tile[...]
@@ -172,11 +172,10 @@ class _RowTile(NamedTuple):
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds the gradient x of this tile's bias to `tile`, the gradient of the bias of the
-        block's first tile.
+        """Adds the gradient x of this tile's bias to `tile`, the gradient of the first tile's bias.
 
-        x is first rolled back, because this tile's bias is the bias of the first tile, rolled along
-        the slots.
+        This tile's bias is the first tile's bias, rolled along the slots by `rolled_bias`. The
+        gradient x is therefore first rolled back.
         """
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
@@ -186,13 +185,13 @@ class _RowTile(NamedTuple):
     def logits(
         self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any, documents: BlockDocuments
     ) -> Float[Array, "W R"]:
-        """Returns the logits of the tile's slots and rows, with bias and mask.
+        """Returns the logits of each slot and row of the tile, with bias and mask.
 
         Args:
-          block: the keys of the previous block and of the current block, as they have been loaded.
+          block: the keys of the previous and the current block, and the mask of the previous block.
           own: the queries of the tile's rows.
-          tile: the bias of the block's first tile, or None without a bias.
-          documents: the starts of documents.
+          tile: [W, R], the bias of the block's first tile; None for no bias.
+          documents: the starts of the documents, for the mask of keys of other documents.
         """
         first = documents.first_of(self.all.start) if documents.start_inside else None
         results = self.folded_products(block.keys, own, block.unseen, first)
@@ -202,33 +201,34 @@ class _RowTile(NamedTuple):
         self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0,
         first: Array | None = None,
     ) -> Float[Array, "W R"]:  # fmt: skip
-        """Returns the dot product of each row of x and the vector of each slot.
+        """Returns the dot products of the vectors of all slots with each row of x.
 
         Args:
           pair: the keys (or values) of the previous block and of the current block, each [W, K].
           x: a vector for each row of the tile.
           unseen: a number that is added to the products with the previous block, to mask an
             unreadable block.
-          first: the place in the block of the first vector that the rows see; the products with the
-            vectors before it become MASKED. None masks none of them.
+          first: the position of the first key of the rows' document, counted from the start of the
+            current block. Products with earlier keys become MASKED. None masks no products.
         """
         before, current = pair
         both = dot_float32(current[self.current], x, NT), dot_float32(before[self.before], x, NT)
         if first is None:
             return self.fold(both[0], both[1] + unseen)
-        begin = self.before.start - len(before)  # The place of the first vector of self.before.
+        # Counted from the start of the current block, the first key of `self.before` has the
+        # position `begin`.
+        begin = self.before.start - len(before)
         return self.fold(_hide_before(first, both[0]), _hide_before(first - begin, both[1]))
 
     def weighted_sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
-        """Returns, for each row of the tile, the sum of the columns of both blocks, weighted by
-        attention weights.
+        """Returns, for each row of the tile, the sum of the values, weighted by attention weights.
 
         Args:
-          columns: the values of the previous block and of the current block, each [K, W].
-          current: the weights [(i + 1) R, R] of the current block's columns `self.current`.
-          before: the weights [W - i R, R] of the previous block's columns `self.before`.
+          columns: the transposed values [K, W] of the previous block and of the current block.
+          current: the weights [(i + 1) R, R] of the current block's keys `self.current`.
+          before: the weights [W - i R, R] of the previous block's keys `self.before`.
         """
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
@@ -256,7 +256,8 @@ def forward_kernel(
     Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
-      first: [B, D], the place of the first token of the document of each part of the segment.
+      first: [B, D], for each of the B lanes and D parts of the segment, the place of the first
+        token of the part's document. The segment begins at place 0.
       inputs: references to the other inputs of the block.
       outputs: references to the two outputs.
       settings: static settings of the kernel.
@@ -286,11 +287,13 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Writes the gradients of one step to `results`.
 
-    The grid has one step more than there are blocks. The additional step writes the gradients of
-    the last block's keys and values.
+    Step n of a segment writes the gradients of the queries of block n, and of the keys and values
+    of block n - 1, which no later queries see. An additional step after the last block writes the
+    gradients of the last block's keys and values.
 
     Args:
-      first: [B, D], the place of the first token of the document of each part of the segment.
+      first: [B, D], for each of the B lanes and D parts of the segment, the place of the first
+        token of the part's document. The segment begins at place 0.
       inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: [2, W, K], float32 scratch memory for the gradients of keys and values

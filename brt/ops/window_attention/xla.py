@@ -1,14 +1,15 @@
 """Window attention in plain XLA, which folds the window of each query into W slots.
 
-A query (a row) sees exactly W keys: those from the start of its window up to itself. These keys are
-in the row's own block of W tokens and in the block before. Slot c of a row is key c of the row's
-own block if the row sees this key, and otherwise key c of the block before. The logits of a block
-are therefore one W x W matrix, whose entries a triangular mask selects from the products with both
-blocks. The softmax has no masked entries, and the bias of every block is the same circulant matrix.
-The hand-written backward pass saves only the softmax and reads each array once.
+A query, also called a row, sees exactly W keys, which are in the query's own block of W tokens and
+in the block before. Slot c of a row is key c of the row's own block if the row sees this key, and
+otherwise key c of the block before. The logits of a block are therefore one W x W matrix, whose
+entries a triangular mask selects from the products with both blocks. No entry lies outside the
+window, and the bias of every block is the same circulant matrix. The hand-written backward pass
+saves the softmax weights instead of the logits and reads each array once.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T counts the cached block, too.
+a segment, and N of its blocks of W tokens. Z is the number of tokens, or of blocks, of the cache
+and the segment together.
 """
 
 from functools import partial
@@ -38,10 +39,14 @@ class _Settings(NamedTuple):
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Returns an array with [h, r, c] = bias[h, (r - c) mod W] for rows r < R, where R is `rows`.
+    """Returns the bias of each row r and slot c of a block, for each head h.
 
-    The array has the bias of row r and slot c of a block for head h. The result is computed without
-    a gather, and its gradient without a scatter.
+    Entry [h, r, c] of the result is bias[h, (r - c) mod W]. The result is computed without a
+    gather, and its gradient without a scatter.
+
+    Args:
+      bias: the bias of each head and distance; column 0 is for distance 0.
+      rows: R, the number of rows of the result.
     """
     heads, window = bias.shape
     # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
@@ -67,7 +72,7 @@ def window_attention(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
       dropout: factors of the weights by head, row of a block and slot; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
@@ -76,8 +81,8 @@ def window_attention(
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        """Returns the queries, keys or values x split into blocks of W tokens, with heads before
-        the tokens of a block.
+        """Returns x, the queries, keys or values, split into blocks of W tokens, with the axis of
+        heads before the axis of a block's tokens.
         """
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
@@ -114,7 +119,7 @@ def _unfold(
     """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
     own = _own_block_mask(x.shape[-1], settings)
     before = jnp.where(own, 0, x)
-    # Without null keys, the softmax is already zero for unreadable keys, so no mask is needed.
+    # Without null keys, the softmax is already zero for unreadable keys, so x needs no mask.
     if settings.null_keys:
         before = _mask_blocks(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]

@@ -1,26 +1,27 @@
 """Window attention for XLA's CPU backend: tiles of rows with the range of keys that each may see.
 
-A row is a query. A tile of R rows sees a range of W + R - 1 keys. Each row sees W of these keys,
-and the bias tile masks the others. The softmax of a row therefore has R unused numbers out of W +
-R, and each key is copied W / R + 1 times. In return, every array is written by one matrix product
-and read by the next. The folding in `xla` has no unused numbers, but needs additional passes over
-the logits, which take longer on CPUs.
+A row is a query. The rows of a segment are split into tiles of R consecutive rows. The rows of a
+tile see, together, a range of W + R - 1 keys. Each row sees W of these keys; for the other keys,
+the bias of the tile is MASKED. The softmax of a row therefore has R unused numbers out of W + R,
+and each key is copied W / R + 1 times. In return, every array is written by one matrix product and
+read by the next. The method of the module `xla` has no unused numbers, but needs additional passes
+over the logits, which take longer on CPUs.
 
 Logits have the layout [keys, rows]. With this layout a maximum or a sum is taken over a column, and
 many columns are processed side by side. All six matrix products multiply [M, K] by [K, N] in memory
-order; XLA's CPU backend takes up to twice as long for other orders. Only arrays as wide as a head
-are transposed for this purpose. The backward pass saves exp(logits - maximum) instead of the
-softmax, because the division by the sums is cheaper for the output, whose columns are only as tall
-as a head.
+order; XLA's CPU backend takes up to twice as long for other orders. Only arrays with an axis of K
+numbers are transposed for this purpose. The backward pass saves exp(logits - maximum) instead of
+the softmax. The division by the sums is then applied to the output, which has fewer numbers than
+the weights have.
 
 XLA recomputes an array in each loop that reads the array, if the computation seems cheap. The
 computation of two arrays is in fact expensive: the bias tile, whose indices take longer to compute
 than exp, and the transposed keys and values, which XLA would transpose once for each tile that
-reads them. `brt.ops.layout` stores both arrays.
+reads them. `brt.ops.layout` therefore stores these arrays in memory.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, N of its blocks of W tokens, M of its tiles of R rows, and S = W + R of keys of a tile; Z
-= W + T counts the cached block, too.
+a segment, N of its blocks of W tokens, M of its tiles of R rows, and S = W + R of keys of a tile. Z
+is the number of tokens, or of tiles, of the cache and the segment together.
 """
 
 from functools import partial, reduce
@@ -35,8 +36,8 @@ from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
-# A tile has half as many rows as a window has tokens, but not fewer or more rows than these limits.
-# Smaller tiles are slower, and larger tiles compute more logits that are masked.
+# A tile has half as many rows as a window has tokens, but if possible no fewer and no more rows
+# than these limits. Smaller tiles are slower, and larger tiles compute more masked logits.
 _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
@@ -67,7 +68,7 @@ def window_attention(
     Args:
       queries: already multiplied by any scale.
       keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is the nearest key that a token sees.
+      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
       dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
         c of a query is key c of the query's own block if the query sees this key, and otherwise key
@@ -216,9 +217,9 @@ def _forward(
     )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    # The maximum over the keys is computed in two steps. The keys are split into ranges of equal
-    # length, whose elementwise maximum is taken first, and then the maximum within the resulting
-    # range. For a single maximum over all keys, XLA would store the logits in memory.
+    # For a single maximum over all keys, XLA would store the logits in memory. The keys are
+    # therefore split into ranges of R keys. The elementwise maximum of all ranges is taken first,
+    # and then the maximum within the resulting range.
     stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)
