@@ -30,7 +30,7 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Number of edits per token of the references; empty references count as one token."""
+        """Number of edits, divided by the number of tokens of the references or by 1 if it is 0."""
         return self.count / max(self.reference, 1)
 
 

@@ -41,8 +41,8 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
-# Training logs the learned scalars of cross-attention that have these names. They are parameters of
-# accumulate-and-fire neurons.
+# If the cross-attention of a model has parameters with these names, training logs their values. The
+# accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters.
 _LEARNED = ("leak", "threshold", "mix")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
@@ -206,8 +206,8 @@ class Summarization(Task):
         """Returns a function that reads the learned scalars of cross-attention from the parameters,
         so that training can log them.
 
-        `_LEARNED` lists the names of the scalars. They belong to the accumulate-and-fire neurons of
-        the Segmented Recurrent Transformer. For other models the function returns no metrics.
+        `_LEARNED` lists the names of the scalars, which belong to the accumulate-and-fire neurons
+        of the Segmented Recurrent Transformer. For other models the function returns no metrics.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
@@ -284,7 +284,9 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file into `target`, and returns the names of written files."""
+            """Writes the tokenizer's file to the directory `target`, and returns the names of the
+            written files.
+            """
             name = NAMES[Path(opened.name).suffix]
             (target / name).write_bytes(opened.content)
             return [name]

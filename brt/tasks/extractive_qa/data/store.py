@@ -22,8 +22,8 @@ class Row(NamedTuple):
 
     Attributes:
       question: index of the question in the store.
-      start, stop: index of the context's first token in the window, and of the token after the last
-          one.
+      start, stop: indices in the context of the window's first token and of the token after the
+          window's last one.
       answer_start, answer_end: positions of the first and last token of the answer in the model's
           input; 0, the first special token, if the window does not contain the whole answer.
     """
@@ -149,7 +149,8 @@ class QuestionStore(RowStore):
         return mask
 
     def text(self, row: int | np.integer, start: int, end: int) -> str:
-        """Returns the text of some tokens of a window, without spaces at its ends.
+        """Returns the text of the context that some tokens of a window stand for, without spaces at
+        its ends.
 
         Args:
           row: index of the window.

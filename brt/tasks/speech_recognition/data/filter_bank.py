@@ -17,7 +17,7 @@ from brt.errors import DataError
 
 LOWEST_HZ = 20.0
 PRE_EMPHASIS = 0.97
-FLOOR = 1e-10  # Energies below this are raised to it, because 0 (silence) has no logarithm.
+FLOOR = 1e-10  # Smaller energies are replaced by this one, because 0 (silence) has no logarithm.
 
 
 def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:

@@ -50,7 +50,7 @@ def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
 
 
 def normalize(features: Features, by: Moments) -> Features:
-    """Subtracts the mean from features and divides them by the standard deviation.
+    """Returns features minus their mean, divided by their standard deviation, float32 [X, F].
 
     Features that are constant become 0.
 

@@ -35,7 +35,7 @@ class Vocabulary:
       tokens: the tokens except for `UNKNOWN`, in the order of their ids.
 
     Attributes:
-      unit: see above.
+      unit: "characters" or "words".
       tokens: all tokens, including `UNKNOWN`, in the order of their ids.
       name: name of the vocabulary for messages.
       fingerprint: SHA-256 of everything that determines the ids.

@@ -20,7 +20,7 @@ class RougeProtocol(NamedTuple):
     """A protocol of ROUGE scores: how texts are split into words and sentences.
 
     Attributes:
-      name: name of the protocol in `--rouge_protocol` and in reports.
+      name: name of the protocol in the setting Evaluation.rouge and in reports.
       stemmer: True applies Porter's stemmer to words of more than three letters.
       split: function that splits a text into sentences, for ROUGE-Lsum.
       sentences: phrase that describes `split`, for reports.

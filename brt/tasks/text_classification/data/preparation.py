@@ -226,7 +226,9 @@ def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
 
 
 def sort_labels(labels: set[str]) -> tuple[str, ...]:
-    """Returns labels in numerical order if all are integers, otherwise in alphabetical order."""
+    """Returns names of labels in order: in numerical order if all names are integers such as "10",
+    otherwise in alphabetical order.
+    """
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))
