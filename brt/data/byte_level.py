@@ -1,7 +1,7 @@
 """Byte-level BPE from a tokenizer.json, as used by GPT-2 and RoBERTa.
 
 Such a tokenizer represents every byte of a text, so that decoding returns the text exactly. Files
-whose settings would change texts are refused.
+whose settings would change texts are refused; only the normalizer NFC is accepted.
 """
 
 import hashlib
@@ -123,7 +123,8 @@ def _opened(path: Path, content: bytes) -> Any:
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
             raise _loses(path, f": {token.content!r} removes the spaces next to it")
-    if len(steps) == 1:  # The library would add a prefix space to every chunk of a text.
+    # The prefix space is disabled, because the library would add it before every chunk of a text.
+    if len(steps) == 1:
         tokenizer.pre_tokenizer.add_prefix_space = False
     elif steps[-1].get("add_prefix_space"):
         raise _loses(path, ": it adds a space before a text")

@@ -39,7 +39,8 @@ _KIND = {
     "tokenizer?": {"file": str, "name": str},
     "vocabulary?": {"file": str},
 }
-# A section of the config that describes data has the fields train, validation, test and cache_dir.
+# This type stands for all sections of the config that describe data. They have the fields train,
+# validation, test and cache_dir.
 Section = Any
 Hashes = Mapping[str, Sequence[FileHash]]
 

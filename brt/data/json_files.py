@@ -76,7 +76,7 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Returns the record whose bytes are `data`. If the bytes are not JSON, it has a `problem`.
+    """Returns a record with the parsed JSON. If `data` is not JSON, the record has a `problem`.
 
     Args:
       name: the name of the record, as in `Record`.

@@ -185,7 +185,8 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as attempt:
             attempt.callback(_remove_or_warn, place)
-            # Until this process holds the lock, another process may delete the new directory.
+            # Until this process holds the lock, another process may lock or delete the new
+            # directory. Then the loop creates another directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = attempt.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
@@ -205,7 +206,7 @@ def remove_abandoned(directory: Path) -> None:
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
-        # rmdir fails if the directory is not empty or no longer exists.
+        # rmdir deletes only an empty directory. The error for other directories is ignored.
         with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):

@@ -40,6 +40,8 @@ class FileHash(NamedTuple):
 def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
     """Returns the files of a source in reading order.
 
+    The files of generated documents are the novels from which the documents take text.
+
     Args:
       source: the name of the source.
       endings: suffixes of the files that are read from a directory; hidden and empty files are
@@ -130,7 +132,7 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Returns a sentence with the number of files in a directory that are not read.
+    """Returns a sentence that states how many files of a directory are not read.
 
     The files are counted for each suffix. The result is "" if all files are read, or if the source
     is not a directory.

@@ -70,7 +70,7 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Ends the waiting for an event, because it has happened; the timeout begins again."""
+        """Resets the timeout. The caller calls this method after the event has happened."""
         self._since = None
 
 

@@ -44,9 +44,7 @@ class SplitEvaluator:
         Model.window is not used. An empty tuple evaluates once, with Model.window.
 
     Raises:
-      ConfigError: `ablate` names a part that the model does not have, or the task does not compare
-        windows.
-      DataError: the data have no such split.
+      ConfigError: there are `windows`, but the task does not compare windows.
 
     Attributes:
       evaluator: the function that evaluates a model on the split; None before the first checkpoint.
@@ -68,8 +66,11 @@ class SplitEvaluator:
         """Evaluates the split and writes the report; see `brt.training.evaluations.write`.
 
         Raises:
-          CheckpointError: the run lacks its tokenizer, or the storage fails.
-          ConfigError: the run directory cannot be written.
+          CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
+            tokenizer, or the storage fails.
+          ConfigError: `ablate` names a part that the model does not have, the config names another
+            tokenizer than the run's, or the run directory cannot be written.
+          DataError: the data have no such split, or the split cannot be read.
           NonFiniteError: the primary metric is not finite.
         """
         _check_writable(model.workdir)
@@ -112,10 +113,11 @@ def evaluate(
         Model.window is not used. An empty tuple evaluates once, with Model.window.
 
     Raises:
-      CheckpointError: the run lacks its tokenizer, or the storage fails.
-      ConfigError: the model does not have the part `ablate`, or has no run directory, or the run
-        directory cannot be written.
-      DataError: the data have no such split.
+      CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
+        tokenizer, or the storage fails.
+      ConfigError: the model does not have the part `ablate` or has no run directory, the config
+        names another tokenizer than the run's, or the run directory cannot be written.
+      DataError: the data have no such split, or the split cannot be read.
       NonFiniteError: the primary metric is not finite.
     """
     if model.own_tokenizer is not None:
@@ -143,9 +145,11 @@ def inspect(
       The metrics by name, with the run directory as `workdir` and the checkpoint as `step`.
 
     Raises:
-      ConfigError: the model has no memory, or the run directory cannot be written.
-      DataError: the data have no such split.
-      CheckpointError: the tokenizer of the data is not the tokenizer of the run.
+      ConfigError: the model has no memory, the config names another tokenizer than the run's, or
+        the run directory cannot be written.
+      DataError: the data have no such split, or the split cannot be read.
+      CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
+        tokenizer, or the storage fails.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     _check_writable(model.workdir)

@@ -2,10 +2,10 @@
 
 For each source (the input of the model, such as a document to summarise), N hypotheses are running.
 At every step, each of them is continued by one token, and the 2N most likely continuations are
-considered. A continuation that ends becomes
-a finished hypothesis if it is among the first N, and the N finished hypotheses with the best scores
-are kept. The best N continuations that do not end become the running hypotheses.
-`Decoding.early_stopping` determines when the search for a source is done.
+considered. A continuation that ends becomes a finished hypothesis if it is among the first N, and
+the N finished hypotheses with the best scores are kept. The best N continuations that do not end
+become the running hypotheses. `Decoding.early_stopping` determines when the search for a source is
+done.
 
 In shapes, B is the number of sources, L the maximum number of tokens of a text including the start
 token, C = 2N the number of candidates of a source, and V the number of tokens in the vocabulary.

@@ -31,10 +31,10 @@ class Hypotheses(NamedTuple):
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
     """Returns the length penalty for each number of written tokens, float32 [L].
 
-    Summed log probabilities are divided by the length penalty. For n written tokens (the tokens of
-    a text without the start token), the penalty is entry n, which is
-    n ** p if `decoding.penalty` is "hf", and ((5 + n) / 6) ** p if it is "t5x" (Wu et al. 2016,
-    equation 14), where p is `decoding.length_penalty`. Entry 0 is not used.
+    Summed log probabilities are divided by the length penalty. Entry n is the penalty of a text of
+    n tokens without the start token. It is n ** p if `decoding.penalty` is "hf", and
+    ((5 + n) / 6) ** p if it is "t5x" (Wu et al. 2016, equation 14), where p is
+    `decoding.length_penalty`. Entry 0 is not used.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1

@@ -135,7 +135,7 @@ def _read_and_write(
     end_ids = decoder.model.end_ids
 
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
-        """Returns True until there are `count` tokens or the last token of every lane ends a text.
+        """Returns True until there are `count` tokens, or every lane has just sampled an end token.
 
         Args:
           so_far: the number of tokens read or sampled so far, the memory after them, and the array

@@ -116,7 +116,8 @@ class Module:
       text: the text of the module, as `jax.stages.Compiled.as_text` returns it.
 
     Attributes:
-      computations: for each name of a computation, its instructions by name.
+      computations: dict from the name of a computation to its instructions, which are in a dict by
+        name.
       entry: the name of the computation that runs first.
     """
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         recomputation; None if unknown.
       seconds: compile time.
       low_effort: True if options told the compiler to save compile time. Memory and collectives are
-        then accurate to 1-17 %, and the cycles are not meaningful.
+        then accurate to within 1 to 17 %, and the cycles are not meaningful.
       dropped: options for saving compile time that this compiler does not have.
     """
 

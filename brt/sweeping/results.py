@@ -144,8 +144,8 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
     Args:
       groups: the groups of the sweep.
       baseline: the name of a group, the beginning of such a name up to a comma, or the name of a
-        point. The first group to which this applies is returned; if it applies to none, the first
-        group.
+        point. The result is the first group that has this name or point, or the first of all groups
+        if none has it.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -190,7 +190,7 @@ def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
-    """Returns the content of a point's evaluation report.
+    """Returns the content of the report that brt.evaluate wrote about a point, as JSON.
 
     Args:
       path: the file.

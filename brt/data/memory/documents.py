@@ -200,7 +200,8 @@ def _final_state(text: bytes) -> tuple[LastStated, LastStated]:
 
 
 def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
-    # The final state answers every question, because no sentence follows the first question.
+    # The final state answers every question, because after the first question no sentence moves a
+    # person or a thing.
     place_of, owner_of = _final_state(text)
     for match in _SENTENCE.finditer(text):
         if thing := match[4]:
@@ -213,7 +214,7 @@ def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
     """Returns events that are stars, and an event that asks for the number of stars."""
 
     def draw() -> list[int]:
-        """Returns the sorted positions, in bytes of filler, of a random number of stars."""
+        """Returns the sorted positions in the filler at which a random number of stars will be."""
         count = random.randint(memory.facts + 1)
         return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
 

@@ -35,7 +35,7 @@ class RowCorpus(Generic[Encoder, Store]):
     Attributes:
       rows: the plural noun for rows in messages, such as "pairs".
       directory: the directory of the prepared data.
-      tokenizer: the object that encoded the rows, such as a tokenizer.
+      tokenizer: the object that encoded the rows, such as a tokenizer or a vocabulary.
       splits: the store of each split, by the name of the split.
     """
 

@@ -15,7 +15,7 @@ class Ragged:
 
     Attributes:
       values: [values, ...], the elements of all rows, one after another.
-      offsets: int64 [rows + 1].
+      offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
     """
 
     values: np.ndarray | OnDisk

@@ -31,7 +31,7 @@ class RowStore:
     Attributes:
       directory: the directory of the store.
       manifest: content of manifest.json: counts, settings and hashes.
-      ids: the id of each row, which predictions contain, too.
+      ids: the id of each row, by which files of predictions name the row.
     """
 
     directory: Path
@@ -60,7 +60,7 @@ class Files(NamedTuple):
       directory: the directory of the store.
       manifest: content of manifest.json: counts, settings and hashes.
       npz: the name of the file that contains the columns.
-      columns: the columns by name: arrays, and tuples of texts.
+      columns: the columns by name: arrays, and tuples of texts (or of lists of texts).
     """
 
     directory: Path
@@ -191,7 +191,8 @@ def finish(
       directory: the directory of the store.
       columns: arrays, and lists that can be written as JSON, by name.
       facts: further entries of the manifest, such as counts and settings.
-      files: names of existing files whose content is a part of the fingerprint.
+      files: names of existing files whose content is a part of the fingerprint, the hash of
+        everything that a model reads or learns.
       identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
       npz: the name of the file that contains the columns.
     """
