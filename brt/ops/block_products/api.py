@@ -1,7 +1,8 @@
 """Matrix products of the few rows (tokens) of a block with weight arrays, called kernels.
 
 This module selects the implementation of each product. In shapes, *R or *rows stands for the axes
-of the rows, and C is the size of the axis that all kernels share.
+of the rows, *inputs and *outputs for the other axes, and C is the size of the axis that all kernels
+share.
 """
 
 from collections.abc import Sequence

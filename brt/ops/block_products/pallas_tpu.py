@@ -9,7 +9,7 @@ the axis of heads before the axis of rows, as in the kernels of attention.
 Arguments named `kernels` are weight arrays, not Pallas kernels.
 
 In shapes, B is the number of lanes (rows of the batch), R of rows of a lane, and C the size of the
-axis that all kernels share.
+axis that all weight arrays share; *inputs and *outputs stand for the other axes.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Reference implementation of the products of a block's rows (tokens) with weight arrays (kernels).
 
-In shapes, *R stands for the axes of the rows, C is the size of the axis that all kernels share, and
-P is the number of kernels.
+In shapes, *R or *rows stands for the axes of the rows, *inputs and *outputs for the other axes, C
+is the size of the axis that all kernels share, and P is the number of kernels.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 XLA computes one matrix product for each kernel.
 
-In shapes, *R stands for the axes of the rows, and C is the size of the axis that all kernels share.
+In shapes, *R or *rows stands for the axes of the rows, *inputs and *outputs for the other axes, and
+C is the size of the axis that all kernels share.
 """
 
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def nearest_centroids(
 ) -> Int[Array, "B H Q"]:
     """Returns the index of the centroid with the smallest distance to each query, int32.
 
-    The index has no gradient. The queries include any scale, as the centroids' vectors do.
+    The queries are already multiplied by any scale. The result has no gradient.
     """
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
@@ -78,7 +78,7 @@ def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemo
 
     Args:
       past: the memory.
-      lanes: False for rows to empty, because a new document begins there.
+      lanes: False for the rows of the batch that are emptied.
     """
     keep = lanes & (past.filled > 0)
 

@@ -111,8 +111,8 @@ class _RowTile(NamedTuple):
         return slice(0, self.left.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
-        """Concatenates the logits of the three kinds of slots, and replaces the logits of slots
-        that a row does not see by the number MASKED.
+        """Concatenates the logits of the three kinds of slots for the R rows of the tile, and
+        replaces the logits of slots that a row does not see by the number MASKED.
 
         Args:
           parts: the logits of the previous block's first S keys [S, R], of the keys that centroids
@@ -122,12 +122,12 @@ class _RowTile(NamedTuple):
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """Splits an array with a row for each slot, such as softmax weights, into the three kinds
-        of slots.
+        """Splits an array that has a number for each slot and each of the R rows of the tile, such
+        as the softmax weights, into the three kinds of slots.
 
         Returns:
-          The rows of x for the previous block's first S keys [S, R], for the keys that centroids
-            keep [M, R], and for the centroids' sums [C, R].
+          The numbers for the previous block's first S keys [S, R], for the keys that centroids keep
+            [M, R], and for the centroids' sums [C, R].
         """
         near, kept = self.left.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]

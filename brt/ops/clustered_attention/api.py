@@ -139,8 +139,8 @@ def attend_by_label(
 
     Args:
       queries, keys, values, valid, dropout, scale, bias, implementation: as for `attend`.
-      labels: int32, the index of each query's cluster, which is below min(`config.clusters`, T);
-        this number itself for padding.
+      labels: int32, the index of each query's cluster. There are C = min(`config.clusters`, T)
+        clusters, and padding has the label C.
       config: the kind of clustered attention and its settings.
     """
     if config.kind not in OPS:

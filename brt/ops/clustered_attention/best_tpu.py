@@ -116,11 +116,11 @@ def best_threshold(
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
     def count_best(end: PerCluster) -> PerCluster:
-        """Returns the number of keys of each cluster that would be best keys with the position
-        limit `end`.
+        """Returns the number of keys of each cluster that are best keys if `end` is the limit of
+        their positions.
 
-        Of the keys whose logit equals the threshold, only those at a position below `end` are
-        counted.
+        Counted are the keys whose logit is greater than the threshold `least`, and the keys whose
+        logit equals the threshold and whose position is below `end`.
         """
 
         def add_step(step: Any, count: Array) -> Array:

@@ -135,7 +135,7 @@ def call_options(
 
     Args:
       name: the first part of the kernel's name.
-      x: an input, from which the number of steps follows.
+      x: an input. The grid has a step for each of its B * H heads.
       size: a number that the name contains after the number of tokens, such as the number of
         clusters.
       interpret: the argument `interpret` of `pl.pallas_call`.

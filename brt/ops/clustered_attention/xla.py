@@ -65,7 +65,7 @@ def clustered(
       labels: int32, the cluster of each query; the number of clusters for padding, which gets
         zeros.
       config: the settings of clustered attention.
-      dropout: dropout of the weights of clusters [B, H, C, X].
+      dropout: dropout of the centroids' attention weights [B, H, C, X], or None.
       bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
     """
     logits = matmul_nt(_centroids(queries, labels, config), keys)
@@ -99,8 +99,9 @@ def improved_clustered(
       labels: int32, the cluster of each query; the number of clusters for padding, which gets
         zeros.
       config: the settings of clustered attention.
-      dropout: `dropout.part(0)` drops each query's weights of the best keys, and `dropout.part(1)`
-        the weights of clusters [B, H, C, X].
+      dropout: dropout of the attention weights, or None. `dropout.part(0)` is applied to each
+        query's weights of the best keys, and `dropout.part(1)` to the centroids' weights
+        [B, H, C, X].
       bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
     """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
@@ -158,8 +159,8 @@ def _find_best_keys(
     ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # Of several keys with the same logit, `top_k` takes the first ones. The last entry of `indices`
-    # is therefore the position of the last best key whose logit is the smallest one.
+    # If several keys have the logit `last`, `top_k` takes the first of them, and the last entry of
+    # `indices` is the position of the last key that it takes.
     best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
     return BestKeys(indices, values > -jnp.inf, best)
 

@@ -1,4 +1,4 @@
-"""Cross-attention of a decoder to its source: five kinds with one interface."""
+"""Cross-attention of a decoder to its source: six kinds with one interface."""
 
 from brt.ops.cross_attention.api import CrossCache as CrossCache
 from brt.ops.cross_attention.api import NeuronMetrics as NeuronMetrics

@@ -77,10 +77,10 @@ def attend(
       valid: False for padding; a source without valid positions gives zeros.
       parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
-      t0: the first target position, 0 in training. If t0 is an array, the computation costs as much
-        as full attention.
-      target_length: the number of target positions of the padded batch, which `index_mode =
-        "batch"` needs in training; None in decoding.
+      t0: the target position of the first query, 0 in training. If t0 is an array, the computation
+        costs as much as full attention.
+      target_length: the number of target positions of the padded batch, among which the setting
+        `index_mode = "batch"` distributes the segments; None in decoding.
       dropout: dropout of the softmax weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
@@ -148,7 +148,7 @@ def step(
     Args:
       queries: queries of each beam, already multiplied by any scale.
       cache: the cache for position t, from `prefill` or `advance`.
-      t: the first target position.
+      t: the target position of the first query.
       config: settings of cross-attention.
     """
     return segmented.step(queries, cache, t, config)

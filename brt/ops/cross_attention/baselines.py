@@ -70,15 +70,17 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
 def with_previous(
     segments: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Puts the memory of the previous segment before each segment, so that a segment has Y = 2S
-    positions.
+    """Returns the keys or values of each segment, preceded by the memory of the previous segment.
+
+    The memory of a segment has a vector for each of its S positions, so the result has Y = 2S
+    positions for each segment.
 
     Args:
       segments: the keys or values of each segment.
-      memory: the memory of each segment. There is no segment before the first one. The first
-        segment is therefore preceded by its own memory, as in the original code. With None, the
-        memory of a segment is the segment itself, without a gradient; zeros then precede the first
-        segment, and `previous_mask` masks these zeros.
+      memory: the memory of each segment, such as the outputs of an RNN. The first segment has no
+        previous segment; its own memory precedes it, as in the original code. If `memory` is None,
+        the memory of a segment is the segment itself, without a gradient; zeros then precede the
+        first segment, and `previous_mask` masks these zeros.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(segments)

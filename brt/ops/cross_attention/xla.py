@@ -45,9 +45,9 @@ def attend(
       valid: False for padding; a source without valid positions gives zeros.
       parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
-      t0: the first target position.
-      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
-        None in decoding.
+      t0: the target position of the first query.
+      target_length: the number of target positions of the padded batch, among which the setting
+        `index_mode = "batch"` distributes the segments; None in decoding.
       dropout: dropout of the softmax weights; None for no dropout.
       implementation: the implementation of segmented recurrent attention, which this function
         calls.

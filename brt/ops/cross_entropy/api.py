@@ -99,8 +99,8 @@ def cross_entropy(
         inputs.
 
     Returns:
-      The sum with label smoothing, which is the loss; and the sum without, which is the negative
-        log probability of all targets in nats and has no gradient. Both are float32 scalars.
+      The sum with label smoothing, which is the loss; and the sum without, which is the sum of the
+        targets' negative log probabilities in nats and has no gradient. Both are float32 scalars.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support the inputs.

@@ -1,4 +1,4 @@
-"""Token scores and loss on TPUs; logits are never written to main memory.
+"""Token scores and cross-entropy loss on TPUs; logits are never written to main memory.
 
 The forward kernel computes a tile of logits in VMEM and adds the tile's contributions to all sums
 over the vocabulary. One of these sums is the mean of the embeddings, weighted by probability, which

@@ -12,7 +12,8 @@ class TokenScores(NamedTuple):
 
     Attributes:
       nats: the negative log probability of the target, float32.
-      right: True if no other token of the vocabulary is more probable than the target.
+      right: True if the target is the most probable token of the vocabulary. If another token is
+        equally probable, the value depends on the implementation.
     """
 
     nats: Float[Array, "B T"]

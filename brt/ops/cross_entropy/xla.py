@@ -1,4 +1,4 @@
-"""Token scores and loss in plain XLA, one chunk of tokens at a time.
+"""Token scores and cross-entropy loss in plain XLA, one chunk of tokens at a time.
 
 The float32 logits [B, T, V] of a long segment would be the largest array of a train step. Under
 differentiation the gradients of each chunk are computed while its logits exist, so nothing is
