@@ -153,7 +153,7 @@ class Weights(NamedTuple):
         """
 
         def by_head(kernel: Array, wide: Wide) -> Array:
-            """Returns P stacked weight arrays as [P, A, H, C, K] or [P, A, H, K, C].
+            """Returns P stacked weight arrays as [P, A, H, C, K] or [P, A, H, K, C], in `dtype`.
 
             Args:
               kernel: [P, C, *axes] if `narrow_first`, and otherwise [P, *axes, C].

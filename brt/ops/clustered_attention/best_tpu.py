@@ -157,13 +157,15 @@ def best_threshold(
 def is_best(
     rows: KeyLists, places: KeyLists, least: PerCluster, end: PerCluster
 ) -> Bool[Array, "32 8 C"]:
-    """Returns the mask of a cluster's best keys: True where the logit is greater than `least`, or
-    is equal to `least` at a position below `end`.
+    """Returns a mask of 256 keys, True for the best keys of each cluster.
+
+    A key is a best key if its logit is greater than `least`, or if its logit equals `least` and its
+    position is below `end`.
 
     Args:
-      rows: the logits of 256 keys.
-      places: the positions of these 256 keys.
-      least, end: the results of `best_threshold`.
+      rows: the logits of the 256 keys for each cluster's centroid.
+      places: the positions of the keys.
+      least, end: the threshold of each cluster and the limit of positions, from `best_threshold`.
     """
     return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
 

@@ -114,7 +114,8 @@ def forward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
-    """Writes the centroids, the attention output of each centroid, and the output of each query.
+    """Writes the centroids, the attention output of each centroid, and the output of each query of
+    one head of a lane (row of the batch).
 
     The output of a query is the attention output of the centroid of the query's cluster.
 
@@ -194,13 +195,13 @@ def backward_kernel(
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
-    """Computes the gradients of queries, keys and values.
+    """Computes the gradients of queries, keys and values of one head of a lane (row of the batch).
 
     Args:
       inputs: references to the inputs of one step of the grid.
       d_queries, d_keys, d_values: references to the gradients [K, T], [K, X] and [E, X].
       sums: [C, K], float32 scratch memory for the gradient of the centroids.
-      settings: static settings.
+      settings: static settings of the kernel.
     """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile

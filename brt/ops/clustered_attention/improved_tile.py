@@ -18,7 +18,7 @@ from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
-KEYS_AT_ONCE = 4  # One iteration of a loop over best keys processes this many of each cluster.
+KEYS_AT_ONCE = 4  # Loops over the best keys process this many keys of each cluster at once.
 # The kernels always have this many clusters; some of them may be empty. A row of a vector register
 # thus holds one number of each cluster, so a query can look up the number of its own cluster there.
 CLUSTERS = LANES
