@@ -201,7 +201,7 @@ def for_backend(default: T, **by_backend: T) -> T:
 
 
 def device() -> Any:
-    """Returns one of the devices that programs are compiled for, or None if it is unknown."""
+    """Returns one of the devices that programs are compiled for, or None if no device is known."""
     elsewhere = _other_target.get()
     return elsewhere[1] if elsewhere else jax.devices()[0]
 

@@ -117,9 +117,10 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
 def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
     """Returns the queries with G heads, as many as the keys have, and R times as many tokens.
 
-    The R heads of queries that share a head of keys become R consecutive tokens of one head.
-    Attention in which each query is independent of the others then needs no grouped heads.
-    `unfold_members` restores the order of heads in the results.
+    The R heads of queries that share a head of keys become R consecutive tokens of one head. An
+    attention function that needs as many heads of keys as of queries can then be used, if its
+    result for a query does not depend on the other queries. `unfold_members` restores the order of
+    heads in the results.
 
     Args:
       queries: the queries of H = G R heads.

@@ -81,7 +81,10 @@ def _draw(
 def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
     """Returns the number of tokens to predict in each row, int32.
 
-    The number is `share` of the valid tokens, and at least one unless the row is empty.
+    Args:
+      valid: False for padding.
+      share: the fraction of valid tokens to predict. At least one token is to be predicted, unless
+        a row has no valid tokens.
     """
     count = jnp.sum(valid, axis=1)
     predicted = jnp.maximum(jnp.round(count * share).astype(jnp.int32), 1)

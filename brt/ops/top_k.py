@@ -46,8 +46,8 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
     """Returns the `count` largest of the M values of each row of x in descending order, and their
     indices (int32).
 
-    The rows are the last axis of x, and *B stands for any leading axes. The last axis of both
-    results has R = `count` entries. The result is exact.
+    A row is a vector along the last axis of x, and *B stands for any leading axes. The last axis of
+    both results has R = `count` entries. The results are exact.
     """
     # In a `shard_map` over replicas of the parameters, each device computes on its own arrays, and
     # XLA partitions nothing. Top-k therefore needs no custom partitioning there.

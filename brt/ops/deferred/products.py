@@ -179,12 +179,12 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """Returns relu(x A) B, a two-layer perceptron whose weight gradients are computed from taps.
+    """Returns relu(x V) W, a two-layer perceptron whose weight gradients are computed from taps.
 
     Args:
       x: the inputs, where B is the number of rows of the batch and *R stands for any axes.
-      kernels: the weights A [D, F] and B [F, D].
-      taps: this step's entries of the tap for A and of the tap for B.
+      kernels: the weights V [D, F] and W [F, D].
+      taps: this step's entries of the tap for V and of the tap for W.
     """
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 

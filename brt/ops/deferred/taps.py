@@ -73,7 +73,7 @@ def tap(
     """Returns a tap for all steps of a scan in which `dots` or `dot_of_parts` uses kernels
     [*inputs, *outputs].
 
-    The weight gradients that the tap collects become the gradients of `kernels`.
+    The backward pass computes the gradients of `kernels` from the tap, after the scan.
 
     Args:
       kernels: the kernels that one call of `dots` multiplies with the same x.
@@ -84,7 +84,8 @@ def tap(
       inputs: the number of axes that the products sum over.
       parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
         single input.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. A
+        kernel that computes the weight gradient then reads the integers, without a copy.
     """
     shapes = tuple(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) for kernel in kernels)
     return _tap(kernels, _TapSpec(shapes, rows, dtype, inputs, parts, as_bits))
@@ -108,7 +109,8 @@ def layer_taps(
       inputs: the number of axes that the products sum over.
       joins: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
         kernels' first input axis.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. A
+        kernel that computes the weight gradient then reads the integers, without a copy.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])

@@ -61,9 +61,9 @@ def local_attention(
       keys, values: keys and values of the segment.
       bias: float32, the bias of each distance; column 0 is for the nearest key that a token sees.
         None stands for no bias.
-      first: for each of N blocks, the place of the first token of its document, a multiple of the
-        number of tokens of a block. The segment begins at place 0, and cached tokens have negative
-        places.
+      first: for each of N blocks, the place (index) of the first token of its document, a multiple
+        of the number of tokens of a block. The segment begins at place 0, and cached tokens have
+        negative places.
       dropout: dropout of the attention weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       scale: if not None, the keys are first scaled to norm 1 and the queries of head h to norm

@@ -120,8 +120,8 @@ def attend_to_blocks(
       keys, values: keys and values of both blocks, the previous block first; the axis of heads
         comes before the axis of tokens.
       cache_mask: True if the queries of a row may read the previous block.
-      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
-        unreadable keys from the softmax.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
+        excludes these keys from the softmax.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
     """

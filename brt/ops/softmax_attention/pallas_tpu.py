@@ -38,7 +38,7 @@ from brt.ops.tpu import (
 # The kernels accept at most this many keys, because the logits of a tile of queries (rows) and all
 # keys must fit into VMEM.
 _MAX_SLOTS = 2048
-# A tile has at most this many queries. The compiler's schedules are shortest with this number.
+# A tile has at most this many queries. With this number, the compiler's schedules are shortest.
 _ROWS = 256
 # A tile has at most this many logits. The backward kernel has five float32 arrays of this size.
 _TILE = 1024 * _ROWS
@@ -100,8 +100,8 @@ def attention(
         the axis of keys, unlike in the arguments of `api.attend`.
       cache_mask: True if the queries of a row may read the first half of the keys, which are the
         cached keys; None if they may read all keys of every row.
-      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
-        unreadable keys from the softmax.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
+        excludes these keys from the softmax.
       scale: the norm to which the queries of each head are first scaled; None for queries that are
         not normalized.
       interpret: True runs the kernels on any device and with any sizes, slowly.
@@ -121,8 +121,8 @@ class _Settings(NamedTuple):
     """Static settings.
 
     Attributes:
-      masks: True if the first half of the keys may be unreadable.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      masks: True if there is a mask that may hide the first half of the keys.
+      null_keys: True if hidden keys count as zero keys with zero values.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -269,7 +269,7 @@ def _row_tiles(queries: int, keys: int) -> list[slice]:
 def _load_keys_values(
     seen: Array, keys: Any, values: Any, settings: _Settings
 ) -> tuple[Array, Array]:
-    """Returns keys and values, with zeros for unreadable ones if null keys are used."""
+    """Returns keys and values; hidden keys and values are zeros if `null_keys` is True."""
     if not (settings.masks and settings.null_keys):
         return keys[...], values[...]
     half = keys.shape[0] // 2

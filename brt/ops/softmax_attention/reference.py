@@ -25,8 +25,8 @@ def attention(
       cache_mask: None if every key is readable. Otherwise the keys are two blocks of S / 2 keys:
         the cached keys of the previous block, and the keys of the queries' own block. The mask is
         True for rows of the batch whose queries may read the cached keys.
-      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
-        unreadable keys from the softmax.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
+        excludes these keys from the softmax.
     """
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
     if cache_mask is None:

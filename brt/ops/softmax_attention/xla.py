@@ -33,8 +33,8 @@ def attention(
       k, v: the keys and values.
       cache_mask: True if the queries of a row may read the first half of the keys; None if every
         key is readable.
-      null_keys: True makes unreadable keys count as zero keys with zero values. False excludes
-        unreadable keys from the softmax.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
+        excludes these keys from the softmax.
     """
     mask = None
     if cache_mask is not None:

@@ -1,4 +1,4 @@
-"""Selection of the implementation of weight gradients."""
+"""Weight gradients of a loop, with a choice of implementations."""
 
 from jaxtyping import Array, Float
 
@@ -39,7 +39,8 @@ def weight_gradient(
       inputs: the number of the weight's input axes.
       outputs: the number of the weight's output axes.
       as_bits: True if layers stored x by `dispatch.output_residual`, as unsigned integers with the
-        bits of x. A kernel may then read these integers, so that XLA makes no copy of x.
+        bits of x. A kernel may then read these integers, so that XLA makes no copy of x. The
+        argument x itself has a floating-point dtype in any case.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 

@@ -26,8 +26,8 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-# A tile has at most this many columns: on the left side the first of three numbers with which the
-# tiles fit into VMEM, on the right side 256.
+# A tile has at most this many columns on the left and on the right side of the product. For the
+# left side, the kernel takes the first number with which the tiles fit into VMEM.
 _LEFT, _RIGHT = (512, 256, 128), 256
 # XLA fuses this kernel with an in-place update of the gradient, and then gives the kernel only this
 # many bytes of VMEM, regardless of the limit that the kernel asks for.
@@ -163,7 +163,8 @@ def weight_gradient(
         for the lanes and the rows of a lane.
       dy: [N, *rows, *outputs], the gradient of the product in each step.
       inputs, outputs: the numbers of the weight's input axes and of its output axes.
-      as_bits: True if layers stored x as integers with x's bits; the kernel reads the integers.
+      as_bits: True if layers stored x as integers with x's bits. The kernel then reads these
+        integers, so that XLA makes no floating-point copy.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     left, right = _sides(x, dy, inputs, outputs)
@@ -235,7 +236,7 @@ def _kernel(x: list[Any], dy: list[Any], output: Any) -> None:
     lanes, left, right = x[0].shape[0], output.shape[0], output.shape[1]
 
     def as_numbers(x: Array) -> Array:
-        """Returns x unchanged, or the floating-point numbers whose bits the integers x contain."""
+        """Returns x as floating-point numbers; if x has integers, these are the numbers' bits."""
         dtype = dy[0].dtype
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 

@@ -109,10 +109,11 @@ def window_part(
     """Returns the attention output of every token over the token's window, and the log-sum-exp of
     the token's logits.
 
-    The logits are q.k + bias, without a scale.
+    The logits are q.k + bias.
 
     Args:
-      queries: queries of the segment, already multiplied by any scale.
+      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
+        the factor of the logits.
       cached: keys and values of the block before the segment.
       keys: keys of the segment.
       values: values of the segment.
@@ -125,8 +126,8 @@ def window_part(
         of a query. Slot c of a query is key c of the query's own block if the query sees this key,
         and otherwise key c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True makes unreadable keys count as zero keys with zero values instead of being
-        ignored, as the original code does at the start of a document.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values instead
+        of being ignored, as the original code does at the start of a document.
       scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
       implementation: the name of an implementation; None selects the best one that supports the
@@ -176,7 +177,7 @@ def window_part_step(
       cache_mask: True if the token may read the previous block.
       position: the index of the token in its block.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True makes unreadable keys count as zero keys with zero values.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values.
       normalize_keys: True if the keys are normalized before the logits are computed.
 
     Returns:

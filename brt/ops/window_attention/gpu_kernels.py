@@ -181,8 +181,9 @@ def window_attention_forward(
 ) -> None:
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
-    A program loops over the key tiles in the window. Unreadable keys that count as zero keys (null
-    keys) come first. Their values are zero, too, so they add only to the sum of the weights.
+    A program loops over the key tiles in the window. If keys before the document count as zero keys
+    (null keys), these keys come first. Their values count as zero, too, so they add only to the sum
+    of the weights.
 
     Args:
       inputs: the arrays of one head and lane.
@@ -190,7 +191,7 @@ def window_attention_forward(
       lse: output, [T].
       rows: R, the number of queries of a tile.
       columns: C, the number of keys of a tile.
-      null_keys: True if unreadable keys count as zero keys.
+      null_keys: True if keys before the document count as zero keys.
       scale: the number by which dropout multiplies the weights that it keeps.
     """
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
@@ -326,7 +327,7 @@ def window_attention_band(
       d_tile: output, the sum [R, C].
       rows: R, the number of queries of a tile.
       columns: C, the number of keys of a tile.
-      null_keys: True if unreadable keys count as zero keys.
+      null_keys: True if keys before the document count as zero keys.
       scale: the number by which dropout multiplies the weights that it keeps.
       walk: the number of pairs.
     """
@@ -335,7 +336,7 @@ def window_attention_band(
 
     def add_query_tile(i: Array, total: Array) -> Array:
         """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
-        query tile i and of the key tile at the program's distance from this query tile.
+        query tile i and of the key tile that is `distance` tiles after the start of its window.
         """
         farthest, _, first = tiles.window_of(i)
         j = farthest + distance
@@ -343,7 +344,8 @@ def window_attention_band(
             dot_float32(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
             dot_float32(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),
         )
-        # With null keys, unreadable keys and values are replaced by zeros.
+        # With null keys, zeros take the place of the keys and values before the document, so their
+        # dot products are zero.
         if null_keys:
             pair = zero_unless(j >= first, pair[0]), zero_unless(j >= first, pair[1])
         _, d_logits = tiles.gradients(i, j, *pair)

@@ -61,7 +61,7 @@ def window_attention_forward(
       inputs: references to the inputs.
       y: output, [B, T, H, K].
       lse: output, float32 [B, H, tiles, TILE].
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       own: shared memory for the tile of queries.
       keys, values: shared memory with slots for tiles of keys and of values.
       strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
@@ -140,10 +140,10 @@ def window_attention_queries(
     Args:
       inputs: references to the inputs.
       d_q: output, the gradient of the queries [B, T, H, K].
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       own: shared memory for the tile of queries.
       theirs: shared memory for the gradient of the tile's output.
-      row: shared memory for the tile's rows of `inputs.sums`.
+      row: shared memory for the two numbers that `inputs.sums` has for each query of the tile.
       ready: barrier at which the copies of `own`, `theirs` and `row` arrive.
       keys, values: shared memory with slots for tiles of keys and of values.
       strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
@@ -217,7 +217,7 @@ def window_attention_keys(
       gradient: shared memory with slots for the gradients of the query tiles' outputs.
       strip: shared memory with slots for the transposed biases and mask, [TILE, TILE], of a query
         tile.
-      row: shared memory with slots for the query tiles' rows of `inputs.sums`.
+      row: shared memory with slots for the two numbers that `inputs.sums` has for each query.
       arrived: barriers, one for each slot, at which the copies to the slot arrive.
       factors: shared memory with slots for dropout factors; None without dropout.
     """
@@ -229,8 +229,8 @@ def window_attention_keys(
     barrier_wait(ready)
 
     def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th query tile that reads the keys, with all arrays that belong
-        to it, to a slot.
+        """Starts the copies of the n-th query tile that may read the keys, and of the arrays that
+        belong to the query tile, to a slot.
         """
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
@@ -278,13 +278,13 @@ def window_attention_band(
     Args:
       inputs: references to the inputs.
       d_strip: output, the gradient of the strip.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       walk: the number of consecutive query tiles that a program sums over.
       strip: shared memory for the tile of the strip.
       ready: barrier at which the copy of `strip` arrives.
       q, gradient: shared memory with slots for tiles of queries and of output gradients.
       keys, values: shared memory with slots for tiles of keys and of values.
-      row: shared memory with slots for the query tiles' rows of `inputs.sums`.
+      row: shared memory with slots for the two numbers that `inputs.sums` has for each query.
       arrived: barriers, one for each slot, at which the copies to the slot arrive.
       factors: shared memory with slots for dropout factors; None without dropout.
     """
@@ -295,8 +295,8 @@ def window_attention_band(
     barrier_wait(ready)
 
     def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th query tile, and of the key tile at the program's distance
-        from it, to a slot.
+        """Starts the copies of the n-th pair of tiles to a slot: a query tile, and the key tile that
+        is `distance` tiles after the start of the query tile's window.
         """
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)

@@ -8,8 +8,8 @@ query r and key c, so no tile needs special treatment. Tiles before the start of
 computed.
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
-complete gradients: of a tile of queries; of a tile of keys and values; or, for the bias, of all
-tiles of logits with one distance between query tile and key tile, summed over some query tiles. No
+the gradient of a tile of queries; the gradients of a tile of keys and values; or, for the bias, the
+gradients of tiles of logits, summed over pairs of a query tile and a key tile at one distance. No
 sum needs atomic additions, so results are bitwise reproducible.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
@@ -96,7 +96,7 @@ class WindowGpuSettings(NamedTuple):
 
     Attributes:
       attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys before the document count as zero keys with zero values.
       interpret: the value for the `interpret` argument of the backend's call; True runs on any
         device, slowly.
       scale: the number by which dropout multiplies the weights that it keeps.
@@ -135,7 +135,7 @@ def window_attention(
         T / D must be a multiple of the number of queries of a tile, and of the number of keys.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys before the document count as zero keys with zero values.
       interpret: True runs the kernels on any device, slowly.
     """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)

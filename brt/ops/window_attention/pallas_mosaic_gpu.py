@@ -8,9 +8,9 @@ accelerator (TMA) copies a tile of the strip to shared memory in the same way as
 Tiles before the start of a document are not computed.
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
-complete gradients: of a tile of queries; of a tile of keys and values; or of one tile of the strip,
-summed over some tiles of queries. No sum needs atomic additions, so results are bitwise
-reproducible. XLA computes the bias's gradient from the strip's gradient.
+the gradient of a tile of queries; the gradients of a tile of keys and values; or the gradient of a
+tile of the strip, summed over some tiles of queries. No sum needs atomic additions, so results are
+bitwise reproducible. XLA computes the bias's gradient from the strip's gradient.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, and N of its blocks of W tokens; Z = W + T includes the tokens of the cached block.
@@ -67,7 +67,7 @@ def refusal(
     try:
         _modules()
     except ImportError as error:
-        # A missing module of brt is a bug, and not a version of jax without Mosaic GPU.
+        # If a module of brt is missing, this is a bug, not a version of jax without Mosaic GPU.
         if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
@@ -100,7 +100,7 @@ def window_attention(
         c of a query is key c of the query's own block if the query sees this key, and otherwise key
         c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       interpret: None runs the kernels on the GPU; another value is passed to Pallas as its argument
         `interpret`, to run the kernels without a GPU.
     """

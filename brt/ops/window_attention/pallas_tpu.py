@@ -113,16 +113,16 @@ def window_attention(
     The output is in the dtype of `values`, the log-sum-exp in float32.
 
     Args:
-      queries, keys, values: the queries, keys and values of the segment; queries are already
-        multiplied by any scale.
+      queries, keys, values: the queries, keys and values of the segment. If `scale` is None, the
+        caller has already multiplied the queries by the factor of the logits.
       cached: keys and values of the W tokens before the segment. T is a multiple of W.
       bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       first: for each of D parts of the segment, the place of the first token of its document, a
         multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values; must be False if
-        documents may start inside of a block.
+      null_keys: True if keys before the document count as zero keys with zero values; must be False
+        if documents may start inside of a block.
       scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
       interpret: True runs the kernels on any device, slowly, and with windows of any size.

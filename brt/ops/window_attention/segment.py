@@ -47,7 +47,8 @@ def segment_part(
     is the same as in `api.window_part`.
 
     Args:
-      queries: queries of the segment, already multiplied by any scale.
+      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
+        the factor of the logits.
       cached: keys and values of the block before the segment.
       keys, values: keys and values of the segment.
       bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
@@ -55,7 +56,7 @@ def segment_part(
       cache_mask: True where block n may read the block before it.
       dropout: dropout of the softmax weights; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
       implementation: the name of an implementation; None selects the best one that supports the
@@ -99,7 +100,8 @@ def on_each_device(
     Args:
       attend: a function of the following arguments up to `scale`, which computes the attention
         output and the log-sum-exp from the parts of these arrays that one device has.
-      queries: queries of the segment, already multiplied by any scale.
+      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
+        the factor of the logits.
       cached: keys and values of the W tokens before the segment.
       keys, values: keys and values of the segment.
       bias: float32, the bias of each head and distance; column 0 is for the nearest key that a

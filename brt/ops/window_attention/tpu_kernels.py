@@ -41,7 +41,7 @@ class WindowKernelSettings(NamedTuple):
 
     Attributes:
       attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys before the document count as zero keys with zero values.
       forward_rows, backward_rows: the number of rows of a tile, in the forward and the backward
         kernel.
       interpret: True runs the kernels on any device, slowly.
@@ -66,8 +66,8 @@ class _LoadedBlocks(NamedTuple):
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
     # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
-    # block is unreadable, and 0 otherwise. If documents may start inside of blocks, it is 0,
-    # because each tile then has a mask of its own.
+    # block belongs to another document, and 0 otherwise. If documents may start inside of blocks,
+    # it is 0, because each tile then has a mask of its own.
     unseen: Array
 
 
@@ -206,8 +206,8 @@ class _RowTile(NamedTuple):
         Args:
           pair: the keys (or values) of the previous block and of the current block, each [W, K].
           x: a vector for each row of the tile.
-          unseen: a number that is added to the products with the previous block, to mask an
-            unreadable block.
+          unseen: a number that is added to the products with the previous block, to mask a block of
+            another document.
           first: the position of the first key of the rows' document, counted from the start of the
             current block. Products with earlier keys become MASKED. None masks no products.
         """

@@ -4,8 +4,8 @@ A query, also called a row, sees exactly W keys, which are in the query's own bl
 in the block before. Slot c of a row is key c of the row's own block if the row sees this key, and
 otherwise key c of the block before. The logits of a block are therefore one W x W matrix, whose
 entries a triangular mask selects from the products with both blocks. No entry lies outside the
-window, and the bias of every block is the same circulant matrix. The hand-written backward pass
-saves the softmax weights instead of the logits and reads each array once.
+window, and the bias of every block is the same circulant matrix. Of all W x W matrices, only the
+softmax is saved for the hand-written backward pass, which reads each array once.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, and N of its blocks of W tokens. Z is the number of tokens, or of blocks, of the cache
@@ -29,7 +29,7 @@ class _Settings(NamedTuple):
 
     Attributes:
       attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       biased: True if there is a bias.
     """
 
@@ -76,7 +76,7 @@ def window_attention(
       cache_mask: True where block n may read the block before it.
       dropout: factors of the weights by head, row of a block and slot; None for no dropout.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
     """
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
@@ -119,7 +119,7 @@ def _unfold(
     """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
     own = _own_block_mask(x.shape[-1], settings)
     before = jnp.where(own, 0, x)
-    # Without null keys, the softmax is already zero for unreadable keys, so x needs no mask.
+    # Without null keys, the softmax is already zero for hidden keys, so x needs no mask.
     if settings.null_keys:
         before = _mask_blocks(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]

@@ -74,7 +74,7 @@ def window_attention(
         c of a query is key c of the query's own block if the query sees this key, and otherwise key
         c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if unreadable keys count as zero keys with zero values.
+      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
     """
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
