@@ -295,8 +295,8 @@ def window_attention_band(
     barrier_wait(ready)
 
     def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th pair of tiles to a slot: a query tile, and the key tile that
-        is `distance` tiles after the start of the query tile's window.
+        """Starts the copies of the n-th pair of tiles to a slot: a query tile, and the key tile
+        that is `distance` tiles after the start of the query tile's window.
         """
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
