@@ -28,6 +28,8 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError(f"--from and --to are both {args.source_form}; one of them must be hf")
     if args.dtype and args.target_form != "hf":
         raise ConfigError("--dtype is for --to=hf; weights of brt are always float32")
+    if args.plain and args.target_form != "hf":
+        raise ConfigError("--plain is for --to=hf")
     if args.extend_positions and args.source_form != "hf":
         raise ConfigError("--extend_positions is for --to=brt")
     if not Path(args.source).is_dir():
@@ -56,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
-        exported = exports.export(source)
+        exported = exports.export(source, plain=args.plain)
         lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         print(line, flush=True)
@@ -96,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
         "--sinks", type=int, metavar="N",
         help="let decoders always attend to the first N tokens; without it, to 4 where the window "
         "is smaller than that of training",
+    )  # fmt: skip
+    flags.add_argument(
+        "--plain", action="store_true",
+        help="export a decoder as a class of transformers (such as LlamaForCausalLM), even if the "
+        "class attends to the whole context and the decoder does not; without it, such a decoder "
+        "is exported together with PyTorch code that has its window",
     )  # fmt: skip
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of exported weights")
     return flags

@@ -44,12 +44,16 @@ class ExportSource(NamedTuple):
       config: config of the run.
       params: trained parameters.
       tokenizer: function that opens the tokenizer of the run, for formats that include one.
+      plain: True asks for a class of transformers, even if the class attends to the whole context
+        where the model has a window. Only language models read this field, because other models
+        have no other form.
     """
 
     path: Path
     config: Config
     params: PyTree[Array]
     tokenizer: Callable[[], Any]
+    plain: bool = False
 
 
 class Exported(NamedTuple):

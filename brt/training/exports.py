@@ -10,12 +10,14 @@ from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
 
-def export(directory: Path) -> Exported:
+def export(directory: Path, *, plain: bool = False) -> Exported:
     """Returns the model of a directory in a format that other libraries can read.
 
     Args:
       directory: a run directory, whose newest checkpoint is exported, or a directory of weights
         that brt.convert wrote.
+      plain: True exports a decoder as a class of transformers, even if the class attends to the
+        whole context where the decoder has a window.
 
     Raises:
       CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have
@@ -29,5 +31,5 @@ def export(directory: Path) -> Exported:
         raise no_export_format(directory)
     model = saved_model.load(workdir, checkpoint, config)
     return task.export(
-        ExportSource(directory, config, model.params, lambda: saved_model.tokenizer(model))
+        ExportSource(directory, config, model.params, lambda: saved_model.tokenizer(model), plain)
     )

@@ -19,10 +19,7 @@ from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported, ExportSource
-from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
-from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
-from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
     ModelState,
@@ -45,7 +42,7 @@ from brt.tasks.interface import (
     ProbeFunction,
     Task,
 )
-from brt.tasks.language_modeling import distillation, warm_start
+from brt.tasks.language_modeling import distillation, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
@@ -293,13 +290,8 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> Exported:
-        """Returns the decoder in Hugging Face's format, with PyTorch code that runs the decoder if
-        Hugging Face has no class for it.
-        """
-        opened = source.tokenizer()
-        model = TrainedDecoder(source.params, source.config.model, opened.bos_id)
-        write = causal.to_format if causal.family_of(model.model) else to_format
-        return Exported(source.path, model, write, partial(exported_tokenizer.write, opened))
+        """Returns the decoder in the format of Hugging Face (`exporting.export`)."""
+        return exporting.export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns the weights of a decoder in Hugging Face's format.

@@ -39,6 +39,14 @@ MODEL = Model(
     kinds=(Recurrence(states=3),),
 )
 RECURRENT = {"Recurrence.layers": (1,)}
+# Settings as those of pretrained decoders: grouped queries, biases, gated MLPs, rotary positions.
+PRETRAINED = {
+    "positions": "rotary", "Rotary.times_pi": False, "Rotary.scaling": "llama3",
+    "Rotary.factor": 4.0, "Rotary.original_length": 16, "SelfAttention.normalize_qk": False,
+    "SelfAttention.kv_heads": 1, "SelfAttention.bias": "all", "MLP.gated": True, "MLP.bias": True,
+    "Embedding.tied": False, "Embedding.logit_scale": "one", "Norm.epsilon": 1e-3,
+    "activation": "silu",
+}  # fmt: skip
 MODELS = {
     "t5": {},
     "rotary": {"positions": "rotary", **RECURRENT},
@@ -55,6 +63,20 @@ MODELS = {
         "SelfAttention.bias_before_scale": True, **RECURRENT,
     },
     "feedback": {"Recurrence.layers": (0, 1), "feedback": True},
+    "pretrained": PRETRAINED,
+    "sinks": {**PRETRAINED, "Window.block": 3, "Window.sinks": 2},
+    "windows by layer": {**PRETRAINED, "Window.by_layer": (2, 0), "Window.block": WINDOW,
+        "Window.sinks": 1, "Rotary.local_base": 500.0, "Norm.offset": True, "Norm.outputs": True,
+        "Embedding.scaled": True, "Embedding.tied": True, "activation": "gelu_tanh"},
+    "sinks and states": {**PRETRAINED, "Window.sinks": 2, **RECURRENT},
+    "sinks with biases of positions": {"Window.sinks": 2, "SelfAttention.kv_heads": 1},
+    "norms of queries and keys": {**PRETRAINED, "Norm.queries_keys": True, **RECURRENT},
+    "dense memory": {**PRETRAINED, "DenseMemory.layers": (1,), "DenseMemory.size": 7,
+        "DenseMemory.gate": "tanh", "Window.sinks": 2, "Window.block": 3},
+    "dense memory without rotary positions": {"DenseMemory.layers": (1,), "DenseMemory.size": 9,
+        "DenseMemory.gate": "tanh"},
+    "delta rule beside a window": {**PRETRAINED, "GatedDeltaNet.window_layers": (0, 2)},
+    "delta rule alone": {"GatedDeltaNet.layers": (1,), "GatedDeltaNet.heads": 3},
     "paper's lstm": {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual",
         "Recurrence.gate_tanh": "paper", **RECURRENT},
     **{
@@ -91,14 +113,14 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
         {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual", "feedback": True, **RECURRENT}
     )
     assert {path.name for path in done.directory.iterdir()} == {
-        "config.json", "model.safetensors", "modeling_brt.py", "tokenizer.json",
+        "config.json", "model.safetensors", "modeling_brt.py", "layers_brt.py", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
     assert any("decoder of 3 layers, 1 of them recurrent, width 16" in x for x in done.lines)
-    assert (done.directory / "modeling_brt.py").read_bytes() == export_format.CODE.read_bytes()
+    assert (done.directory / "modeling_brt.py").read_bytes() == export_format.CODE[0].read_bytes()
     settings = files.read_json(done.directory / "config.json")
     assert settings["auto_map"]["AutoModelForCausalLM"] == "modeling_brt.BrtForCausalLM"
-    assert settings["recurrent_layers"] == [1] and settings["bos_token_id"] == 0
+    assert settings["kinds"] == ["window", "recurrent", "window"] and settings["bos_token_id"] == 0
 
     arrays = files.read_tensors(done.directory)
     block = {
@@ -148,7 +170,7 @@ def test_verification_without_torch_says_what_was_not_compared(
         ({"Memorizing.layers": (1,)}, r"Memorizing.layers = \(1,\) cannot be exported"),
         ({"Clustered.layers": (0,)}, r"Clustered.layers = \(0,\) cannot be exported"),
         ({"Summaries.layers": (1,)}, r"Summaries.layers = \(1,\) cannot be exported"),
-        ({"MLP.bias": True}, "MLP.bias = True cannot be exported"),
+        ({"RGLRU.layers": (1,)}, r"RGLRU.layers = \(1,\) cannot be exported"),
     ],
 )
 def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:
@@ -224,7 +246,7 @@ def torch() -> Any:
 def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable) -> None:
     done = export(MODELS[kind])
     ids = np.random.default_rng(0).integers(256, size=(2, 6 * WINDOW))
-    expected = verify.segment_logits(done.params, done.model, np.split(ids, 3, axis=1))
+    expected = verify.segment_logits(done.params, done.model, np.split(ids, 2, axis=1))
     theirs = verify.import_code(done.directory).load(done.directory)
     for cuts in ([8, 16], [1, 2, 7, 8, 20]):
         found, state = [], None
@@ -234,7 +256,10 @@ def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable)
         np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["feedback", "rotary", "lstm, dual", "parity", "no cache"])
+@pytest.mark.parametrize(
+    "kind",
+    ["feedback", "rotary", "lstm, dual", "parity", "no cache", "sinks", "dense memory"],
+)
 @of_torch
 def test_the_exported_model_writes_the_greedy_text_of_brt(kind: str, export: Callable) -> None:
     done = export(MODELS[kind], verified=True)

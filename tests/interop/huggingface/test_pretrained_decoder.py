@@ -72,7 +72,10 @@ def test_a_run_is_made_evaluated_and_given_back(
     direct = brt.load(directory, bindings={"Model.window": 32, "Window.sinks": 4})
     assert found["bits_per_byte"] == pytest.approx(direct.bits_per_byte(TEXT), rel=1e-5)
     run(generate, f"--workdir={ours}", "--prompt=It was", "--max_tokens=8")
-    run(convert, "--from=brt", str(ours), "--to=hf", str(back), "--verify")
+    run(convert, "--from=brt", str(ours), "--to=hf", str(tmp_path / "cut"), "--verify")
+    assert "--plain writes LlamaForCausalLM instead" in capsys.readouterr().out
+    assert json.loads((tmp_path / "cut/config.json").read_text())["model_type"] == "brt"
+    run(convert, "--from=brt", str(ours), "--to=hf", str(back), "--verify", "--plain")
     for name, array in files.read_tensors(directory).items():
         np.testing.assert_array_equal(files.read_tensors(back)[name], array)
     described = json.loads((back / "config.json").read_text())
@@ -120,7 +123,7 @@ def test_adapters_are_merged_when_the_model_is_given_back(
     }  # fmt: skip
     model = brt.train(brt.config_from_gin((), settings), tmp_path / "run")
     back = tmp_path / "back"
-    run(convert, "--from=brt", str(tmp_path / "run"), "--to=hf", str(back), "--verify")
+    run(convert, "--from=brt", str(tmp_path / "run"), "--to=hf", str(back), "--verify", "--plain")
     before, after = files.read_tensors(directory), files.read_tensors(back)
     assert before.keys() == after.keys()
     kinds = {

@@ -47,6 +47,17 @@ def family_of(model: Model) -> str | None:
     return "mistral" if cut and not biases else "llama"
 
 
+def is_same_function(model: Model, family: str) -> bool:
+    """Returns True if the class of transformers computes the same as brt's model for texts of any
+    length, and False if brt's model has a window or sinks that the class lacks.
+
+    Args:
+      model: the settings of brt's model.
+      family: the result of `family_of` for the model.
+    """
+    return family == "mistral" or 0 < model.rotary.context <= model.window
+
+
 def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json.
 
@@ -119,7 +130,7 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 
     family, context = settings["model_type"], settings["max_position_embeddings"]
     notes = []
-    if family != "mistral" and (model.sliding.sinks or model.window < context):
+    if not is_same_function(model, family):
         notes.append(
             f"transformers will let every token attend to its whole context of up to {context:,} "
             f"tokens, not to a window of {model.window:,} tokens and {model.sliding.sinks} sinks"

@@ -15,15 +15,22 @@ from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface.decoder import verify
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
+from brt.layers.reading import speeds_of
 from brt.layers.recurrent import StateCell
-from brt.layers.runs import runs
+from brt.layers.runs import Run, runs
 from brt.layers.sections import Recurrence
 from brt.layers.state import has_null_keys
+from brt.memories.dense_memory.section import DenseMemory
+from brt.memories.gated_delta_net.section import GatedDeltaNet
 from brt.models.decoder import logit_scale
 from brt.ops.gates import GateWeights
 
-CODE = Path(__file__).with_name("modeling_brt.py")
-KINDS = ("window", "recurrent")
+CODE = tuple(Path(__file__).with_name(f"{name}_brt.py") for name in ("modeling", "layers"))
+KINDS = (
+    "window", "recurrent", "gated_dense_memory", "gated_delta_net", "window_gated_delta_net",
+)  # fmt: skip
+# Names of activations in transformers, where they differ from brt's.
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 # These parameters are not exported as they are. The exported arrays `bias`, `scale` and
 # `cross_scale`, which are computed from them, take their place.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
@@ -51,36 +58,31 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
       dtype: dtype of the written weights.
 
     Raises:
-      CheckpointError: the model has kinds of layers, or biases, that modeling_brt.py lacks.
+      CheckpointError: the model has kinds of layers that modeling_brt.py lacks.
     """
     model = trained.model
     for section in model.kinds:
         for kind, layers in section.places().items():
             if kind not in KINDS and layers:
                 raise CheckpointError(
-                    f"{section.field_of(kind)} = {layers} cannot be exported, because Hugging "
-                    f"Face's format has no layers of the kind {kind!r}, only window and recurrent "
-                    "ones"
+                    f"{section.field_of(kind)} = {layers} cannot be exported, because the PyTorch "
+                    f"code of an exported model has no layers of the kind {kind!r}; it has "
+                    f"{', '.join(KINDS)}"
                 )
-    if set(model.windows) != {model.block_length}:
-        raise CheckpointError(
-            f"windows of {sorted(set(model.windows))} tokens in blocks of {model.block_length} "
-            "cannot be exported to Hugging Face's format; only models whose windows are blocks can"
-        )
-    if model.mlp.bias:
-        raise CheckpointError(
-            "MLP.bias = True cannot be exported to Hugging Face's format; only MLPs without "
-            "biases can"
-        )
     exported = dict(arrays(trained))
+    kinds = [
+        f"{model.layer_types.count(kind)} of them {kind.replace('_', ' ')}"
+        for kind in KINDS[1:]
+        if kind in model.layer_types
+    ]
+    sinks = f", {model.sliding.sinks} sinks" if model.sliding.sinks else ""
     summary = (
-        f"decoder of {model.layers} layers, {model.layer_types.count('recurrent')} of them "
-        f"recurrent, width {model.model_dim}, window {model.window}, "
-        f"{parameter_count(trained.params):,} parameters"
+        f"{', '.join([f'decoder of {model.layers} layers', *kinds])}, width {model.model_dim}, "
+        f"window {model.window}{sinks}, {parameter_count(trained.params):,} parameters"
     )
     compare = partial(verify.compare, trained.params, model, exported)
     config = {"config.json": settings(trained, dtype)}
-    return ExportFormat(summary, config, exported, compare, code=(CODE,))
+    return ExportFormat(summary, config, exported, compare, code=CODE)
 
 
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
@@ -96,35 +98,56 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
         if recurrence.gate_tanh == "original"
         else recurrence.gate == "lstm"
     )
+    by_layer = [m.for_layer(i) for i in range(m.layers)]
+    speeds = [speeds_of(own).radians for own in by_layer] if m.positions == "rotary" else []
+    tables = list(dict.fromkeys(speeds))
+    module = CODE[0].stem
     return {
         "architectures": ["BrtForCausalLM"],
         "model_type": "brt",
         "auto_map": {
-            "AutoConfig": f"{CODE.stem}.BrtConfig",
-            "AutoModelForCausalLM": f"{CODE.stem}.BrtForCausalLM",
+            "AutoConfig": f"{module}.BrtConfig",
+            "AutoModelForCausalLM": f"{module}.BrtForCausalLM",
         },
         "dtype": dtype,
         "vocab_size": m.vocab_size,
         "bos_token_id": trained.bos_id,
+        "eos_token_id": list(m.end_ids) or None,
         "hidden_size": m.model_dim,
         "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads,
+        "num_key_value_heads": m.key_heads,
         "head_dim": m.head_dim,
         "intermediate_size": m.mlp_dim,
+        "hidden_act": _ACTIVATIONS.get(m.activation, m.activation),
+        "gated_mlp": m.mlp.gated,
+        "mlp_bias": m.mlp.bias,
+        "attention_bias": m.attention.bias,
+        "rms_norm_eps": m.norm.epsilon,
+        "norm_offset": m.norm.offset,
+        "output_norms": m.norm.outputs,
+        "query_key_norms": m.norm.queries_keys,
+        "embedding_scaled": m.embedding.scaled,
+        "tied_output": m.embedding.tied,
         "logit_scale": logit_scale(m),
-        "window": m.window,
+        "block": m.block_length,
+        "kinds": list(m.layer_types),
+        "windows": list(m.windows),
+        "sinks": [own.sliding.sinks for own in by_layer],
+        "rotary": [tables.index(own) for own in speeds],
+        "rotary_speeds": [list(own) for own in tables],
+        "position_bias": m.positions in ("t5", "alibi"),
         "attend_to_self": m.sliding.attend_to_self,
         "normalize_qk": m.attention.normalize_qk,
-        "rotary": m.positions == "rotary",
-        "position_bias": m.positions in ("t5", "alibi"),
         "cache": m.sliding.cache,
-        "null_keys": has_null_keys(m),
-        "recurrent_layers": [i for i, kind in enumerate(m.layer_types) if kind == "recurrent"],
+        "null_keys": has_null_keys(m) and m.window_is_block,
         "states": recurrence.states,
         "gate": recurrence.gate,
         "gate_layout": recurrence.gate_layout,
         "bounded_updates": bounded,
         "feedback": m.feedback,
+        "memory_size": m.of(DenseMemory).size,
+        "delta_sizes": list(m.of(GatedDeltaNet).sizes(m)),
     }
 
 
@@ -135,27 +158,36 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
     query.
     """
     params, model, first = trained.params, trained.model, 0
-    for name in ("embedding", "norm"):
+    for name in ("embedding", "norm", *(() if model.embedding.tied else ("output",))):
         yield f"decoder.{name}", np.asarray(params[name], np.float32)
-    for run, kind, count, _ in runs(model):
-        for i in range(count):
-            layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run])
-            for name, array in _layer(model, kind, layer_params).items():
+    for run in runs(model):
+        for i in range(run.layers):
+            layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run.name])
+            for name, array in _layer(run, layer_params).items():
                 yield f"decoder.layers.{first + i}.{name}", np.asarray(array, np.float32)
-        first += count
+        first += run.layers
 
 
-def _layer(model: Model, kind: str, params: PyTree[Array]) -> dict[str, Array]:
-    tokens, recurs = params["tokens"], kind == "recurrent"
-    arrays = {name: array for name, array in tokens.items() if name not in _FOLDED}
-    block = TransformerBlock(model, cross_attends=recurs or model.feedback)
-    call = partial(block.apply, {"params": tokens})
+def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
+    """Returns the exported arrays of one layer by name; `params` has its parameters."""
+    others = {name: x for name, x in params.items() if name not in ("tokens", "cell", "memory")}
+    arrays = others | _tokens(run, params["tokens"]) if "tokens" in params else others
+    for name, array in params.get("memory", {}).items():
+        arrays[f"memory.{name}"] = array
+    return arrays | (_cell(run.model, params["cell"]) if "cell" in params else {})
+
+
+def _tokens(run: Run, params: PyTree[Array]) -> dict[str, Array]:
+    """Returns the exported arrays of a layer's attention and MLP."""
+    arrays = {name: array for name, array in params.items() if name not in _FOLDED}
+    block = TransformerBlock(run.model, cross_attends=run.kind == "recurrent" or run.model.feedback)
+    call = partial(block.apply, {"params": params})
     arrays["scale"] = call(method="query_scale")
     if block.cross_attends:
         arrays["cross_scale"] = call("cross_scale", method="query_scale")
     if (bias := call(method="bias")) is not None:
         arrays["bias"] = bias
-    return arrays | (_cell(model, params["cell"]) if recurs else {})
+    return arrays
 
 
 def _cell(model: Model, params: PyTree[Array]) -> dict[str, Array]:

@@ -1,8 +1,9 @@
-"""A decoder of sliding-window and block-recurrent layers in PyTorch; this file needs no other.
+"""A decoder of sliding-window, recurrent and memory layers in PyTorch.
 
-Block-Recurrent Transformers (Hutchins et al. 2022): a token attends to its own block and the one
-before it. Recurrent layers also carry state vectors, which attend to every block at its end and to
-which all tokens of the next block attend. The carried state has a constant size:
+The model is one that brt trained, or a pretrained decoder with a bounded window. A token attends to
+a window of the last tokens and, as far as the model has them, to the first tokens of the text
+(sinks), to recurrent state vectors (Block-Recurrent Transformers, Hutchins et al. 2022), which are
+updated after each block of tokens, and to other memories. The carried state has a constant size:
 
     model = load("DIRECTORY")  # needs torch and safetensors; with transformers instead:
     model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
@@ -10,13 +11,14 @@ which all tokens of the next block attend. The carried state has a constant size
     logits, state = model(more, state)  # continues the text
     ids = model.generate(ids, max_new_tokens=200, do_sample=True, temperature=0.8)
 
-Letters in shapes: B texts, T tokens, W window, S states, H heads, K head size, D model width.
+The file needs layers_brt.py in its directory. Letters in shapes: B texts, T tokens, V vocabulary.
 """
 
 import json
 import math
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -27,25 +29,31 @@ try:
 except ImportError:  # Without transformers, models are loaded by the function `load`.
     PretrainedConfig = PreTrainedModel = None
 
+if not __package__:  # The file was imported by its path, so its directory is made a package.
+    __package__ = "brt_" + str(Path(__file__).parent.resolve()).encode().hex()
+    sys.modules[__package__] = ModuleType(__package__)
+    sys.modules[__package__].__path__ = [str(Path(__file__).parent)]
 
-class Memory(NamedTuple):
-    """Keys and values [B, S, H, K] of the recurrent states, to which tokens attend."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-class LayerState(NamedTuple):
-    """Keys and values of the last tokens; also state vectors [B, S, D] and memory if recurrent."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    vectors: torch.Tensor | None = None
-    memory: Memory | None = None
+from .layers_brt import (  # noqa: E402 (the package has to exist)
+    DeltaMemory,
+    LayerState,
+    Memory,
+    StateCell,
+    attend,
+    by_query_head,
+    l2_normalize,
+    mlp,
+    model_norm,
+    parameters,
+    part,
+    read,
+    register_mlp,
+    rotate,
+)
 
 
 class State(NamedTuple):
-    """State of a model: the state of each layer, and the number of tokens in the open block."""
+    """State of a model: the state of each layer, and the number of tokens that were read."""
 
     layers: tuple
     position: int
@@ -58,201 +66,163 @@ class Output(NamedTuple):
     state: State
 
 
-def rms_norm(x, scale):
-    """Returns x normalised by its root mean square over the last axis, times `scale`."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * scale.float()).to(x)
-
-
-def l2_normalize(x):
-    """Returns x normalised to length 1 over the last axis."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x)
-
-
-def rotate(x, first):
-    """Returns x [B, T, H, K] with rotary embeddings for the positions first, first + 1, ..."""
-    half = x.shape[-1] // 2
-    speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
-    angles = math.pi * torch.outer(places, speeds)[:, None]
-    cosines, sines = (f(angles).float().to(x.device) for f in (torch.cos, torch.sin))
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
-
-
-def attend(queries, keys, values, bias=None, seen=None):
-    """Returns the output [B, Q, H, K] for keys [B, X, H, K]; 0 if the mask `seen` hides all."""
-    logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
-    if bias is not None:
-        logits = logits + bias.float()
-    if seen is not None:
-        logits = logits.masked_fill(~seen, -1e6)
-    weights = torch.softmax(logits, dim=-1)
-    if seen is not None:
-        weights = weights * seen
-    return torch.einsum("bhqx,bxhk->bqhk", weights.to(values), values)
-
-
-def parameters(module, **shapes):
-    """Registers zero parameters of these names and shapes in a module; `load` fills them."""
-    for name, shape in shapes.items():
-        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-class Gate(nn.Module):
-    """A gate that combines old state vectors with their update. Some gates depend on features."""
-
-    def __init__(self, config, features):
-        super().__init__()
-        self.kind, width = config.gate, config.hidden_size
-        parameters(self, bias=(width,))
-        if self.kind != "fixed":
-            parameters(self, kernel=(*features, width))
-        if self.kind == "lstm":
-            parameters(self, input_bias=(width,), input_kernel=(*features, width))
-
-    def forward(self, vectors, update, features):
-        """Returns new vectors [B, S, D]; a gate that is not constant reads features [B, S, ...]."""
-
-        def _opened(kernel, bias, shift):
-            logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
-            return torch.sigmoid(logits + bias.float() + shift)
-
-        if self.kind == "fixed":
-            keep = torch.sigmoid(self.bias.float())
-        else:
-            keep = _opened(self.kernel, self.bias, 1.0)
-        if self.kind == "lstm":
-            return keep * vectors + _opened(self.input_kernel, self.input_bias, -1.0) * update
-        return keep * vectors + (1 - keep) * update
-
-
-class StateCell(nn.Module):
-    """Updates the state vectors of a recurrent layer after each block, in float32."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config, width, heads = config, config.hidden_size, config.num_attention_heads
-        kernel, attended = (width, heads, config.head_dim), (2, heads, config.head_dim)
-        parameters(
-            self, initial=(config.states, width), norm=(width,), ids=(config.states, width),
-            keys=kernel, values=kernel, queries=kernel, cross_queries=kernel, scale=(heads,),
-            cross_scale=(heads,),
-        )  # fmt: skip
-        self.projects = config.gate_layout != "single"
-        self.has_mlp = config.gate_layout != "skip"
-        if self.projects:
-            parameters(self, output=(*attended, width))
-            self.output_gate = Gate(config, attended)
-        if self.projects and self.has_mlp:
-            parameters(self, mlp_norm=(width,))
-        if self.has_mlp:
-            inputs = (width,) if self.projects else attended
-            hidden = config.intermediate_size
-            parameters(self, mlp_in=(*inputs, hidden), mlp_out=(hidden, width))
-            self.mlp_gate = Gate(config, (hidden,))
-
-    def _project(self, vectors, *names):
-        h = rms_norm(vectors, self.norm) + self.ids.float()
-        for name in names:
-            y = torch.einsum("bsd,dhk->bshk", h, getattr(self, name).float())
-            yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
-
-    def memory(self, vectors):
-        """Returns keys and values of the state vectors, for the tokens of the next block."""
-        return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
-
-    def forward(self, vectors, keys, values):
-        """Returns the state vectors after a block whose keys and values are [B, X, H, K]."""
-        state_keys, state_values, queries, cross_queries = self._project(
-            vectors, "keys", "values", "queries", "cross_queries"
-        )
-        queries, cross_queries = (
-            x * scale.float()[:, None]
-            for x, scale in ((queries, self.scale), (cross_queries, self.cross_scale))
-        )
-        to_tokens = attend(cross_queries, keys.float(), values.float())
-        attended = torch.stack([attend(queries, state_keys, state_values), to_tokens], dim=2)
-        bound = torch.tanh if self.config.bounded_updates else lambda update: update
-        features = attended
-        if self.projects:
-            update = bound(torch.tensordot(attended, self.output.float(), 3))
-            vectors = self.output_gate(vectors, update, attended)
-            if not self.has_mlp:
-                return vectors
-            features = rms_norm(vectors, self.mlp_norm)
-        kernel = self.mlp_in.float()
-        hidden = torch.relu(torch.tensordot(features, kernel, kernel.dim() - 1))
-        return self.mlp_gate(vectors, bound(hidden @ self.mlp_out.float()), hidden)
-
-
 class Layer(nn.Module):
-    """A sliding-window layer, or a recurrent layer with state vectors; see `forward`."""
+    """A layer of any kind: tokens attend to a window, or read a matrix, or both; see `forward`."""
 
-    def __init__(self, config, recurs):
+    def __init__(self, config, index):
         super().__init__()
-        self.config, width, heads = config, config.hidden_size, config.num_attention_heads
-        kernel, attends_twice = (width, heads, config.head_dim), recurs or config.feedback
+        self.config, self.kind, width = config, config.kinds[index], config.hidden_size
+        self.window, self.sinks = config.windows[index], config.sinks[index]
+        self.speeds = config.rotary_speeds[config.rotary[index]] if config.rotary else None
+        self.attends = self.kind != "gated_delta_net"
+        parameters(self, norm=(width,))
+        if self.attends:
+            self._add_attention()
+        register_mlp(self, config)
+        self.cell = StateCell(config) if self.kind == "recurrent" else None
+        self.memory = DeltaMemory(config) if self.kind.endswith("gated_delta_net") else None
+        self.memory_size = 0
+        if self.kind == "gated_dense_memory":
+            self.memory_size = config.memory_size
+            parameters(self, memory_gate=(config.num_attention_heads,))
+
+    def _add_attention(self):
+        config, size, width = self.config, self.config.head_dim, self.config.hidden_size
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        attends_twice = self.kind == "recurrent" or config.feedback
         parameters(
-            self, norm=(width,), queries=kernel, keys=kernel, values=kernel, scale=(heads,),
-            output=(2 if attends_twice else 1, heads, config.head_dim, width),
-            mlp_norm=(width,), mlp_in=(width, config.intermediate_size),
-            mlp_out=(config.intermediate_size, width),
+            self, queries=(width, heads, size), keys=(width, groups, size),
+            values=(width, groups, size), scale=(heads,),
+            output=(2 if attends_twice else 1, heads, size, width),
         )  # fmt: skip
+        if config.attention_bias in ("qkv", "all"):
+            key_bias = (groups, size)
+            parameters(self, queries_bias=(heads, size), keys_bias=key_bias, values_bias=key_bias)
+        if config.attention_bias == "all":
+            parameters(self, output_bias=(width,))
+        if config.query_key_norms:
+            parameters(self, queries_norm=(size,), keys_norm=(size,))
+        if config.output_norms:
+            parameters(self, output_norm=(width,))
         if attends_twice:
-            parameters(self, cross_queries=kernel, cross_scale=(heads,))
+            parameters(self, cross_queries=(width, heads, size), cross_scale=(heads,))
         if config.position_bias:  # bias[:, 0] is added for the nearest key.
-            parameters(self, bias=(heads, config.window))
-        self.cell = StateCell(config) if recurs else None
+            parameters(self, bias=(heads, self.window))
 
     def new_state(self, batch):
         """Returns the LayerState before the first token; its window is empty or has zero keys."""
-        length = self.config.window if self.config.null_keys else 0
-        empty = self.keys.new_zeros(batch, length, *self.keys.shape[1:])
+        delta = self.memory.new_state(batch) if self.memory else None
+        if not self.attends:
+            return LayerState(None, None, delta=delta)
+        shape = self.keys.shape[1:]
+        empty = self.keys.new_zeros(batch, self.window if self.config.null_keys else 0, *shape)
+        state = LayerState(empty, empty, delta=delta)
+        if self.sinks:
+            none = self.keys.new_zeros(batch, 0, *shape)
+            state = state._replace(sinks=Memory(none, none))
         if self.cell is None:
-            return LayerState(empty, empty)
+            return state
         vectors = self.cell.initial.float().expand(batch, -1, -1)
-        return LayerState(empty, empty, vectors, self.cell.memory(vectors))
+        return state._replace(vectors=vectors, memory=self.cell.memory(vectors))
 
-    def _project(self, h, name, scale=None):
+    def forward(self, x, state, feedback, position):
+        """Returns outputs for x [B, T, D], and the LayerState.
+
+        `feedback` is a Memory to attend to, or None; `position` counts the tokens before x."""
+        config = self.config
+        h = model_norm(config, x, self.norm)
+        if self.memory is not None:
+            remembered, delta = self.memory(h, state.delta)
+            x, state = x + remembered, state._replace(delta=delta)
+        if self.attends:
+            x, state = self._attend(x, h, state, feedback, position)
+        return x + mlp(self, config, x), state
+
+    def _project(self, h, name):
         y = torch.einsum("btd,dhk->bthk", h, getattr(self, name))
-        if self.config.normalize_qk and name != "values":
+        if self.config.attention_bias != "none" and name != "cross_queries":
+            y = y + getattr(self, f"{name}_bias")
+        if name == "values":
+            return y
+        if self.config.query_key_norms:
+            y = model_norm(self.config, y, self.keys_norm if name == "keys" else self.queries_norm)
+        if self.config.normalize_qk:
             y = l2_normalize(y)
-        return y if scale is None else y * scale[:, None]
+        if name == "keys":
+            return y
+        scale = self.cross_scale if name == "cross_queries" else self.scale
+        return y * scale[:, None].to(y)
 
-    def forward(self, x, state, feedback):
-        """Returns outputs for x [B, T, D], and the LayerState; `feedback` is a Memory or None."""
-        h = rms_norm(x, self.norm)
-        queries = self._project(h, "queries", self.scale)
-        keys = torch.cat([state.keys, self._project(h, "keys")], dim=1)
-        values = torch.cat([state.values, self._project(h, "values")], dim=1)
-        attended = [self._attend_to_window(queries, keys, values)]
+    def _attend(self, x, h, state, feedback, position):
+        own = Memory(self._project(h, "keys"), self._project(h, "values"))
+        keys = torch.cat([state.keys, own.keys], dim=1)
+        values = torch.cat([state.values, own.values], dim=1)
+        state = state._replace(keys=keys, values=values)
+        if self.sinks and position < self.sinks:
+            sinks = zip(state.sinks, own, strict=True)
+            sinks = (torch.cat(pair, dim=1)[:, : self.sinks] for pair in sinks)
+            state = state._replace(sinks=Memory(*sinks))
+        attended = [self._attend_to_tokens(self._project(h, "queries"), state, position)]
         memory = feedback if self.cell is None else state.memory
         if memory is not None:
-            queries = self._project(h, "cross_queries", self.cross_scale)
-            attended.append(attend(queries, *memory))
-        x = x + torch.tensordot(torch.stack(attended, dim=2), self.output, 3)
-        hidden = torch.relu(rms_norm(x, self.mlp_norm) @ self.mlp_in)
-        return x + hidden @ self.mlp_out, state._replace(keys=keys, values=values)
+            attended.append(attend(self._project(h, "cross_queries"), *memory))
+        y = torch.tensordot(torch.stack(attended, dim=2), self.output, 3)
+        if self.config.attention_bias == "all":
+            y = y + self.output_bias
+        if self.config.output_norms:
+            y = model_norm(self.config, y, self.output_norm)
+        return x + y, state
 
-    def _attend_to_window(self, queries, keys, values):
-        config, before = self.config, keys.shape[1] - queries.shape[1]
-        places = torch.arange(keys.shape[1], device=keys.device)
-        distances = places[before:, None] - places - (0 if config.attend_to_self else 1)
-        seen = (distances >= 0) & (distances < config.window)
-        if config.rotary:
-            queries, keys = rotate(queries, before), rotate(keys, 0)
-        bias = self.bias[:, distances.clamp(0, config.window - 1)] if config.position_bias else None
-        return attend(queries, keys, values, bias, seen)
+    def _attend_to_tokens(self, queries, state, position):
+        """Returns attention [B, T, H, K] to the window, the sinks and the memory of past tokens."""
+        nearest, count = (0 if self.config.attend_to_self else 1), state.keys.shape[1]
+        farthest = self.window - 1 + nearest
+        places = torch.arange(position, position + queries.shape[1], device=queries.device)
+        first = position + queries.shape[1] - count
+        of_keys = torch.arange(first, first + count, device=queries.device)
+        distances = places[:, None] - of_keys
+        seen, bias, far_bias = (distances >= nearest) & (distances <= farthest), 0.0, 0.0
+        if self.config.position_bias:
+            table = self.bias.float()
+            bias, far_bias = (
+                table[:, (distances - nearest).clamp(0, self.window - 1)],
+                table[:, -1:],
+            )
+            far_bias = far_bias[..., None]
+        turned = self._rotated(queries, places - first)
+        parts = [part(turned, self._rotated(state.keys, of_keys - first), state.values, seen, bias)]
+        if self.sinks:
+            first_places = torch.arange(state.sinks.keys.shape[1], device=queries.device)
+            left = places[:, None] - first_places > farthest
+            turned = self._rotated(queries, places.clamp(max=farthest + self.sinks))
+            keys = self._rotated(state.sinks.keys, first_places)
+            parts.append(part(turned, keys, state.sinks.values, left, far_bias))
+        near = read(parts)
+        if not self.memory_size:
+            return near
+        block_start = position - position % self.config.block
+        seen = (distances > farthest) & (of_keys < block_start) & (of_keys >= self.sinks)
+        seen = seen & (of_keys >= block_start - self.memory_size)
+        turned = self._rotated(queries, torch.full_like(places, farthest + 1))
+        both = read([*parts, part(turned, state.keys, state.values, seen, far_bias)])
+        gate = torch.tanh(self.memory_gate.float())[:, None]
+        return (near.float() + gate * (both.float() - near.float())).to(near)
+
+    def _rotated(self, x, places):
+        return x if self.speeds is None else rotate(x, places, self.speeds)
 
     def end_block(self, state):
         """Returns the LayerState after a full block, with updated state vectors if it has any."""
-        first = state.keys.shape[1] - (self.config.window if self.config.cache else 0)
+        if not self.attends:
+            return state
+        size = max(self.window, self.memory_size) if self.config.cache else 0
+        first = max(state.keys.shape[1] - size, 0)
         after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
         if self.cell is None:
             return after
-        vectors = self.cell(state.vectors, state.keys, state.values)
+        heads = self.config.num_attention_heads
+        tokens = (by_query_head(z, heads) for z in (state.keys, state.values))
+        vectors = self.cell(state.vectors, *tokens)
         return after._replace(vectors=vectors, memory=self.cell.memory(vectors))
 
 
@@ -261,12 +231,11 @@ class Decoder(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, width = config, config.hidden_size
-        parameters(self, embedding=(config.vocab_size, width), norm=(width,))
-        recurrent = set(config.recurrent_layers)
-        self.layers = nn.ModuleList(
-            Layer(config, i in recurrent) for i in range(config.num_hidden_layers)
-        )
+        self.config, shape = config, (config.vocab_size, config.hidden_size)
+        parameters(self, embedding=shape, norm=shape[1:])
+        if not config.tied_output:
+            parameters(self, output=shape)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
 
     def forward(self, input_ids, state=None):
         """Returns the Output for ids [B, T] that follow `state`, or begin a text if it is None."""
@@ -274,35 +243,37 @@ class Decoder(nn.Module):
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
             state = State(tuple(layer.new_state(len(input_ids)) for layer in self.layers), 0)
-        logits, window = [], self.config.window
+        logits, config = [], self.config
+        weights = self.embedding if config.tied_output else self.output
         while input_ids.shape[1]:
-            count = window - state.position
+            count = config.block - state.position % config.block
             piece, input_ids = input_ids[:, :count], input_ids[:, count:]
-            x, state = self._read(self.embedding[piece], state)
-            product = rms_norm(x, self.norm) @ self.embedding.T
-            logits.append(product.float() * self.config.logit_scale)
-        return Output(torch.cat(logits, dim=1), state)
+            x = self.embedding[piece]
+            if config.embedding_scaled:
+                x = x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
+            x, state = self._read(x, state)
+            logits.append((model_norm(config, x, self.norm) @ weights.T).float())
+        return Output(torch.cat(logits, dim=1) * config.logit_scale, state)
 
     def _read(self, x, state):
         """Reads tokens up to the end of the open block."""
-        feedback = None
+        feedback, layers = None, []
         if self.config.feedback:  # Every layer attends to the memory of the last recurrent layer.
-            feedback = state.layers[max(self.config.recurrent_layers)].memory
-        layers = []
+            last = max(i for i, kind in enumerate(self.config.kinds) if kind == "recurrent")
+            feedback = state.layers[last].memory
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x, layer_state = layer(x, layer_state, feedback)
+            x, layer_state = layer(x, layer_state, feedback, state.position)
             layers.append(layer_state)
         position = state.position + x.shape[1]
-        if position == self.config.window:
+        if position % self.config.block == 0:
             layers = [layer.end_block(s) for layer, s in zip(self.layers, layers, strict=True)]
-            position = 0
         return x, State(tuple(layers), position)
 
     @torch.no_grad()
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
         """Yields new tokens [B] without end, each with the state before it, so that
         forward(token[:, None], state) continues the text. See `generate` for the options."""
-        for piece in input_ids.split(self.config.window, dim=1):  # This bounds the logits' size.
+        for piece in input_ids.split(self.config.block, dim=1):  # This bounds the logits' size.
             logits, state = self(piece, state)
         while True:
             if do_sample:
@@ -313,12 +284,22 @@ class Decoder(nn.Module):
             yield token, state
             logits, state = self(token[:, None], state)
 
-    def generate(self, input_ids, max_new_tokens=500, **options):
-        """Returns ids [B, T + max_new_tokens]. Options: do_sample (default: greedy), temperature,
-        top_k and top_p as in transformers, a torch.Generator, the state before input_ids."""
-        tokens, stream = [input_ids], self.stream(input_ids, **options)
+    def generate(self, input_ids, max_new_tokens=500, eos_token_id=None, **options):
+        """Returns ids [B, T + new tokens]. Options: do_sample (default: greedy), temperature, top_k
+        and top_p as in transformers, a torch.Generator, the state before input_ids. The texts end
+        when each has an id of eos_token_id (default: those of config.json); the rest of a text that
+        ended earlier is filled with the first of these ids."""
+        ends = self.config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=input_ids.dtype)
+        ends, stream = ends.to(input_ids.device), self.stream(input_ids, **options)
+        tokens, ended = [input_ids], torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
         for _ in range(max_new_tokens):
-            tokens.append(next(stream)[0][:, None])
+            token = next(stream)[0]
+            token = torch.where(ended, ends[0], token) if len(ends) else token
+            tokens.append(token[:, None])
+            ended |= torch.isin(token, ends)
+            if ended.all():
+                break
         return torch.cat(tokens, dim=1)
 
 
@@ -349,8 +330,11 @@ def load(directory, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
-OPTIONS = "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "generator", "state"
-IGNORED = "max_length", "pad_token_id", "eos_token_id", "bos_token_id", "use_cache", "tokenizer"
+OPTIONS = (
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "generator", "state",
+    "eos_token_id",
+)  # fmt: skip
+IGNORED = "max_length", "pad_token_id", "bos_token_id", "use_cache", "tokenizer"
 
 
 def refuse_padding(attention_mask):

@@ -24,8 +24,9 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
-# The comparison reads this number of segments, and generates this number of tokens.
-SEGMENTS, WRITTEN = 3, 32
+# The comparison reads this number of segments, and generates this number of tokens. Models with
+# sinks need more segments.
+SEGMENTS, MOST_SEGMENTS, WRITTEN = 3, 18, 32
 
 
 def compare(
@@ -105,14 +106,17 @@ def segment_logits(
 
 def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     torch, rng = importlib.import_module("torch"), np.random.default_rng(0)
-    segments = list(rng.integers(model.vocab_size, size=(SEGMENTS, 2, model.block_length)))
+    # Sinks leave the window of a token only after the window is full.
+    beyond = max(model.windows) // model.block_length + 1
+    count = min(max(SEGMENTS, beyond + 1), MOST_SEGMENTS) if model.sliding.sinks else SEGMENTS
+    segments = list(rng.integers(model.vocab_size, size=(count, 2, model.block_length)))
     pieces, state = [], None
     with torch.no_grad():
         for tokens in segments:
             y, state = theirs(torch.from_numpy(tokens), state)
             pieces.append(y.numpy())
     expected = segment_logits(params, model, segments)
-    name = f"{SEGMENTS} segments read by brt"
+    name = f"{count} segments read by brt"
     return reports.check_logits(np.concatenate(pieces, axis=1), expected, name, rounding)
 
 
@@ -121,7 +125,8 @@ def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float
     torch, window = importlib.import_module("torch"), model.block_length
     size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
-    text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN).numpy()
+    text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN, eos_token_id=[])
+    text = text.numpy()
     padded = np.pad(text, ((0, 0), (0, -text.shape[1] % window)))
     expected = segment_logits(params, model, [padded])[0, size - 1 : text.shape[1] - 1]
     chosen = np.take_along_axis(expected, text[0, size:, None], axis=1)[:, 0]

@@ -1,0 +1,279 @@
+"""Parts of the layers of modeling_brt.py: attention, recurrent states, a delta memory, and the MLP.
+
+Letters in shapes: B texts, T tokens, X keys, S states or sinks, D model width, H heads of queries,
+G heads of keys (each serves H / G heads of queries), K head size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+CONVOLVED = 4  # The convolution of `DeltaMemory` reads this many tokens.
+ACTIVATIONS = {
+    "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}  # fmt: skip
+
+
+class Memory(NamedTuple):
+    """Keys and values [B, S, G, K] of recurrent states or of sinks, to which tokens attend."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class DeltaState(NamedTuple):
+    """Matrices [B, h, K, V], and inputs of the convolution [B, 3, h, R], of a `DeltaMemory`."""
+
+    matrices: torch.Tensor
+    inputs: torch.Tensor
+
+
+class LayerState(NamedTuple):
+    """What a layer remembers: keys and values [B, X, G, K] of the last tokens, and, in layers that
+    have them, state vectors [B, S, D] with their keys and values, sinks, and a delta state."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    vectors: torch.Tensor | None = None
+    memory: Memory | None = None
+    sinks: Memory | None = None
+    delta: DeltaState | None = None
+
+
+def rms_norm(x, scale, epsilon=1e-6, offset=0.0):
+    """Returns x normalised by its root mean square over the last axis, times offset + scale."""
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * inverse * (offset + scale.float())).to(x)
+
+
+def model_norm(config, x, scale):
+    """Returns x after a norm of the model, whose epsilon and offset are settings."""
+    return rms_norm(x, scale, config.rms_norm_eps, float(config.norm_offset))
+
+
+def l2_normalize(x):
+    """Returns x normalised to length 1 over the last axis."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x)
+
+
+def rotate(x, places, speeds):
+    """Returns x [B, T, H, K] rotated by places [T] times speeds [K / 2], in radians."""
+    speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
+    angles = torch.outer(places.to(torch.float64), speeds)[:, None]
+    cosines, sines = angles.cos().float(), angles.sin().float()
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
+
+
+def by_query_head(x, heads):
+    """Returns keys or values [B, X, G, K] repeated for all heads of queries, [B, X, H, K]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+class Part(NamedTuple):
+    """Logits [B, H, T, X] of tokens to some keys, the mask [T, X] of those that a token sees, and
+    their values [B, X, H, K]."""
+
+    logits: torch.Tensor
+    seen: torch.Tensor
+    values: torch.Tensor
+
+
+def part(queries, keys, values, seen, bias=0.0):
+    """Returns the `Part` of queries [B, T, H, K] and of keys and values [B, X, G, K]."""
+    heads = queries.shape[2]
+    logits = torch.einsum("bqhk,bxhk->bhqx", queries, by_query_head(keys, heads)).float()
+    return Part(logits + bias, seen, by_query_head(values, heads))
+
+
+def read(parts):
+    """Returns the output [B, T, H, K] of one softmax over parts; 0 for tokens that see nothing."""
+    seen = torch.cat([p.seen for p in parts], dim=-1)
+    values = torch.cat([p.values for p in parts], dim=1)
+    logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen, -1e6)
+    weights = torch.softmax(logits, dim=-1) * seen
+    return torch.einsum("bhqx,bxhk->bqhk", weights.to(values), values)
+
+
+def attend(queries, keys, values):
+    """Returns the output [B, Q, H, K] of attention to all keys [B, X, H, K]."""
+    seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device)
+    return read([part(queries, keys, values, seen)])
+
+
+def parameters(module, **shapes):
+    """Registers zero parameters of these names and shapes in a module; `load` fills them."""
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+class Gate(nn.Module):
+    """A gate that combines old state vectors with their update. Some gates depend on features."""
+
+    def __init__(self, config, features):
+        super().__init__()
+        self.kind, width = config.gate, config.hidden_size
+        parameters(self, bias=(width,))
+        if self.kind != "fixed":
+            parameters(self, kernel=(*features, width))
+        if self.kind == "lstm":
+            parameters(self, input_bias=(width,), input_kernel=(*features, width))
+
+    def forward(self, vectors, update, features):
+        """Returns new vectors [B, S, D]; a gate that is not constant reads features [B, S, ...]."""
+
+        def _opened(kernel, bias, shift):
+            logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
+            return torch.sigmoid(logits + bias.float() + shift)
+
+        if self.kind == "fixed":
+            keep = torch.sigmoid(self.bias.float())
+        else:
+            keep = _opened(self.kernel, self.bias, 1.0)
+        if self.kind == "lstm":
+            return keep * vectors + _opened(self.input_kernel, self.input_bias, -1.0) * update
+        return keep * vectors + (1 - keep) * update
+
+
+class StateCell(nn.Module):
+    """Updates the state vectors of a recurrent layer after each block, in float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, width, heads = config, config.hidden_size, config.num_attention_heads
+        kernel, attended = (width, heads, config.head_dim), (2, heads, config.head_dim)
+        parameters(
+            self, initial=(config.states, width), norm=(width,), ids=(config.states, width),
+            keys=kernel, values=kernel, queries=kernel, cross_queries=kernel, scale=(heads,),
+            cross_scale=(heads,),
+        )  # fmt: skip
+        self.projects = config.gate_layout != "single"
+        self.has_mlp = config.gate_layout != "skip"
+        if self.projects:
+            parameters(self, output=(*attended, width))
+            self.output_gate = Gate(config, attended)
+        if self.projects and self.has_mlp:
+            parameters(self, mlp_norm=(width,))
+        if self.has_mlp:
+            inputs = (width,) if self.projects else attended
+            hidden = config.intermediate_size
+            parameters(self, mlp_in=(*inputs, hidden), mlp_out=(hidden, width))
+            self.mlp_gate = Gate(config, (hidden,))
+
+    def _project(self, vectors, *names):
+        h = rms_norm(vectors, self.norm) + self.ids.float()
+        for name in names:
+            y = torch.einsum("bsd,dhk->bshk", h, getattr(self, name).float())
+            yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
+
+    def memory(self, vectors):
+        """Returns keys and values of the state vectors, for the tokens of the next block."""
+        return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
+
+    def forward(self, vectors, keys, values):
+        """Returns the state vectors after a block whose keys and values are [B, X, H, K]."""
+        state_keys, state_values, queries, cross_queries = self._project(
+            vectors, "keys", "values", "queries", "cross_queries"
+        )
+        queries, cross_queries = (
+            x * scale.float()[:, None]
+            for x, scale in ((queries, self.scale), (cross_queries, self.cross_scale))
+        )
+        to_tokens = attend(cross_queries, keys.float(), values.float())
+        attended = torch.stack([attend(queries, state_keys, state_values), to_tokens], dim=2)
+        bound = torch.tanh if self.config.bounded_updates else lambda update: update
+        features = attended
+        if self.projects:
+            update = bound(torch.tensordot(attended, self.output.float(), 3))
+            vectors = self.output_gate(vectors, update, attended)
+            if not self.has_mlp:
+                return vectors
+            features = rms_norm(vectors, self.mlp_norm)
+        kernel = self.mlp_in.float()
+        hidden = torch.relu(torch.tensordot(features, kernel, kernel.dim() - 1))
+        return self.mlp_gate(vectors, bound(hidden @ self.mlp_out.float()), hidden)
+
+
+class DeltaMemory(nn.Module):
+    """The memory of Gated DeltaNet (Yang et al. 2024): each token decays and corrects a matrix."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, width = config, config.hidden_size
+        heads, key, value = self.sizes = tuple(config.delta_sizes)
+        parameters(
+            self, queries=(width, heads, key), keys=(width, heads, key),
+            values=(width, heads, value), gate=(width, heads, value), strength=(width, heads),
+            convolution=(CONVOLVED, heads, 2 * key + value), step=(width, heads),
+            step_bias=(heads,), rate=(heads,), read_norm=(value,), output=(heads, value, width),
+        )  # fmt: skip
+
+    def new_state(self, batch):
+        """Returns the `DeltaState` before the first token of a text."""
+        heads, key, value = self.sizes
+        matrices = torch.zeros(batch, heads, key, value, device=self.rate.device)
+        return DeltaState(
+            matrices, self.rate.new_zeros(batch, CONVOLVED - 1, heads, 2 * key + value)
+        )
+
+    def forward(self, h, state):
+        """Returns outputs [B, T, D] for normalised vectors h [B, T, D], and the next state."""
+        names = "queries", "keys", "values"
+        projected = [torch.einsum("btd,dhk->bthk", h, getattr(self, name)) for name in names]
+        inputs = torch.cat([state.inputs, torch.cat(projected, dim=-1)], dim=1)
+        length, key = h.shape[1], self.sizes[1]
+        convolved = sum(
+            inputs[:, back : back + length] * self.convolution[back] for back in range(CONVOLVED)
+        )
+        queries, keys, values = F.silu(convolved).split([key, key, self.sizes[2]], dim=-1)
+        queries, keys = l2_normalize(queries) * key**-0.5, l2_normalize(keys)
+        step = torch.tensordot(h, self.step, 1).float() + self.step_bias.float()
+        decay = torch.exp(-self.rate.float().exp() * F.softplus(step))
+        strength = torch.sigmoid(torch.tensordot(h, self.strength, 1).float())
+        matrices, outputs = state.matrices, []
+        for t in range(length):
+            k, v, q = keys[:, t].float(), values[:, t].float(), queries[:, t].float()
+            matrices = decay[:, t, :, None, None] * matrices
+            wrong = v - torch.einsum("bhk,bhkv->bhv", k, matrices)
+            matrices = matrices + k[..., None] * (strength[:, t, :, None] * wrong)[..., None, :]
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q, matrices))
+        y = model_norm(self.config, torch.stack(outputs, dim=1), self.read_norm).to(h)
+        y = y * F.silu(torch.einsum("btd,dhk->bthk", h, self.gate))
+        y = torch.tensordot(y, self.output, 2)
+        return y, DeltaState(matrices, inputs[:, length:])
+
+
+def register_mlp(module, config):
+    """Registers the parameters of the MLP of a layer, with its norms, in the module."""
+    width, hidden = config.hidden_size, config.intermediate_size
+    shapes = {"mlp_norm": (width,), "mlp_in": (width, hidden), "mlp_out": (hidden, width)}
+    if config.mlp_bias:
+        shapes |= {"mlp_in_bias": (hidden,), "mlp_out_bias": (width,)}
+    if config.gated_mlp:
+        shapes |= {"mlp_gate": (width, hidden)}
+        shapes |= {"mlp_gate_bias": (hidden,)} if config.mlp_bias else {}
+    if config.output_norms:
+        shapes["mlp_output_norm"] = (width,)
+    parameters(module, **shapes)
+
+
+def mlp(module, config, x):
+    """Returns the output of the MLP [B, T, D], to which `register_mlp` has given its parameters."""
+
+    def _dense(z, name):
+        y = z @ getattr(module, name)
+        return y + getattr(module, f"{name}_bias") if config.mlp_bias else y
+
+    h = model_norm(config, x, module.mlp_norm)
+    activation, hidden = ACTIVATIONS[config.hidden_act], _dense(h, "mlp_in")
+    if config.gated_mlp:
+        hidden = hidden * activation(_dense(h, "mlp_gate"))
+    else:
+        hidden = activation(hidden)
+    y = _dense(hidden, "mlp_out")
+    return model_norm(config, y, module.mlp_output_norm) if config.output_norms else y
