@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted((ROOT / "brt").rglob("*.py"))
+# Files with such names are copied into the directories of exported models and run there. They are
+# not modules of brt.
+EXPORTED = sorted((ROOT / "brt").rglob("*_brt.py"))
+FILES = sorted({*(ROOT / "brt").rglob("*.py")} - {*EXPORTED})
 
 
 def module_of(file: Path) -> str:

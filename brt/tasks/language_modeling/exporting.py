@@ -29,7 +29,8 @@ def export(source: ExportSource) -> Exported:
             f"{source.path} has a decoder for which transformers has no class; export it "
             "without --plain"
         )
-    decoder, write, notes = TrainedDecoder(source.params, model, opened.bos_id), to_format, ()
+    decoder, write = TrainedDecoder(source.params, model, opened.bos_id), to_format
+    notes: tuple[str, ...] = ()
     if family and (source.plain or causal.is_same_function(model, family)):
         write = causal.to_format
     elif family:
