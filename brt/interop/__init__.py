@@ -1,1 +1,1 @@
-"""Import and export of models of other libraries."""
+"""Import of models from other libraries, and export of models to the formats of other libraries."""

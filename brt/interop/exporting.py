@@ -1,4 +1,8 @@
-"""Common structure of all exports to another library's format."""
+"""Types that all exports to the format of another library have in common.
+
+A task makes an `Exported` from the `ExportSource` of a trained run. `Exported.to_format` computes
+the `ExportFormat`, which is everything that is written.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,22 +14,25 @@ from jaxtyping import Array, PyTree
 from brt.config import Config
 from brt.errors import CheckpointError
 
-# transformers expects tokenizer files under these names, by the suffix of brt's file.
+# The keys are suffixes of brt's tokenizer files, and the values are the names under which
+# transformers expects these files.
 NAMES = {".model": "spiece.model", ".json": "tokenizer.json"}
 
 
 class ExportFormat(NamedTuple):
-    """Content of an exported directory.
+    """The content of an exported directory, before it is written.
 
     Attributes:
-      summary: one line that describes the model.
+      summary: one line for the user that describes the model.
       settings: JSON objects by file name, including config.json.
-      arrays: float32 arrays by name.
-      verify: function that compares the model in the written directory, which is its argument, with
-        the original model. It yields lines about the comparison, and raises CheckpointError if the
-        models differ.
-      code: files of Python code that is needed to load the model, if no library contains it.
-      notes: differences in what the exported model computes.
+      arrays: the float32 weights by the other library's names.
+      verify: a function that compares the model in the written directory, which is the function's
+        argument, with the original model. The function yields lines of a report for the user, and
+        raises CheckpointError if the models differ.
+      code: paths of Python files to copy into the directory, if no library contains the code that
+        loads the model.
+      notes: lines for the user about differences between what the exported model computes and what
+        the original model computes.
     """
 
     summary: str
@@ -40,10 +47,10 @@ class ExportSource(NamedTuple):
     """A trained run whose model is to be exported.
 
     Attributes:
-      path: directory of the run, for messages.
-      config: config of the run.
-      params: trained parameters.
-      tokenizer: function that opens the tokenizer of the run, for formats that include one.
+      path: the directory of the run, for messages.
+      config: the config of the run.
+      params: the trained parameters.
+      tokenizer: a function that opens the tokenizer of the run, for formats that include one.
       plain: True asks for a class of transformers, even if the class attends to the whole context
         where the model has a window. Only language models read this field, because other models
         have no other form.
@@ -57,16 +64,17 @@ class ExportSource(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A model to export, with the functions that write it.
+    """A model that can be exported, with the functions that export it.
 
     Attributes:
-      source: path that the model comes from.
-      model: parameters and settings of the model, in the form that `to_format` takes.
-      to_format: function of the model and a dtype that returns the content of the exported
-        directory; raises CheckpointError if the model cannot be expressed in the format.
-      copy_tokenizer: function that writes the tokenizer's files into a directory and returns their
-        names.
-      notes: further notes for users of the exported model.
+      source: the directory that the model comes from, for messages.
+      model: the parameters and settings of the model, in the form that `to_format` takes.
+      to_format: a function that returns the content of the exported directory. The arguments are
+        `model` and the name of the dtype of the written weights. The function raises
+        CheckpointError if the format cannot express the model.
+      copy_tokenizer: a function that writes the tokenizer's files into a directory and returns the
+        names of the files.
+      notes: further lines for users of the exported model, in addition to `ExportFormat.notes`.
     """
 
     source: Path
@@ -77,8 +85,8 @@ class Exported(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns the error for a run whose model no other library has; `source` is the directory of
-    the run.
+    """Returns the error to raise for a run whose model no other library has. `source` is the
+    directory of the run, for the message.
     """
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "

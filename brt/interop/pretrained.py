@@ -1,7 +1,9 @@
 """Reads and writes directories of converted encoder-decoders, from which training can start.
 
-params.safetensors   float32 parameters with brt's names, by layer
-model.json           the sections Seq2Seq and CrossAttention
+`brt.convert --to=brt` writes such a directory from a Hugging Face checkpoint. It contains:
+
+params.safetensors   float32 parameters with brt's names, an array for each layer
+model.json           the sections Seq2Seq and CrossAttention of the config
 generation.json      special tokens and generation settings
 ...                  unchanged files of the tokenizer
 """
@@ -37,11 +39,11 @@ TOKENIZER_FILES = (
 
 
 class Pretrained(NamedTuple):
-    """A converted encoder-decoder.
+    """An encoder-decoder in the form in which it is converted from and to Hugging Face's format.
 
     Attributes:
-      params: float32 parameters of `brt.models.seq2seq.Seq2Seq`.
-      described: settings, special tokens and generation settings.
+      params: the float32 parameters of `brt.models.seq2seq.Seq2Seq`.
+      described: the model's settings, special tokens and generation settings.
     """
 
     params: dict[str, Any]
@@ -49,8 +51,8 @@ class Pretrained(NamedTuple):
 
 
 def save(directory: Path, pretrained: Pretrained) -> None:
-    """Writes all files of a converted model into an existing directory, except the tokenizer's
-    files.
+    """Writes all files of a converted encoder-decoder into an existing directory, except the files
+    of the tokenizer.
     """
     described = pretrained.described
     write_params(directory, pretrained.params)
@@ -72,8 +74,8 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
     Args:
       directory: the directory.
-      cross: settings of cross-attention that replace the saved ones; parameters that the directory
-        lacks are initialised. None keeps the saved settings.
+      cross: settings of cross-attention that replace the saved settings; None keeps the saved
+        settings. Parameters that the new settings need and the directory lacks are initialised.
 
     Raises:
       CheckpointError: a file is missing, damaged, of a newer format, or contradicts another file.
@@ -88,7 +90,7 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
 
 def write_params(directory: Path, params: dict[str, Any]) -> None:
-    """Writes the float32 parameters of a `Seq2Seq` to an existing directory, one array per layer.
+    """Writes the float32 parameters of a model to an existing directory, one array per layer.
 
     Args:
       directory: the directory.
@@ -99,7 +101,8 @@ def write_params(directory: Path, params: dict[str, Any]) -> None:
 
 
 def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Returns the float32 parameters of a directory as the nested dictionary that `Seq2Seq` takes.
+    """Returns the float32 parameters in a directory as the nested dictionary that `Seq2Seq` or
+    `EncoderWithHead` takes.
 
     The file has one array per layer, such as "encoder/layers_0/mlp/wi/kernel". In the nested
     dictionary, the arrays of all layers are stacked along a new first axis, as in {"encoder":
@@ -107,7 +110,7 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
 
     Args:
       directory: the directory.
-      expected: the shape of each array of the file, by its name.
+      expected: the shape that each array of the file must have, by the array's name.
 
     Raises:
       CheckpointError: parameters are missing, damaged, or have other names or shapes.
@@ -125,10 +128,11 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
 
 
 def describe(directory: Path) -> Described:
-    """Returns the settings that a directory contains, without reading the parameters.
+    """Returns the settings of the encoder-decoder in a directory, without reading the parameters.
 
     Raises:
-      CheckpointError: the files are missing, damaged or of a newer format.
+      CheckpointError: the files are missing, damaged or of a newer format, or describe an encoder
+        without a decoder.
     """
     if not (directory / MODEL).is_file():
         raise CheckpointError(
@@ -153,7 +157,7 @@ def describe(directory: Path) -> Described:
 
 
 def read_model(directory: Path) -> dict[str, Any]:
-    """Returns the content of model.json.
+    """Returns the content of a directory's model.json: sections of a config by name.
 
     Raises:
       CheckpointError: the file is damaged or of a newer format.
@@ -167,8 +171,8 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies the existing files of `TOKENIZER_FILES` from one directory to another, and returns
-    their names.
+    """Copies those files of `TOKENIZER_FILES` that exist from one directory to another, and returns
+    the names of the copied files.
     """
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
@@ -177,5 +181,5 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def parameter_count(params: Any) -> int:
-    """Returns the number of elements of all arrays in a tree."""
+    """Returns the number of elements of all arrays in a tree of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

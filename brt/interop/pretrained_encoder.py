@@ -1,7 +1,10 @@
 """Reads and writes directories of converted encoders, from which training can start.
 
-params.safetensors   float32 parameters with brt's names, by layer
-model.json           the section Encoder, the task of the head, other entries of config.json
+`brt.convert --to=brt` writes such a directory from a RoBERTa checkpoint. It contains:
+
+params.safetensors   float32 parameters with brt's names, an array for each layer
+model.json           the config's section Encoder, the task of the head, and those entries of
+                     Hugging Face's config.json that brt does not use
 ...                  unchanged files of the tokenizer
 """
 
@@ -20,11 +23,11 @@ from brt.models.seq2seq import extended
 
 
 class PretrainedEncoder(NamedTuple):
-    """A converted encoder.
+    """An encoder in the form in which it is converted from and to Hugging Face's format.
 
     Attributes:
-      params: float32 parameters of `brt.models.encoder.EncoderWithHead`.
-      described: settings of the encoder, and the task of its head.
+      params: the float32 parameters of `brt.models.encoder.EncoderWithHead`.
+      described: the settings of the encoder, and the task of its head.
     """
 
     params: dict[str, Any]
@@ -40,8 +43,8 @@ def is_one(directory: Path) -> bool:
 
 
 def save(directory: Path, pretrained: PretrainedEncoder) -> None:
-    """Writes all files of a converted encoder into an existing directory, except the tokenizer's
-    files.
+    """Writes all files of a converted encoder into an existing directory, except the files of the
+    tokenizer.
     """
     described = pretrained.described
     write_params(directory, pretrained.params)
@@ -62,7 +65,7 @@ def load(directory: Path) -> PretrainedEncoder:
 
 
 def describe(directory: Path) -> Described:
-    """Returns the settings that a directory contains, without reading the parameters.
+    """Returns the settings of the encoder in a directory, without reading the parameters.
 
     Raises:
       CheckpointError: a file is missing, damaged or of a newer format.
@@ -78,12 +81,16 @@ def describe(directory: Path) -> Described:
 def extend_positions(
     pretrained: PretrainedEncoder, length: int, method: str = "copy"
 ) -> PretrainedEncoder:
-    """Returns the encoder with learned positions for `length` tokens.
+    """Returns the encoder with a longer table of learned positions.
 
     Args:
       pretrained: the encoder.
-      length: new number of positions.
-      method: values of the new positions: "copy" repeats the table, and "interpolate" stretches it.
+      length: the new number of positions.
+      method: how the new positions are computed: "copy" repeats the table from its start, and
+        "interpolate" stretches it.
+
+    Raises:
+      ConfigError: the method is unknown, or there would be fewer positions.
     """
     params, described = pretrained
     inputs = params["encoder"]["inputs"]

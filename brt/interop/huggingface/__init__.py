@@ -1,1 +1,3 @@
-"""Reads and writes Hugging Face checkpoints of T5, LongT5 and BART without transformers."""
+"""Reads and writes Hugging Face checkpoints without transformers. The modules of this folder are
+for T5, LongT5 and BART, and its sub-packages are for other models.
+"""

@@ -1,4 +1,5 @@
-"""Conversion of config.json and generation_config.json to and from brt's settings.
+"""Conversion of config.json and generation_config.json of T5, LongT5 and BART to and from brt's
+settings.
 
 In this package, `ours` stands for names, arrays and settings of brt, and `theirs` for names, arrays
 and settings of Hugging Face.
@@ -13,8 +14,8 @@ from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
-# config.json contains brt's settings of cross-attention under this key. transformers ignores and
-# keeps keys that it does not know.
+# An export writes brt's settings of cross-attention into config.json under this key. transformers
+# ignores keys that it does not know, but writes them again when it saves the model.
 CROSS_KEY = "brt_cross_attention"
 GENERATION = (
     "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
@@ -60,16 +61,16 @@ _ENCODERS = {"local": "local", "transient-global": "transient_global"}
 
 
 class Described(NamedTuple):
-    """Settings of an encoder-decoder model without its parameters.
+    """Everything that describes an encoder-decoder except its parameters.
 
     Attributes:
       model: sizes and kinds of the layers.
       cross: settings of cross-attention.
-      special: special ids.
+      special: the ids of special tokens.
       generation: generation settings under Hugging Face's names.
-      tasks: generation settings that a checkpoint has for single tasks, such as "summarization", by
-        the name of the task. They override `generation` if the user requests this task; `prefix` is
-        a text that is put before each source.
+      tasks: generation settings for single tasks, such as "summarization", by the name of the task.
+        They override `generation` if the user requests the task. Their entry `prefix` is a text
+        that is put before each source.
     """
 
     model: Seq2Seq
@@ -87,7 +88,8 @@ def from_theirs(
     Args:
       config: content of config.json.
       generation: content of generation_config.json, which overrides `config`; may be empty.
-      tied: True if logits are computed with the embedding. The weights show this, not config.json.
+      tied: True if logits are computed with the embedding. The caller finds out from the weights,
+        because config.json does not tell.
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
@@ -117,11 +119,11 @@ def from_theirs(
 def convert_fields(
     section: str, table: Mapping[str, str], config: Mapping[str, Any], file: str = "config.json"
 ) -> dict[str, Any]:
-    """Returns the fields of a section of brt's config, with values from a Hugging Face config.
+    """Returns fields of a section of brt's config, with values from a Hugging Face config.
 
     Args:
       section: the name of the section of brt's config.
-      table: Hugging Face's name of each field.
+      table: Hugging Face's name of each field, by brt's name.
       config: the content of Hugging Face's file.
       file: the name of Hugging Face's file, for error messages.
 
@@ -167,8 +169,8 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scales_logits(config: Mapping[str, Any]) -> bool:
     scaled = config.get("scale_decoder_outputs")
-    # Before transformers 5, tie_word_embeddings distinguished T5 1.0, which scales its logits, from
-    # T5 1.1.
+    # Files of transformers before version 5 lack scale_decoder_outputs. In these files,
+    # tie_word_embeddings distinguishes T5 1.0, which scales its logits, from T5 1.1.
     return config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
 
 
@@ -213,7 +215,7 @@ def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[st
       dtype: the dtype of the weights.
 
     Raises:
-      CheckpointError: a setting has no counterpart.
+      CheckpointError: a setting has no counterpart in Hugging Face's format.
     """
     model = described.model
     if model.family == "bart" and model.encoder_attention != "full":
@@ -269,14 +271,15 @@ def _to_bart(model: Seq2Seq) -> dict[str, Any]:
 
 
 def decoding(described: Described, task: str = "") -> Decoding:
-    """Returns the generation settings of a checkpoint as a section of brt's config.
+    """Returns the generation settings of a checkpoint as the section Decoding of brt's config.
 
     Args:
       described: the settings of the checkpoint.
-      task: one of `described.tasks`, whose settings are used; "" for the default settings.
+      task: a key of `described.tasks`, whose settings override the checkpoint's default settings;
+        "" for the default settings.
 
     Raises:
-      CheckpointError: the task is unknown.
+      CheckpointError: the task is unknown, or a setting is not supported.
     """
     if task and task not in described.tasks:
         raise CheckpointError(f"no task {task!r}; the checkpoint knows {list(described.tasks)}")

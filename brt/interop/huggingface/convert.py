@@ -1,4 +1,8 @@
-"""Converts Hugging Face checkpoints to directories that training can start from, and back."""
+"""Converts Hugging Face checkpoints to directories that training can start from, and back.
+
+`python -m brt.convert` calls `from_hf` for encoder-decoders and encoders, and `to_hf` for all
+models. The format of the directories is explained in `brt.interop.pretrained`.
+"""
 
 import dataclasses
 import shutil
@@ -17,14 +21,14 @@ from brt.models import seq2seq
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
-    """Reads a Hugging Face checkpoint.
+    """Reads a Hugging Face checkpoint of T5, LongT5 or BART.
 
     Args:
       directory: the directory of the checkpoint.
 
     Returns:
-      The model in brt's form; the arrays of the checkpoint by name; and the imported parameters
-      with the names that have no counterpart.
+      The converted model; the arrays of the checkpoint by Hugging Face's names; and the result of
+      the import, which lists the parameters and arrays that have no counterpart.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or of an unsupported architecture.
@@ -42,15 +46,17 @@ def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Im
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts a Hugging Face checkpoint, and yields lines that report what was done.
+    """Converts a Hugging Face checkpoint (T5, LongT5, BART or RoBERTa) to brt's format, and yields
+    lines of a report for the user.
 
     Args:
-      source: directory of the checkpoint.
-      target: directory to write.
+      source: the directory of the checkpoint.
+      target: the directory to write, which must be empty or missing.
       verified: True compares the converted model with the original.
-      positions: number of positions to which BART's table of positions is extended; 0 keeps the
-        table.
-      method: values of the new positions: "copy" repeats the table, and "interpolate" stretches it.
+      positions: the number of positions to which the table of learned positions (BART, RoBERTa) is
+        extended; 0 keeps the table.
+      method: how the new positions are computed: "copy" repeats the table from its start, and
+        "interpolate" stretches it.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.
@@ -78,17 +84,22 @@ def from_hf(
 
 
 def to_format(model: Pretrained, dtype: str) -> ExportFormat:
-    """Returns an encoder-decoder in the format of Hugging Face's T5, LongT5 or BART.
+    """Returns the content of a Hugging Face checkpoint of T5, LongT5 or BART for a model.
 
     Args:
       model: the model.
-      dtype: dtype of the written weights, as config.json names it.
+      dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
+
+    Raises:
+      CheckpointError: the model has settings or parameters without a counterpart in the format.
     """
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields lines that compare the model in `directory` with the model that was exported."""
+        """Yields the lines of a report that compares the model in `directory` with the model that
+        was exported.
+        """
         reloaded, arrays, _ = read(directory)
         compared = {name: exported[name] for name in arrays}
         return _compare(model, reloaded, compared, directory, arrays)
@@ -106,13 +117,13 @@ def to_format(model: Pretrained, dtype: str) -> ExportFormat:
 def to_hf(
     exported: Exported, target: Path, *, verified: bool, dtype: str = "float32"
 ) -> Iterator[str]:
-    """Writes a model in Hugging Face's format, and yields lines that report what was done.
+    """Writes a model in Hugging Face's format, and yields lines of a report for the user.
 
     Args:
-      exported: the model.
-      target: directory to write.
+      exported: the model, with the functions that convert it.
+      target: the directory to write, which must be empty or missing.
       verified: True compares the written model with the original.
-      dtype: dtype of the written weights, a key of `files.DTYPES`.
+      dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
 
     Raises:
       ConfigError: `target` is not empty.
@@ -137,13 +148,14 @@ def to_hf(
 
 
 def load_converted(source: Path) -> Exported:
-    """Loads a directory that `brt.convert --to=brt` wrote, so that it can be exported.
+    """Loads a model from a directory that `brt.convert --to=brt` wrote, so that the model can be
+    exported to Hugging Face's format again.
 
     Args:
       source: the directory.
 
     Raises:
-      CheckpointError: the directory contains no such model.
+      CheckpointError: the directory contains no converted model, or its files are damaged.
     """
     encoder = pretrained_encoder.is_one(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
@@ -175,7 +187,7 @@ def _compare(
     """
     if after is None:
         after = weights.export_arrays(reloaded.params, reloaded.described.model)
-    # Arrays that only one of the models has were already reported as initialised or unused.
+    # Only arrays that both models have are compared. `weights.mismatches` has reported the others.
     checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield verify.text(checks)
     verify.check(checks)

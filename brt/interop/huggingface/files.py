@@ -1,4 +1,8 @@
-"""Reads and writes safetensors, in one file or several with an index, without torch."""
+"""Reads and writes the files of a Hugging Face checkpoint (safetensors and JSON) without torch.
+
+The arrays of a large checkpoint are divided among several safetensors files, the shards, and a JSON
+file, the index, has the name of each array's shard.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,7 +29,7 @@ _READ = {
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
 SHARD_BYTES = 5 * 10**9
-# Weights can be written in these dtypes.
+# Weights can be written in these dtypes, which have these names in config.json.
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -54,13 +58,13 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index lists; they must be in the index's directory.
+    """Returns the names of the safetensors files that an index lists.
 
     Args:
-      index: path of model.safetensors.index.json.
+      index: the path of model.safetensors.index.json.
 
     Raises:
-      CheckpointError: the index is damaged or names a file elsewhere.
+      CheckpointError: the index is damaged, or names a file outside its own directory.
     """
     try:
         locations: Any = read_json(index).get("weight_map")
@@ -77,7 +81,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of one safetensors file by name.
 
     Raises:
-      CheckpointError: the file is missing or damaged.
+      CheckpointError: the file is missing or damaged, or has arrays of an unsupported dtype.
     """
     try:
         untrusted.open_file(path).close()
@@ -97,12 +101,13 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 def write_tensors(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes arrays as safetensors: one file if they fit, otherwise several with an index.
+    """Writes arrays as safetensors: one file if the arrays fit, otherwise several files with an
+    index.
 
     Args:
-      directory: directory to write into.
-      tensors: arrays by name.
-      shard_bytes: maximum size of a file; a larger array gets a file of its own.
+      directory: the directory to write into.
+      tensors: the arrays by name.
+      shard_bytes: the maximum size of a file in bytes; a larger array gets a file of its own.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
@@ -123,9 +128,11 @@ def write_tensors(
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes one safetensors file; raises CheckpointError if writing fails.
+    """Writes arrays, by name, to one safetensors file. The metadata of the file contains `format`,
+    which transformers requires.
 
-    The metadata contains `format`, which transformers requires.
+    Raises:
+      CheckpointError: the file cannot be written.
     """
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
@@ -147,15 +154,14 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: Mapping) -> None:
-    """Writes a JSON object with an indentation of two spaces, like transformers."""
+    """Writes a JSON object to a file with an indentation of two spaces, as transformers does."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Context that yields a temporary directory, and renames it to `target` at the end.
-
-    Therefore `target` exists only when all files have been written.
+    """Yields a temporary directory in a `with` statement, and renames the directory to `target` at
+    the end of the statement. Therefore `target` exists only when all files have been written.
 
     Raises:
       ConfigError: `target` exists and is not empty.

@@ -1,4 +1,4 @@
-"""Converts parameters between two forms.
+"""Converts parameters between stacked parameters and parameters by layer.
 
 Models have stacked parameters: the arrays of all layers are one array with the layers on axis 0.
 Files have parameters by layer: each layer has arrays of its own.
@@ -18,7 +18,8 @@ def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
     "encoder/layers_0/mlp/wi/kernel".
 
     Args:
-      params: nested dictionary of stacked parameters, or of their shapes.
+      params: a nested dictionary of stacked parameters, or of their shapes
+        (`jax.ShapeDtypeStruct`), which the result then has, too.
     """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():

@@ -1,7 +1,7 @@
-"""Converts names and layouts of parameters between brt and Hugging Face, for import and export.
+"""Converts names and layouts of the parameters of T5, LongT5 and BART between brt and Hugging Face.
 
 Hugging Face stores matrices as [out, in]. brt's kernels are [*in, *out], with a separate axis for
-heads.
+heads. In names of variables, `ours` stands for brt and `theirs` for Hugging Face.
 """
 
 import math
@@ -12,9 +12,9 @@ import numpy as np
 
 from brt.config import Seq2Seq
 
-# Arrays with these names are copies of the embedding, which newer files omit.
+# Arrays with these names may be copies of the embedding, which newer files omit.
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-# The first files of T5 contain an array of this name, which no model uses.
+# The oldest files of T5 contain an array of this name, which no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 # Hugging Face has no layer of recurrent attention fusion (the accumulate-and-fire neurons of
@@ -31,8 +31,7 @@ _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlo
 
 
 def table(model: Seq2Seq) -> dict[str, str]:
-    """Returns Hugging Face's name of each of brt's parameters, by brt's name, for the architecture
-    of a model.
+    """Returns Hugging Face's name of each parameter of a model of this architecture, by brt's name.
 
     In both names, {i} stands for the index of a layer.
     """
@@ -104,7 +103,7 @@ def their_name(names: Mapping[str, str], ours: str) -> str | None:
     """Returns Hugging Face's name of a parameter of brt; None if there is no counterpart.
 
     Args:
-      names: the result of `table`.
+      names: Hugging Face's names by brt's names, with {i} for the index of a layer (see `table`).
       ours: brt's name, such as "encoder/layers_0/mlp/wi/kernel".
     """
     layer = re.search(r"layers_(\d+)", ours)
@@ -113,10 +112,10 @@ def their_name(names: Mapping[str, str], ours: str) -> str | None:
 
 
 def is_optional(ours: str) -> bool:
-    """Returns True if a Hugging Face checkpoint may lack a parameter.
+    """Returns True if a Hugging Face checkpoint may lack a parameter, which is then initialised.
 
-    A checkpoint may lack the parameters of recurrent cross-attention, and the bias of logits, which
-    the class BartModel does not have.
+    A checkpoint may lack the parameters of recurrent cross-attention, which transformers does not
+    have, and the bias of logits, which the class BartModel does not have.
 
     Args:
       ours: brt's name of the parameter.
@@ -128,11 +127,11 @@ def is_optional(ours: str) -> bool:
 
 
 def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that an array of brt has in Hugging Face's files.
+    """Returns the shape that a parameter has in Hugging Face's files.
 
     Args:
-      ours: brt's name of the parameter.
-      shape: brt's shape.
+      ours: brt's name of the parameter, for one layer.
+      shape: the shape of the parameter in brt.
     """
     if ours.endswith("kernel"):
         inputs = 2 if ours.endswith("/o/kernel") else 1
@@ -145,7 +144,7 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Converts an array of brt to Hugging Face's layout.
+    """Returns a parameter of brt in Hugging Face's layout.
 
     Args:
       ours: brt's name of the parameter.
@@ -158,7 +157,7 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts an array of Hugging Face to brt's layout.
+    """Returns an array of Hugging Face in brt's layout.
 
     Args:
       ours: brt's name of the parameter.

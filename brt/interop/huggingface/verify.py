@@ -1,4 +1,7 @@
-"""Checks that a conversion has not changed a model, by comparing arrays and logits."""
+"""Checks that a conversion has not changed an encoder-decoder, by comparing arrays and logits.
+
+The converters of other models use the comparison of arrays, too.
+"""
 
 import importlib
 import importlib.util
@@ -14,22 +17,22 @@ from brt.interop.huggingface.config import Described
 from brt.models import seq2seq
 from brt.models.targets import shift_right
 
-# Float32 logits may differ by this number, relative to the largest logit.
+# Float32 logits of the same weights may differ by this number, relative to the largest logit.
 LOGIT_TOLERANCE = 1e-4
-# The table gives the maximum rounding error of each dtype, relative to the largest magnitude in an
-# array.
+# Rounding a float32 array to one of these dtypes changes elements by at most this number, relative
+# to the largest magnitude in the array.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
 class TensorCheck(NamedTuple):
-    """Comparison of an array before and after a conversion.
+    """The result of comparing an array before and after a conversion.
 
     Attributes:
-      name: name of the array.
-      shape: shape of the array.
-      dtype: dtype after the conversion.
-      difference: largest difference of an element.
-      allowed: largest difference that rounding can explain.
+      name: the name of the array.
+      shape: the shape of the array.
+      dtype: the dtype after the conversion.
+      difference: the largest absolute difference of an element.
+      allowed: the largest difference that rounding to `dtype` can explain.
     """
 
     name: str
@@ -43,9 +46,10 @@ class Inputs(NamedTuple):
     """Two random pairs of source and target, on which brt and transformers are compared.
 
     Attributes:
-      source: int32 [2, X], ids of the sources; the second source is half as long as the first.
+      source: int32 [2, X], ids of the sources' tokens; the second source is half as long as the
+        first.
       mask: bool [2, X], False for padding of the sources.
-      targets_in: int32 [2, T], inputs of the decoder.
+      targets_in: int32 [2, T], the input ids of the decoder.
     """
 
     source: np.ndarray
@@ -56,7 +60,8 @@ class Inputs(NamedTuple):
 def inputs(described: Described) -> Inputs:
     """Returns two random pairs of a source (at most 64 tokens) and a target (at most 16 tokens).
 
-    `described` has the settings and special tokens of the model that reads the pairs.
+    Args:
+      described: the settings and special tokens of the model that will read the pairs.
     """
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
@@ -70,12 +75,13 @@ def inputs(described: Described) -> Inputs:
 
 
 def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.ndarray:
-    """Returns the float32 logits [2, T, V] that brt's model computes.
+    """Returns the float32 logits [2, T, V] that brt computes for random inputs, where V is the size
+    of the vocabulary.
 
     Args:
-      params: parameters of the model.
-      described: settings of the model.
-      x: the pairs to read.
+      params: the parameters of the model.
+      described: the settings of the model.
+      x: the pairs of sources and targets to read.
     """
     network = seq2seq.Seq2Seq(described.model, described.cross)
     mask = jnp.asarray(x.mask)
@@ -85,13 +91,14 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """Returns the logits [2, T, V] that transformers computes; None if torch is not installed.
+    """Returns the float32 logits [2, T, V] that transformers computes; None if torch or
+    transformers is not installed.
 
     No code in the directory is run, and nothing is unpickled.
 
     Args:
-      directory: directory of the Hugging Face checkpoint.
-      x: the pairs to read.
+      directory: the directory of the Hugging Face checkpoint.
+      x: the pairs of sources and targets to read.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
@@ -113,6 +120,10 @@ def tensor_checks(
 ) -> list[TensorCheck]:
     """Returns a comparison of every array of `before` with the array of the same name in `after`.
 
+    Args:
+      before: the arrays by name, before a conversion.
+      after: the arrays by name, after the conversion; they may be rounded to another dtype.
+
     Raises:
       CheckpointError: an array is missing.
     """
@@ -130,8 +141,8 @@ def tensor_checks(
 
 
 def text(checks: list[TensorCheck]) -> str:
-    """Returns the result of `tensor_checks` as text: a line for each array that changed, and the
-    number of unchanged arrays.
+    """Returns the comparisons of arrays as a text for the user: a line for each array that changed,
+    and the number of unchanged arrays.
     """
     changed = [check for check in checks if check.difference > 0]
     width = max((len(check.name) for check in changed), default=0)
@@ -145,8 +156,8 @@ def text(checks: list[TensorCheck]) -> str:
 
 
 def check(checks: list[TensorCheck]) -> None:
-    """Raises CheckpointError if an array of `tensor_checks` changed by more than rounding can
-    explain.
+    """Raises CheckpointError if one of the compared arrays changed by more than rounding can
+    explain. `checks` is the result of `tensor_checks`.
     """
     wrong = [c for c in checks if not c.difference <= c.allowed]
     if wrong:
@@ -158,16 +169,16 @@ def check(checks: list[TensorCheck]) -> None:
 
 
 def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
-    """Compares logits, and returns a line for people with their largest difference.
+    """Compares logits, and returns a line for the user with their largest difference.
 
     Args:
-      actual: logits of the converted model.
-      expected: logits of the original model.
-      name: name of the original model, for messages.
-      rounding: relative rounding error of the weights.
+      actual: the logits of the converted model.
+      expected: the logits of the original model.
+      name: the name of the original model, for messages.
+      rounding: the relative rounding error of the weights, a value of `ROUNDING`.
 
     Raises:
-      CheckpointError: the logits differ by more than the result of the function `allowed`.
+      CheckpointError: the logits differ by more than rounding can explain.
     """
     largest = float(np.abs(expected).max())
     difference = float(np.abs(actual - expected).max())
@@ -183,7 +194,7 @@ def allowed(expected: np.ndarray, rounding: float) -> float:
     """Returns the largest difference between logits that rounding can explain.
 
     Args:
-      expected: logits of the original model.
-      rounding: relative rounding error of the weights.
+      expected: the logits of the original model.
+      rounding: the relative rounding error of the weights, a value of `ROUNDING`.
     """
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

@@ -1,4 +1,7 @@
-"""Converts Hugging Face's arrays of encoder-decoders to brt's parameters, and back."""
+"""Converts Hugging Face's arrays of encoder-decoders to brt's parameters, and back.
+
+In names of variables, `ours` stands for brt and `theirs` for Hugging Face.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,14 +19,14 @@ from brt.interop.huggingface.layers import by_layer, stack_layers
 from brt.models import seq2seq
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 4  # An error lists at most this number of names.
+_SHOWN = 4  # An error message lists at most this number of names.
 
 
 class Imported(NamedTuple):
-    """Imported parameters, and the names that have no counterpart.
+    """Imported parameters, and the names of parameters and arrays that have no counterpart.
 
     Attributes:
-      params: float32 parameters with brt's names.
+      params: the float32 parameters, a nested dictionary with brt's names.
       initialised: brt's names of the parameters that the checkpoint lacks, such as the parameters
         of recurrent cross-attention. These parameters were initialised.
       unexpected: Hugging Face's names of the arrays that have no counterpart in brt.
@@ -37,12 +40,12 @@ class Imported(NamedTuple):
 def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
     """Returns arrays by the names that current versions of transformers use.
 
-    Some files contain copies of arrays, or names without the usual prefix. The copies are removed,
-    and the prefix is added.
+    Some files contain copies of the embedding, or names without the usual prefix. The copies are
+    removed, and the prefix is added.
 
     Args:
-      arrays: arrays by the names in the files.
-      family: "t5" or "bart".
+      arrays: the arrays by the names in the files.
+      family: "t5" (also for LongT5) or "bart".
 
     Raises:
       CheckpointError: encoder and decoder have different embeddings.
@@ -50,7 +53,7 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
     arrays = {name: array for name, array in arrays.items() if name != names.UNUSED}
     prefix = "model." if family == "bart" else ""
     outside = ("lm_head.weight", "final_logits_bias")
-    if prefix:  # Files of the class BartModel lack the usual prefix of names, "model.".
+    if prefix:  # Files of the class BartModel lack the prefix "model." of names.
         arrays = {
             name if name.startswith(prefix) or name in outside else prefix + name: array
             for name, array in arrays.items()
@@ -72,9 +75,11 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel".
+    """Returns the shapes of a model's parameters, by names like "encoder/layers_0/mlp/wi/kernel".
 
-    `model` and `cross` are the settings of the model and of its cross-attention.
+    Args:
+      model: the settings of the model.
+      cross: the settings of its cross-attention.
     """
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
@@ -83,9 +88,10 @@ def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Impo
     """Converts arrays of a Hugging Face checkpoint to brt's parameters.
 
     Args:
-      arrays: arrays with the names that `normalize_names` returns.
-      model: settings of the model.
-      cross: settings of cross-attention, whose parameters are initialised if they are missing.
+      arrays: the arrays by the names that `normalize_names` returns.
+      model: the settings of the model.
+      cross: the settings of cross-attention, whose parameters are initialised if the checkpoint
+        lacks them.
 
     Raises:
       CheckpointError: an array is missing or has another shape.
@@ -103,11 +109,13 @@ def match_arrays(
     """Converts arrays of a Hugging Face checkpoint to brt's parameters by a table of names.
 
     Args:
-      arrays: arrays by Hugging Face's names.
-      table: Hugging Face's name of each of brt's parameters.
-      initial: function that initialises brt's parameters; used for optional parameters that the
-        checkpoint lacks.
-      is_optional: function from brt's name of a parameter to True if a checkpoint may lack it.
+      arrays: the arrays by Hugging Face's names.
+      table: Hugging Face's name of each of brt's parameters, by brt's name; in both, {i} stands for
+        the index of a layer.
+      initial: a function that returns newly initialised parameters of the model, from which shapes
+        and the optional parameters that the checkpoint lacks are taken.
+      is_optional: a function that takes brt's name of a parameter and returns True if a checkpoint
+        may lack the parameter.
 
     Raises:
       CheckpointError: a required array is missing, or an array has another shape.
@@ -143,12 +151,13 @@ def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dic
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """Returns the parameters for the same model with other settings of cross-attention.
+    """Returns the parameters of a model after a change of the settings of its cross-attention.
 
     Args:
-      params: parameters of the model.
-      model: settings of the model.
-      cross: the new settings of cross-attention. Parameters that `params` lacks are initialised.
+      params: the parameters of the model before the change.
+      model: the settings of the model.
+      cross: the new settings of cross-attention. Parameters that `params` lacks are initialised,
+        and parameters that the new settings do not need are left out.
     """
     have, want = by_layer(params), template(model, cross)
     missing = [name for name in want if name not in have]
@@ -157,7 +166,11 @@ def with_cross_attention(
 
 
 def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.ndarray]:
-    """Returns brt's parameters as arrays with Hugging Face's names and layouts.
+    """Returns the parameters of a model as arrays with Hugging Face's names and layouts.
+
+    Args:
+      params: the parameters of the model, with brt's names.
+      model: the settings of the model.
 
     Raises:
       CheckpointError: Hugging Face has no name for a parameter.
@@ -179,8 +192,8 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
 
 
 def mismatches(imported: Imported) -> Iterator[str]:
-    """Yields lines for people that name the initialised parameters and the unexpected arrays of an
-    import.
+    """Yields lines of a report for the user, which name the parameters that the checkpoint lacked
+    and the arrays that the model does not use.
     """
     for what, names_of_arrays in (
         ("initialised, as the checkpoint lacks them", imported.initialised),
@@ -191,6 +204,8 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns the first few of `all_names` as text, followed by the number of the other names."""
+    """Returns a list of names for an error message: the first few names, followed by the number of
+    the other names.
+    """
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

@@ -1,1 +1,3 @@
-"""Conversion of decoders (Llama, Mistral, Qwen, Gemma) from and to Hugging Face's format."""
+"""Conversion of decoders (Llama, Mistral, Qwen, Gemma) from and to Hugging Face's format, for which
+transformers has classes.
+"""

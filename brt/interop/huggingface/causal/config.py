@@ -1,7 +1,7 @@
 """Conversion of the config.json of decoders to and from brt's settings.
 
-Every key of a config.json is either converted, or known to say nothing about what the model
-computes, or refused with its value.
+Every key of a config.json is either converted, or ignored because it has no influence on what the
+model computes, or refused with its value.
 """
 
 from collections.abc import Mapping
@@ -67,15 +67,15 @@ _SCALING = {
     "low_freq_factor?": _NUMBER, "high_freq_factor?": _NUMBER, "partial_rotary_factor?": _NUMBER,
     "original_max_position_embeddings?": int | None,
 }  # fmt: skip
-# These are the types of keys that are read without a check by `_Keys.take`, in the notation of
-# `untrusted.check`; "?" marks a key that may be missing.
+# These are the types of values that the code does not read with `_Keys.take`, which checks the type
+# itself. The notation is that of `untrusted.check`; "?" marks a key that may be missing.
 _STRUCTURE = {
     "model_type": str, "rope_theta?": _NUMBER, "rope_local_base_freq?": _NUMBER,
     "rope_interleaved?": bool | None, "sliding_window?": int | None,
     "use_sliding_window?": bool | None, "sliding_window_pattern?": int | None,
     "_sliding_window_pattern?": int | None,
 }  # fmt: skip
-_MOST_LAYERS = 4096  # A crafted number of layers must not fill the memory.
+_MOST_LAYERS = 4096  # A file from a stranger must not fill the memory by its number of layers.
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -87,12 +87,13 @@ class _Keys:
         self._defaults = defaults
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Returns the value of a key.
+        """Returns the value of a key, and marks the key as read.
 
         Args:
           name: the key.
-          kind: the type that the value must have.
-          default: the value if the key is missing or null; None refuses missing keys.
+          kind: the type that the value must have, or several types.
+          default: the value if the key is missing or null and has no default in transformers; None
+            refuses missing keys.
 
         Raises:
           CheckpointError: the key is missing, or its value has another type.
@@ -109,11 +110,15 @@ class _Keys:
         return value
 
     def take_optional(self, name: str) -> Any:
-        """Returns the value of a key, or None if it is missing or null."""
+        """Returns the value of a key without a check of its type, or None if the key is missing or
+        null; marks the key as read.
+        """
         return self._left.pop(name, None)
 
     def refuse_rest(self) -> None:
-        """Raises CheckpointError if a key that was not taken may change what the model computes."""
+        """Raises CheckpointError if a key that has not been read may change what the model
+        computes.
+        """
         for name, value in self._left.items():
             if name not in _SILENT and value not in (None, False, [], {}, ""):
                 raise CheckpointError(
@@ -123,15 +128,16 @@ class _Keys:
 
 
 class Reading(NamedTuple):
-    """The window and the sinks with which a pretrained model reads text.
+    """The window and the sinks with which a pretrained model is to read text.
 
     A token attends to the tokens in its window, and to the sinks: the first tokens of the document.
 
     Attributes:
-      window: number of tokens in the window of layers that were trained without a window. 0 takes
-        the window that all layers were trained with or, without one, at most 2048 tokens.
-      sinks: number of sinks. None takes 4, or 0 if all layers were trained with a window that is
-        not shortened.
+      window: the number of tokens of the window. 0 takes the window that all layers were trained
+        with or, without one, the trained context, at most 2048 tokens. If only some layers were
+        trained with a window, these layers keep their window.
+      sinks: the number of sinks. None takes 4, or 0 if all layers were trained with a window and
+        this window is not shortened.
     """
 
     window: int = 0
@@ -139,11 +145,11 @@ class Reading(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], reading: Reading) -> Model:
-    """Converts the settings of a Hugging Face decoder to brt's settings.
+    """Returns brt's settings for a Hugging Face decoder.
 
     Args:
       config: the content of config.json.
-      reading: the window and the sinks that the user asks for.
+      reading: the window and the sinks that the user requests.
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
@@ -157,7 +163,8 @@ def from_theirs(config: Mapping[str, Any], reading: Reading) -> Model:
             f"{', '.join(FAMILIES)}"
         )
     quantised = config.get("quantization_config") or {}
-    # Weights of GGUF files are floating-point numbers once transformers has saved them.
+    # If transformers has read a GGUF file and saved the model, the weights are floating-point
+    # numbers, although quantization_config is still in config.json.
     if quantised and quantised.get("quant_method") != "gguf":
         raise CheckpointError(
             "config.json: quantization_config says that the weights are quantised; convert a "
@@ -225,7 +232,7 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def _check_structure(config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for values of a type that no config.json has at their place."""
+    """Raises CheckpointError if a value has a type that no valid config.json has at its place."""
     try:
         untrusted.check(config, _STRUCTURE)
         for name in ("rope_parameters", "rope_scaling", "quantization_config"):
@@ -243,7 +250,7 @@ def _check_structure(config: Mapping[str, Any]) -> None:
 
 
 def _attention(keys: _Keys, family: str, heads: int) -> SelfAttention:
-    """Returns the settings of attention of a family of models with this number of heads."""
+    """Returns the settings of attention of a model with this number of heads of queries."""
     query_scale = 0.0
     if family == "gemma3_text":
         scalar = keys.take("query_pre_attn_scalar", (int, float))
@@ -265,8 +272,8 @@ def _biases(keys: _Keys, family: str) -> Literal["none", "qkv", "all"]:
 
 
 def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
-    """Returns the rotary embeddings: transformers 5 describes them in `rope_parameters`, older
-    versions in `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
+    """Returns the settings of rotary embeddings. transformers 5 describes them in
+    `rope_parameters`, older versions in `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
     """
     parameters = _without_nulls(keys.take_optional("rope_parameters"))
     base, local_base = keys.take_optional("rope_theta"), 0.0
@@ -309,7 +316,7 @@ def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _windows(keys: _Keys, layers: int, reading: Reading, context: int) -> dict[str, Any]:
-    """Returns the settings `Model.window` and `Model.sliding`."""
+    """Returns the settings `window` and `sliding` of brt's `Model`."""
     own = keys.take_optional("sliding_window")
     if keys.take_optional("use_sliding_window") is False:
         own = None
@@ -333,5 +340,5 @@ def _windows(keys: _Keys, layers: int, reading: Reading, context: int) -> dict[s
 
 
 def _block(window: int) -> int:
-    """Returns the length of a block: documents are padded to whole blocks."""
+    """Returns the length of a block, at most 256: documents are padded to whole blocks."""
     return min(window, 256)

@@ -1,4 +1,6 @@
-"""Export of a decoder to the class of transformers that computes the same."""
+"""Export of a decoder for the class of transformers (Llama, Mistral, Qwen, Gemma) that computes the
+same.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +21,10 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def family_of(model: Model) -> str | None:
-    """Returns the model_type of transformers, such as "llama", whose models compute the same as a
-    model of brt; None if there is no such type.
+    """Returns the model_type of transformers, such as "llama", whose models have the same layers as
+    a model of brt with these settings; None if there is no such type.
+
+    Models of this type may lack the window or the sinks of brt's model (see `is_same_function`).
     """
     plain = (
         set(model.layer_types) == {"window"}
@@ -48,8 +52,8 @@ def family_of(model: Model) -> str | None:
 
 
 def is_same_function(model: Model, family: str) -> bool:
-    """Returns True if the class of transformers computes the same as brt's model for texts of any
-    length, and False if brt's model has a window or sinks that the class lacks.
+    """Returns True if transformers' class of the family computes the same as brt's model for texts
+    of any length, and False if brt's model has a window or sinks that the class lacks.
 
     Args:
       model: the settings of brt's model.
@@ -59,12 +63,12 @@ def is_same_function(model: Model, family: str) -> bool:
 
 
 def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json.
+    """Returns the content of transformers' config.json for a model of brt.
 
     Args:
-      model: settings for which `family_of` names a family.
-      bos_id: the id that every document begins with.
-      dtype: the dtype of the written weights.
+      model: the settings of the model, for which `family_of` does not return None.
+      bos_id: the id of the token that every document begins with.
+      dtype: the name of the dtype of the written weights.
     """
     family, m = family_of(model), model
     assert family is not None
@@ -113,18 +117,20 @@ def _rope(rotary: Rotary, family: str) -> dict[str, Any]:
 
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
-    """Returns the content of a directory that transformers reads without code of brt.
+    """Returns the content of a directory that transformers reads with one of its own classes.
 
     Args:
-      trained: a model for which `family_of` names a family.
-      dtype: the dtype of the written weights.
+      trained: the model; `family_of` does not return None for its settings.
+      dtype: the name of the dtype of the written weights.
     """
     model, params = trained.model, trained.params
     exported = dict(weights.export_arrays(params, model))
     settings = to_theirs(model, bos_id=trained.bos_id, dtype=dtype)
 
     def compare(directory: Path) -> Iterator[str]:
-        """Yields the lines of a report that compares the model in `directory` with `trained`."""
+        """Yields the lines of a report that compares the model in `directory` with the model that
+        was exported.
+        """
         written: Mapping[str, np.ndarray] = files.read_tensors(directory)
         return verify.compare(params, model, directory, exported, written)
 

@@ -1,4 +1,4 @@
-"""Reads decoders from directories in Hugging Face's format."""
+"""Reads decoders (Llama, Mistral, Qwen, Gemma) from directories in Hugging Face's format."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ _GENERATION = {
 
 
 class PretrainedDecoder(NamedTuple):
-    """A decoder in Hugging Face's format, whose arrays are not read yet.
+    """A decoder in a directory in Hugging Face's format, whose weights have not been read yet.
 
     Attributes:
-      directory: the directory.
+      directory: the directory, from which the methods read the weights.
       described: the content of config.json.
       model: brt's settings of the model.
-      sampling: settings for sampling texts, from generation_config.json.
+      sampling: brt's settings for sampling texts, from generation_config.json.
       tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
     """
@@ -42,15 +42,16 @@ class PretrainedDecoder(NamedTuple):
     tokenizer_file: Path
 
     def arrays(self) -> Arrays:
-        """Reads the arrays of the checkpoint.
+        """Reads the arrays of the checkpoint, and returns them by Hugging Face's names.
 
         Raises:
-          CheckpointError: there are none, or they are damaged.
+          CheckpointError: the files of the arrays are missing or damaged.
         """
         return files.read_tensors(self.directory)
 
     def params(self) -> dict[str, Any]:
-        """Reads the parameters of brt's decoder.
+        """Reads the arrays of the checkpoint, and returns them as parameters of
+        `brt.models.decoder.Decoder`.
 
         Raises:
           CheckpointError: an array is missing, damaged, or has no place in the model.
@@ -59,18 +60,20 @@ class PretrainedDecoder(NamedTuple):
 
 
 def is_decoder(directory: Path) -> bool:
-    """Returns True if a directory in Hugging Face's format has a decoder that brt reads."""
+    """Returns True if a directory in Hugging Face's format has a decoder of a type that brt can
+    read.
+    """
     path = directory / "config.json"
     return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
 
 
 def describe(directory: Path, reading: Reading = Reading()) -> PretrainedDecoder:  # noqa: B008
-    """Reads the settings and the tokenizer of a decoder, but not its arrays.
+    """Reads the settings and the tokenizer of a decoder, but not its weights.
 
     Args:
       directory: the directory in Hugging Face's format.
-      reading: the window and the sinks (first tokens that stay visible) with which the layers that
-        were trained without a window read text.
+      reading: the window and the sinks (first tokens that stay visible) with which the model is to
+        read text.
 
     Raises:
       CheckpointError: config.json is damaged, or asks for something that brt does not compute.
@@ -90,10 +93,15 @@ def describe(directory: Path, reading: Reading = Reading()) -> PretrainedDecoder
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
-    """Returns the ids that end a text and the settings of sampling in generation_config.json.
+    """Returns two things from generation_config.json: the ids that end a text, and the settings of
+    sampling.
 
-    If the file does not exist or lacks these keys, there are no ids, and the settings are the
+    If the file does not exist or lacks these keys, there are no ids, and the settings are brt's
     defaults.
+
+    Args:
+      directory: the directory in Hugging Face's format.
+      vocab_size: the number of ids of the model, for checking the ids.
 
     Raises:
       CheckpointError: a value has a wrong type, or an id is not in the vocabulary.

@@ -1,4 +1,6 @@
-"""Compares the logits of a decoder by brt with those by transformers."""
+"""Compares the weights of a decoder before and after a conversion, and the logits that brt and
+transformers compute with them.
+"""
 
 import importlib
 import importlib.util
@@ -18,11 +20,11 @@ _LONGEST = 256  # The compared document has at most this number of tokens.
 
 
 def document(model: Model) -> np.ndarray:
-    """Returns a document of random tokens, int32 [T], for which brt and transformers should compute
+    """Returns a document of T random tokens (int32) for which brt and transformers should compute
     the same logits.
 
     A model of brt may have a shorter window than the model of transformers, and sinks, which
-    transformers does not have. Both have no effect on a document that is not longer than the
+    transformers does not have. Neither has an effect on a document that is not longer than the
     window, so T is at most `model.window`.
     """
     blocks = max(1, min(_LONGEST, model.window) // model.block_length)
@@ -31,11 +33,12 @@ def document(model: Model) -> np.ndarray:
 
 
 def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> np.ndarray:
-    """Returns the float32 logits [T, V] that brt computes for a document.
+    """Returns the float32 logits [T, V] that brt computes for a document, where V is the size of
+    the vocabulary.
 
     Args:
-      params: parameters of the model.
-      model: settings of the model.
+      params: the parameters of the model.
+      model: the settings of the model.
       tokens: int32 [T], the tokens of the document.
     """
     length = model.block_length
@@ -46,7 +49,7 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
     @jax.jit
     def read(params: Mapping[str, Any]) -> jax.Array:
-        """Returns the logits [1, padded T, V] of the padded document."""
+        """Returns the logits [1, T', V] of the document, padded to T' tokens: whole blocks."""
         output: Any = Decoder(model).apply(
             {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
         )
@@ -56,11 +59,12 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
 
 def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """Returns the float32 logits [T, V] of transformers, or None if it is not installed.
+    """Returns the float32 logits [T, V] that transformers computes for a document; None if torch or
+    transformers is not installed.
 
     Args:
-      directory: directory of the Hugging Face checkpoint.
-      tokens: the tokens of a document.
+      directory: the directory of the Hugging Face checkpoint.
+      tokens: int32 [T], the tokens of the document.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
@@ -77,17 +81,18 @@ def compare(
     params: Mapping[str, Any], model: Model, directory: Path, arrays: Mapping[str, np.ndarray],
     exported: Mapping[str, np.ndarray],
 ) -> Iterator[str]:  # fmt: skip
-    """Yields the lines of a comparison of a model with its directory in Hugging Face's format.
+    """Compares a model in brt's form with the same model in Hugging Face's format, before and after
+    a conversion in either direction. Yields the lines of a report.
 
     Args:
-      params: brt's parameters.
-      model: the settings.
-      directory: the directory in Hugging Face's format.
-      arrays: the arrays of the directory.
-      exported: the arrays that brt writes for these parameters.
+      params: the parameters of brt's decoder.
+      model: brt's settings of the model.
+      directory: the directory in Hugging Face's format, from which transformers reads the model.
+      arrays: the arrays before the conversion, by Hugging Face's names.
+      exported: the arrays after the conversion, by Hugging Face's names.
 
     Raises:
-      CheckpointError: arrays or logits differ.
+      CheckpointError: arrays or logits differ by more than rounding can explain.
     """
     checks = verify.tensor_checks({k: v for k, v in arrays.items() if k in exported}, exported)
     yield verify.text(checks)

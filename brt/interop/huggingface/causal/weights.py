@@ -1,7 +1,8 @@
-"""Conversion of the arrays of decoders to and from brt's parameters.
+"""Conversion of the arrays of decoders (Llama, Mistral, Qwen, Gemma) to and from brt's parameters.
 
-Hugging Face stores matrices as [out, in]; brt's kernels are [*in, *out], with a separate axis for
-heads, and the layers of a run are stacked on axis 0.
+Hugging Face stores matrices as [out, in]. brt's kernels are [*in, *out], with a separate axis for
+heads. brt stacks the parameters of a run (neighbouring layers of one kind) on axis 0. In names of
+variables, `ours` stands for brt and `theirs` for Hugging Face.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,8 +63,8 @@ def _layer_names(model: Model) -> Mapping[str, str]:
 
 
 def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the parameters of a model with these settings, by brt's names such as
-    "stack/window_0/tokens/keys".
+    """Returns the shapes of the parameters of brt's decoder with the settings `model`, by names
+    such as "stack/window_0/tokens/keys".
     """
     return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(partial(_initial, model)))), sep="/")
 
@@ -76,10 +77,10 @@ def _initial(model: Model) -> Mapping[str, Any]:
 
 
 def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
-    """Converts the arrays of a checkpoint to brt's float32 parameters.
+    """Returns the arrays of a checkpoint as float32 parameters of brt's decoder.
 
     Args:
-      arrays: arrays by Hugging Face's names.
+      arrays: the arrays by Hugging Face's names.
       model: brt's settings of the model.
 
     Raises:
@@ -93,8 +94,8 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     missing: list[str] = []
 
     def take(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Removes an array from `left`, and returns it in brt's layout; notes in `missing` if there
-        is no such array.
+        """Returns an array of the checkpoint in brt's layout, and removes it from `left`, the
+        arrays that have not been used. If there is no such array, its name is added to `missing`.
 
         Args:
           theirs: Hugging Face's name of the array.
@@ -131,11 +132,12 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 
 
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each array of a checkpoint: its name and the array in Hugging Face's layout.
+    """Yields the parameters of brt's decoder as arrays of a checkpoint: pairs of Hugging Face's
+    name and the array in Hugging Face's layout.
 
     Args:
-      params: brt's parameters.
-      model: settings of the model.
+      params: the parameters of brt's decoder.
+      model: brt's settings of the model.
     """
     names, starts = _layer_names(model), _first_layers(model)
     for name, array in flatten_dict(dict(params), sep="/").items():
@@ -158,12 +160,16 @@ def _first_layers(model: Model) -> dict[str, int]:
 
 
 def _full_name(name: str) -> str:
-    """Returns the name of an array in a file of a model with a head; others lack the prefix."""
+    """Returns the name of an array with the prefix "model.", which the arrays in files of models
+    without a head lack.
+    """
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
-    """Removes the weights of the logits if they are stored although they are the embedding."""
+    """Removes the matrix of the logits from `arrays` if it is a copy of the embedding in a model
+    that has no matrix of its own for the logits.
+    """
     head, embedding = arrays.get(_TOP["output"]), arrays.get(_TOP["embedding"])
     if not model.embedding.tied or head is None:
         return
@@ -176,7 +182,7 @@ def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
 
 
 def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape in Hugging Face's files of a parameter of one layer."""
+    """Returns the shape that the parameter `ours` of one layer has in Hugging Face's files."""
     if ours in _INTO_HEADS:
         return shape[1] * shape[2], shape[0]
     if ours == "output" and len(shape) == 4:
@@ -187,7 +193,7 @@ def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns an array of Hugging Face in brt's layout, which has the given shape."""
+    """Returns an array of Hugging Face in brt's layout with the given shape."""
     transposed = array.ndim == 2 and ours not in ("embedding",) and len(shape) != array.ndim
     transposed |= ours in _MATRICES
     return np.ascontiguousarray(array.T if transposed else array).reshape(shape)

@@ -1,1 +1,4 @@
-"""Export of language models to Hugging Face's format, with modeling_brt.py to run them."""
+"""Export of language models for which transformers has no class to Hugging Face's format.
+
+An exported directory contains PyTorch code that runs the model: modeling_brt.py and layers_brt.py.
+"""

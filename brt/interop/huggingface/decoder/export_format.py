@@ -1,4 +1,7 @@
-"""Settings and arrays of an exported language model, as modeling_brt.py reads them."""
+"""Settings and arrays of an exported language model, as modeling_brt.py reads them.
+
+modeling_brt.py is the PyTorch code that is exported together with the model.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,20 +32,20 @@ CODE = tuple(Path(__file__).with_name(f"{name}_brt.py") for name in ("modeling",
 KINDS = (
     "window", "recurrent", "gated_dense_memory", "gated_delta_net", "window_gated_delta_net",
 )  # fmt: skip
-# Names of activations in transformers, where they differ from brt's.
+# The keys are brt's names of activations that have another name, the value, in transformers.
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
-# These parameters are not exported as they are. The exported arrays `bias`, `scale` and
-# `cross_scale`, which are computed from them, take their place.
+# These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
+# computed from these parameters, are exported in their place.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
 
 
 class TrainedDecoder(NamedTuple):
-    """A trained language model.
+    """A trained language model that is to be exported.
 
     Attributes:
-      params: parameters of `brt.models.decoder.Decoder`.
-      model: settings with the vocabulary size set.
-      bos_id: id that every text begins with.
+      params: the parameters of `brt.models.decoder.Decoder`.
+      model: the settings of the model, with the size of the vocabulary set.
+      bos_id: the id of the token that every text begins with.
     """
 
     params: PyTree[Array]
@@ -51,14 +54,15 @@ class TrainedDecoder(NamedTuple):
 
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
-    """Returns the content of an exported directory: settings, arrays and the model's code.
+    """Returns the content of an exported directory: settings, arrays, and the PyTorch code that
+    runs the model.
 
     Args:
       trained: the model.
-      dtype: dtype of the written weights.
+      dtype: the name of the dtype of the written weights.
 
     Raises:
-      CheckpointError: the model has kinds of layers that modeling_brt.py lacks.
+      CheckpointError: the model has kinds of layers that modeling_brt.py does not implement.
     """
     model = trained.model
     for section in model.kinds:
@@ -86,11 +90,12 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 
 
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json; keys that transformers knows have their usual names.
+    """Returns the content of config.json. Settings that other models of transformers also have get
+    the names that are usual there.
 
     Args:
       trained: the model.
-      dtype: dtype of the written weights.
+      dtype: the name of the dtype of the written weights.
     """
     m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
@@ -152,7 +157,7 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the float32 array of every exported parameter of `trained`.
+    """Yields pairs of the name and the float32 array of every exported parameter of a model.
 
     The position biases of a layer are exported as one array, indexed by the distance of key and
     query.
@@ -169,7 +174,7 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the exported arrays of one layer by name; `params` has its parameters."""
+    """Returns the exported arrays of one layer by name; `params` has the layer's parameters."""
     others = {name: x for name, x in params.items() if name not in ("tokens", "cell", "memory")}
     arrays = others | _tokens(run, params["tokens"]) if "tokens" in params else others
     for name, array in params.get("memory", {}).items():

@@ -1,4 +1,5 @@
-"""Parts of the layers of modeling_brt.py: attention, recurrent states, a delta memory, and the MLP.
+"""Parts of the layers of modeling_brt.py: attention, the update of recurrent states, the memory of
+Gated DeltaNet, and the MLP.
 
 Letters in shapes: B texts, T tokens, X keys, S states or sinks, D model width, H heads of queries,
 G heads of keys (each serves H / G heads of queries), K head size.
@@ -18,22 +19,25 @@ ACTIVATIONS = {
 
 
 class Memory(NamedTuple):
-    """Keys and values [B, S, G, K] of recurrent states or of sinks, to which tokens attend."""
+    """Keys and values [B, S, G, K] of recurrent states, or of sinks (first tokens of a text that
+    stay visible), to which tokens attend."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class DeltaState(NamedTuple):
-    """Matrices [B, h, K, V], and inputs of the convolution [B, 3, h, R], of a `DeltaMemory`."""
+    """The state of a `DeltaMemory`: a matrix from K channels of a key to V of a value for each of
+    its h heads, [B, h, K, V], and the last inputs of the convolution [B, 3, h, 2 K + V]."""
 
     matrices: torch.Tensor
     inputs: torch.Tensor
 
 
 class LayerState(NamedTuple):
-    """What a layer remembers: keys and values [B, X, G, K] of the last tokens, and, in layers that
-    have them, state vectors [B, S, D] with their keys and values, sinks, and a delta state."""
+    """The state of a layer: keys and values [B, X, G, K] of the last tokens; the recurrent state
+    vectors [B, S, D], and their keys and values (`memory`); the sinks; and the state of a
+    `DeltaMemory`. Fields that the layer does not need are None."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -51,7 +55,7 @@ def rms_norm(x, scale, epsilon=1e-6, offset=0.0):
 
 
 def model_norm(config, x, scale):
-    """Returns x after a norm of the model, whose epsilon and offset are settings."""
+    """Returns x normalised as `config` describes the norms of the model, with the scale `scale`."""
     return rms_norm(x, scale, config.rms_norm_eps, float(config.norm_offset))
 
 
@@ -62,7 +66,8 @@ def l2_normalize(x):
 
 
 def rotate(x, places, speeds):
-    """Returns x [B, T, H, K] rotated by places [T] times speeds [K / 2], in radians."""
+    """Returns x [B, T, H, K] with rotary embeddings: pair i of the channels of the token at
+    position places[t] is rotated by places[t] * speeds[i] radians."""
     speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
     angles = torch.outer(places.to(torch.float64), speeds)[:, None]
     cosines, sines = angles.cos().float(), angles.sin().float()
@@ -71,13 +76,13 @@ def rotate(x, places, speeds):
 
 
 def by_query_head(x, heads):
-    """Returns keys or values [B, X, G, K] repeated for all heads of queries, [B, X, H, K]."""
+    """Returns keys or values x [B, X, G, K] repeated for all H = `heads` heads of queries."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 class Part(NamedTuple):
-    """Logits [B, H, T, X] of tokens to some keys, the mask [T, X] of those that a token sees, and
-    their values [B, X, H, K]."""
+    """The logits [B, H, T, X] of tokens for some of the keys, the mask [T, X] of the keys that each
+    token sees, and the values [B, X, H, K]. One softmax may join several parts; see `read`."""
 
     logits: torch.Tensor
     seen: torch.Tensor
@@ -85,14 +90,16 @@ class Part(NamedTuple):
 
 
 def part(queries, keys, values, seen, bias=0.0):
-    """Returns the `Part` of queries [B, T, H, K] and of keys and values [B, X, G, K]."""
+    """Returns the `Part` for queries [B, T, H, K], and keys and values [B, X, G, K] of which `seen`
+    [T, X] is the mask. `bias` is added to the logits."""
     heads = queries.shape[2]
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, by_query_head(keys, heads)).float()
     return Part(logits + bias, seen, by_query_head(values, heads))
 
 
 def read(parts):
-    """Returns the output [B, T, H, K] of one softmax over parts; 0 for tokens that see nothing."""
+    """Returns the attention output [B, T, H, K] of one softmax over the keys of all parts; 0 for
+    tokens that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
     logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen, -1e6)
@@ -101,7 +108,7 @@ def read(parts):
 
 
 def attend(queries, keys, values):
-    """Returns the output [B, Q, H, K] of attention to all keys [B, X, H, K]."""
+    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K] over all X keys."""
     seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device)
     return read([part(queries, keys, values, seen)])
 
@@ -113,7 +120,8 @@ def parameters(module, **shapes):
 
 
 class Gate(nn.Module):
-    """A gate that combines old state vectors with their update. Some gates depend on features."""
+    """A gate that combines old state vectors with an update. Gates of some kinds are constant;
+    others depend on features, an input whose axes have the sizes `features`."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -125,7 +133,8 @@ class Gate(nn.Module):
             parameters(self, input_bias=(width,), input_kernel=(*features, width))
 
     def forward(self, vectors, update, features):
-        """Returns new vectors [B, S, D]; a gate that is not constant reads features [B, S, ...]."""
+        """Returns new state vectors from the old vectors and their update, both [B, S, D], and from
+        features [B, S, ...], which only gates that are not constant read."""
 
         def _opened(kernel, bias, shift):
             logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
@@ -141,7 +150,8 @@ class Gate(nn.Module):
 
 
 class StateCell(nn.Module):
-    """Updates the state vectors of a recurrent layer after each block, in float32."""
+    """Updates the state vectors of a recurrent layer after each block, in float32, by attention of
+    the vectors to themselves and to the tokens of the block."""
 
     def __init__(self, config):
         super().__init__()
@@ -176,7 +186,8 @@ class StateCell(nn.Module):
         return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
 
     def forward(self, vectors, keys, values):
-        """Returns the state vectors after a block whose keys and values are [B, X, H, K]."""
+        """Returns the state vectors after a block, from the vectors [B, S, D] before the block and
+        the keys and values [B, X, H, K] of the tokens."""
         state_keys, state_values, queries, cross_queries = self._project(
             vectors, "keys", "values", "queries", "cross_queries"
         )
@@ -200,7 +211,8 @@ class StateCell(nn.Module):
 
 
 class DeltaMemory(nn.Module):
-    """The memory of Gated DeltaNet (Yang et al. 2024): each token decays and corrects a matrix."""
+    """The memory of Gated DeltaNet (Yang et al. 2024): a matrix from keys to values for each head,
+    which every token decays and then corrects at its key towards its value."""
 
     def __init__(self, config):
         super().__init__()
@@ -263,7 +275,8 @@ def register_mlp(module, config):
 
 
 def mlp(module, config, x):
-    """Returns the output of the MLP [B, T, D], to which `register_mlp` has given its parameters."""
+    """Returns the output of the MLP for x [B, T, D]; `module` has the parameters of the MLP, which
+    `register_mlp` has registered."""
 
     def _dense(z, name):
         y = z @ getattr(module, name)

@@ -29,7 +29,9 @@ try:
 except ImportError:  # Without transformers, models are loaded by the function `load`.
     PretrainedConfig = PreTrainedModel = None
 
-if not __package__:  # The file was imported by its path, so its directory is made a package.
+# A file that was imported by its path belongs to no package. Its directory is then made a package,
+# so that the relative import below works.
+if not __package__:
     __package__ = "brt_" + str(Path(__file__).parent.resolve()).encode().hex()
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [str(Path(__file__).parent)]
@@ -53,21 +55,22 @@ from .layers_brt import (  # noqa: E402 (the package has to exist)
 
 
 class State(NamedTuple):
-    """State of a model: the state of each layer, and the number of tokens that were read."""
+    """The LayerState of each layer, and the number of tokens that were read."""
 
     layers: tuple
     position: int
 
 
 class Output(NamedTuple):
-    """Float32 logits [B, T, V] of the next tokens, and the state after the last token."""
+    """Float32 logits [B, T, V] of the next tokens, and the State after the last token."""
 
     logits: torch.Tensor
     state: State
 
 
 class Layer(nn.Module):
-    """A layer of any kind: tokens attend to a window, or read a matrix, or both; see `forward`."""
+    """A layer of any kind. Tokens attend to a window, or read a `DeltaMemory`, or both, before an
+    MLP; `config.kinds[index]` is the kind of the layer."""
 
     def __init__(self, config, index):
         super().__init__()
@@ -126,9 +129,10 @@ class Layer(nn.Module):
         return state._replace(vectors=vectors, memory=self.cell.memory(vectors))
 
     def forward(self, x, state, feedback, position):
-        """Returns outputs for x [B, T, D], and the LayerState.
+        """Returns outputs for the tokens x [B, T, D] of a block, and the LayerState after them.
 
-        `feedback` is a Memory to attend to, or None; `position` counts the tokens before x."""
+        `state` is the LayerState before the tokens, `feedback` a Memory of another layer to attend
+        to, or None, and `position` the number of tokens of the text before x."""
         config = self.config
         h = model_norm(config, x, self.norm)
         if self.memory is not None:
@@ -212,7 +216,8 @@ class Layer(nn.Module):
         return x if self.speeds is None else rotate(x, places, self.speeds)
 
     def end_block(self, state):
-        """Returns the LayerState after a full block, with updated state vectors if it has any."""
+        """Returns the LayerState after a full block: keys and values outside the window and the
+        memory are dropped, and the state vectors of a recurrent layer are updated."""
         if not self.attends:
             return state
         size = max(self.window, self.memory_size) if self.config.cache else 0
@@ -227,7 +232,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The complete model; see the docstring of this file."""
+    """The complete model; the docstring of this file shows its use."""
 
     def __init__(self, config):
         super().__init__()
@@ -256,7 +261,7 @@ class Decoder(nn.Module):
         return Output(torch.cat(logits, dim=1) * config.logit_scale, state)
 
     def _read(self, x, state):
-        """Reads tokens up to the end of the open block."""
+        """Reads tokens, at most to the end of the present block; returns vectors and the State."""
         feedback, layers = None, []
         if self.config.feedback:  # Every layer attends to the memory of the last recurrent layer.
             last = max(i for i, kind in enumerate(self.config.kinds) if kind == "recurrent")
@@ -271,8 +276,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
-        """Yields new tokens [B] without end, each with the state before it, so that
-        forward(token[:, None], state) continues the text. See `generate` for the options."""
+        """Yields pairs of the next tokens [B] and the State before them, without end.
+
+        forward(token[:, None], state) continues the text. `generate` explains the options."""
         for piece in input_ids.split(self.config.block, dim=1):  # This bounds the logits' size.
             logits, state = self(piece, state)
         while True:
@@ -346,10 +352,13 @@ def refuse_padding(attention_mask):
 if PreTrainedModel is not None:
 
     class BrtConfig(PretrainedConfig):
+        """The entries of config.json, for `from_pretrained`."""
+
         model_type = "brt"
 
     class BrtForCausalLM(PreTrainedModel):
-        """The model for `from_pretrained` and pipelines; generates in constant memory."""
+        """The model for transformers' `from_pretrained` and pipelines; generates in constant
+        memory."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
         can_generate = classmethod(lambda cls: True)
@@ -360,15 +369,18 @@ if PreTrainedModel is not None:
             self.post_init()
 
         def forward(self, input_ids, state=None, attention_mask=None):
+            """Returns the Output of `Decoder.forward`; a mask that hides a token is an error."""
             refuse_padding(attention_mask)
             return self.decoder(input_ids, state)
 
         def stream(self, input_ids, attention_mask=None, **options):
+            """Yields tokens as `Decoder.stream` does; a mask that hides a token is an error."""
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 
         def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """Returns ids [B, T + new tokens]; takes transformers' options; no ids begin a text."""
+            """Returns ids [B, T + new tokens] as `Decoder.generate` does. `OPTIONS` lists options of
+            transformers that have an effect. Without input_ids, the text begins with BOS."""
             refuse_padding(attention_mask)
             if input_ids is None:
                 input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)

@@ -1,4 +1,6 @@
-"""Exports a language model's tokenizer to Hugging Face's format, in which texts begin with BOS."""
+"""Exports the tokenizer of a language model to Hugging Face's format. The exported tokenizer begins
+every text with the token BOS (beginning of sequence).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,20 @@ from brt.data.byte_level import BYTE_OF_CHARACTER
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
-# The byte tokenizer's BOS has this name. Its id is the byte NUL, which never occurs in a text.
+# The exported byte tokenizer has this name for BOS. The id of BOS is 0, the byte NUL, which never
+# occurs in a text.
 BYTES_BOS = "<|bos|>"
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
-    """Writes the tokenizer's files into `target` and returns their names."""
+    """Writes the files of a tokenizer of brt, in Hugging Face's format, into the directory `target`
+    and returns the names of the files.
+    """
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
-    # brt disables the dummy prefix of sentencepiece models, so it is disabled in the exported file.
+    # brt reads texts without the space that sentencepiece models put before them (the dummy
+    # prefix), so the exported file disables this prefix.
     if path.suffix == ".model":
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
@@ -30,7 +36,9 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """Returns the content of a tokenizer.json of a byte-level BPE without merges; ids are bytes."""
+    """Returns the content of tokenizer.json for the byte tokenizer: a byte-level BPE without
+    merges, whose ids are the bytes of a text.
+    """
     vocabulary = {character: byte for character, byte in BYTE_OF_CHARACTER.items() if byte}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
@@ -50,7 +58,9 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _write_json(target: Path, settings: dict[str, Any], bos: str, bos_id: int) -> list[str]:
-    """Writes a tokenizer.json that puts BOS before every text, and returns the names of files."""
+    """Writes a tokenizer.json that puts BOS before every text and a tokenizer_config.json, and
+    returns the names of both files.
+    """
     begins = {"SpecialToken": {"id": bos, "type_id": 0}}
     template = {
         "type": "TemplateProcessing",

@@ -1,4 +1,5 @@
-"""Compares modeling_brt.py with brt: logits over several segments, and a generated text.
+"""Compares an exported model, run by modeling_brt.py in PyTorch, with the original model in brt:
+arrays, logits over several segments, and a generated text.
 
 In shapes, B is the number of texts, T the number of tokens of a segment, and V the number of tokens
 in the vocabulary.
@@ -24,8 +25,8 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
-# The comparison reads this number of segments, and generates this number of tokens. Models with
-# sinks need more segments.
+# The comparison reads SEGMENTS segments, or up to MOST_SEGMENTS if the model has sinks, and
+# generates WRITTEN tokens.
 SEGMENTS, MOST_SEGMENTS, WRITTEN = 3, 18, 32
 
 
@@ -35,13 +36,13 @@ def compare(
     """Compares the model in an exported directory with the original, and yields lines of a report.
 
     Args:
-      params: parameters of the model.
-      model: settings of the model.
-      before: float32 arrays that were exported, by name.
+      params: the parameters of the original model.
+      model: the settings of the original model.
+      before: the float32 arrays that were exported, by name.
       directory: the exported directory.
 
     Raises:
-      CheckpointError: an array, a logit or a token differs.
+      CheckpointError: arrays, logits or tokens differ by more than rounding can explain.
     """
     checks = reports.tensor_checks(before, files.read_tensors(directory))
     yield reports.text(checks)
@@ -57,7 +58,9 @@ def compare(
 
 
 def import_code(directory: Path) -> ModuleType:
-    """Imports modeling_brt.py from a directory, without writing a bytecode cache there."""
+    """Imports modeling_brt.py from a directory, without writing a bytecode cache into the
+    directory, and returns the module.
+    """
     name = "modeling_brt"
     spec: Any = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
     module, writes = importlib.util.module_from_spec(spec), sys.dont_write_bytecode
@@ -79,9 +82,9 @@ def segment_logits(
     along the axis of tokens.
 
     Args:
-      params: parameters of the model.
-      model: settings of the model.
-      segments: the tokens of each segment.
+      params: the parameters of the model.
+      model: the settings of the model.
+      segments: the ids of the tokens of each segment.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 
@@ -90,8 +93,8 @@ def segment_logits(
         """Returns the logits [B, T, V] of a segment, and the state after the segment.
 
         Args:
-          state: caches and recurrent states before the segment.
-          tokens: ids of the segment [B, T].
+          state: the states of the layers before the segment.
+          tokens: the ids [B, T] of the segment.
         """
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
@@ -106,7 +109,8 @@ def segment_logits(
 
 def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     torch, rng = importlib.import_module("torch"), np.random.default_rng(0)
-    # Sinks leave the window of a token only after the window is full.
+    # A model attends to its sinks separately only when they have left the window, so the segments
+    # must be longer than the window together.
     beyond = max(model.windows) // model.block_length + 1
     count = min(max(SEGMENTS, beyond + 1), MOST_SEGMENTS) if model.sliding.sinks else SEGMENTS
     segments = list(rng.integers(model.vocab_size, size=(count, 2, model.block_length)))
@@ -121,7 +125,9 @@ def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: flo
 
 
 def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
-    """Checks that each token of the PyTorch model's greedy text has the largest logit in brt."""
+    """Checks that each token that the PyTorch model generates greedily has the largest logit in
+    brt, and returns a line for the user.
+    """
     torch, window = importlib.import_module("torch"), model.block_length
     size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
@@ -131,7 +137,8 @@ def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float
     expected = segment_logits(params, model, [padded])[0, size - 1 : text.shape[1] - 1]
     chosen = np.take_along_axis(expected, text[0, size:, None], axis=1)[:, 0]
     gap = float(np.max(expected.max(axis=1) - chosen))
-    # Rounding determines which of two equal logits is larger, so small differences are accepted.
+    # Rounding may decide which of two nearly equal logits is larger, so small differences are
+    # accepted.
     if not gap <= reports.allowed(expected, rounding):
         raise CheckpointError(f"the greedy text has a token whose logit is {gap:.1e} too low")
     return f"greedy text against brt: the same {WRITTEN} tokens"

@@ -1,4 +1,7 @@
-"""Conversion of RoBERTa's config.json to and from brt's settings."""
+"""Conversion of RoBERTa's config.json to and from brt's settings.
+
+In names of functions and variables, `ours` stands for brt and `theirs` for Hugging Face.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -24,8 +27,8 @@ _DEFAULTS = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
-# The table gives for each task the name of an array that only a model with the task's head has, and
-# the class of the model in transformers.
+# The values are the name of an array that only models with a head for the task have, and the class
+# of these models in transformers.
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
@@ -35,13 +38,13 @@ HEADS: dict[Task, tuple[str, str]] = {
 
 
 class Described(NamedTuple):
-    """Settings of an encoder without its parameters.
+    """Everything that describes an encoder with a head except its parameters.
 
     Attributes:
-      model: sizes and kinds of the layers.
+      model: the sizes and kinds of the layers.
       task: the task of the head.
-      kept: entries of config.json that brt does not use. An export writes them again: ids of
-        special tokens, and names of classes.
+      kept: the ids of special tokens and the names of classes, as entries of Hugging Face's
+        config.json. brt does not use them, and an export writes them again.
     """
 
     model: Encoder
@@ -50,12 +53,12 @@ class Described(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
-    """Converts the settings of a RoBERTa checkpoint to brt's settings.
+    """Returns brt's settings for a RoBERTa checkpoint.
 
     Args:
-      config: content of config.json.
-      names: names of the arrays, which show the task of the head. If there is no head, the task is
-        masked language modeling.
+      config: the content of config.json.
+      names: the names of the checkpoint's arrays, which show the task of the head. Without a head,
+        the task is masked language modeling.
 
     Raises:
       CheckpointError: a setting is not supported.
@@ -99,10 +102,10 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
 
     Args:
       described: the settings of the encoder.
-      dtype: the dtype of the weights.
+      dtype: the name of the dtype of the weights.
 
     Raises:
-      CheckpointError: a setting has no counterpart.
+      CheckpointError: a setting has no counterpart in RoBERTa.
     """
     model = described.model
     for name, wanted in (

@@ -27,8 +27,8 @@ def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imp
       directory: the directory of the checkpoint.
 
     Returns:
-      The model in brt's form; the arrays of the checkpoint by name; and the imported parameters
-      with the names that have no counterpart.
+      The converted encoder; the arrays of the checkpoint by Hugging Face's names; and the result of
+      the import, which lists the parameters and arrays that have no counterpart.
 
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, or has unsupported settings.
@@ -43,14 +43,16 @@ def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imp
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts a RoBERTa checkpoint, and yields lines that report what was done.
+    """Converts a RoBERTa checkpoint to brt's format, and yields lines of a report for the user.
 
     Args:
-      source: directory of the checkpoint.
-      target: directory to write.
+      source: the directory of the checkpoint.
+      target: the directory to write, which must be empty or missing.
       verified: True compares the converted model with the original.
-      positions: number of positions to which the table of positions is extended; 0 keeps the table.
-      method: values of the new positions: "copy" repeats the table, and "interpolate" stretches it.
+      positions: the number of positions to which the table of learned positions is extended; 0
+        keeps the table.
+      method: how the new positions are computed: "copy" repeats the table from its start, and
+        "interpolate" stretches it.
 
     Raises:
       ConfigError: `target` is not empty, or the positions cannot be extended.
@@ -66,8 +68,8 @@ def from_hf(
         if verified:
             reloaded = pretrained_encoder.load(directory)
             exported = weights.export_arrays(reloaded.params, reloaded.described)
-            # If the file lacks a head, logits cannot be compared, because transformers would
-            # initialise another head at random.
+            # If the checkpoint lacks a head, logits cannot be compared with those of transformers,
+            # which would initialise another head at random.
             complete = source if not imported.initialised else None
             yield from _compare(model, reloaded, arrays, exported, complete)
         if positions:  # Positions are added after the comparison, which needs the original number.
@@ -78,17 +80,22 @@ def from_hf(
 
 
 def to_format(model: PretrainedEncoder, dtype: str) -> ExportFormat:
-    """Returns an encoder in the format of Hugging Face's RoBERTa.
+    """Returns the content of a Hugging Face checkpoint of RoBERTa for an encoder.
 
     Args:
       model: the encoder.
-      dtype: dtype of the written weights, as config.json names it.
+      dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
+
+    Raises:
+      CheckpointError: a setting of the encoder has no counterpart in RoBERTa.
     """
     settings = {"config.json": config.to_theirs(model.described, dtype)}
     exported = weights.export_arrays(model.params, model.described)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields lines that compare the model in `directory` with the model that was exported."""
+        """Yields the lines of a report that compares the model in `directory` with the model that
+        was exported.
+        """
         reloaded, arrays, _ = read(directory)
         return _compare(model, reloaded, exported, arrays, directory)
 
@@ -111,7 +118,7 @@ def _compare(
       after: arrays of the converted encoder.
       theirs: the directory in Hugging Face's format; None for no comparison with transformers.
     """
-    # Arrays that only one of the models has were already reported as initialised or unused.
+    # Only arrays that both models have are compared. `mismatches` has reported the others.
     checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield reports.text(checks)
     reports.check(checks)

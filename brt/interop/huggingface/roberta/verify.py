@@ -30,7 +30,8 @@ class Inputs(NamedTuple):
 def inputs(described: Described) -> Inputs:
     """Returns two rows of at most 64 random tokens that the encoder can read.
 
-    `described` has the settings of the encoder.
+    Args:
+      described: the settings of the encoder.
     """
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
@@ -38,7 +39,8 @@ def inputs(described: Described) -> Inputs:
     lengths = np.array([longest, max(longest // 2, 1)])
     valid = np.arange(longest)[None] < lengths[:, None]
     tokens = rng.integers(model.vocab_size - 1, size=valid.shape)
-    # Ids from the padding id on are raised by one, because padding would get no position.
+    # The padding id must not occur among the tokens, because transformers gives padding no
+    # position. Therefore this id and all higher ids are raised by one.
     tokens += tokens >= pad
     return Inputs(np.where(valid, tokens, pad).astype(np.int32), valid)
 
@@ -46,17 +48,17 @@ def inputs(described: Described) -> Inputs:
 def logits(
     params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
 ) -> np.ndarray:
-    """Returns the float32 logits that brt's model computes; 0 for padding.
+    """Returns the float32 logits that brt computes for two rows of tokens.
 
     Args:
-      params: parameters of the encoder.
-      described: settings of the encoder.
+      params: the parameters of the encoder with its head.
+      described: the settings of the encoder, and the task of its head.
       x: the rows to read.
-      attention: settings of attention; None selects exact attention.
+      attention: the settings of attention; None selects exact attention.
 
     Returns:
-      Logits [2, T, V] of a masked LM, [2, classes] of a classifier, or [2, T, 2] of a head for
-      spans.
+      Logits [2, T, V] of a masked language model with V tokens in the vocabulary, [2, classes] of a
+      classifier, or [2, T, 2] of a head for the starts and ends of spans; 0 for padding.
     """
     network = encoder.EncoderWithHead(described.model, attention or Attention(), described.task)
     outputs = network.apply(
@@ -68,16 +70,17 @@ def logits(
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """Returns the float32 logits that transformers computes; None if transformers is not installed.
+    """Returns the float32 logits that transformers computes for two rows of tokens; None if torch
+    or transformers is not installed.
 
     Args:
-      directory: directory of the Hugging Face checkpoint.
-      described: settings of the encoder.
+      directory: the directory of the Hugging Face checkpoint.
+      described: the settings of the encoder, and the task of its head.
       x: the rows to read.
 
     Returns:
-      Logits [2, T, V] of a masked LM, [2, classes] of a classifier, or [2, T, 2] of a head for
-      spans.
+      Logits [2, T, V] of a masked language model with V tokens in the vocabulary, [2, classes] of a
+      classifier, or [2, T, 2] of a head for the starts and ends of spans; 0 for padding.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None

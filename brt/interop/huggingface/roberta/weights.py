@@ -1,4 +1,7 @@
-"""Converts RoBERTa's arrays to brt's parameters, and back."""
+"""Converts the arrays of RoBERTa checkpoints to brt's parameters, and back.
+
+In names of variables, `ours` stands for brt and `theirs` for Hugging Face.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +19,7 @@ from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
 from brt.models import encoder
 
 _PREFIX = "roberta."
-# The names of heads begin with these prefixes, and not with "roberta.".
+# The names of a head's arrays begin with these prefixes, and not with "roberta.".
 _OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")
 _UNUSED = "roberta.embeddings.position_ids"
 _TYPES = "encoder/inputs/type_embed/embedding"
@@ -42,10 +45,10 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def table(described: Described) -> dict[str, str]:
-    """Returns Hugging Face's name of each of brt's parameters, by brt's name, for an encoder and
-    its head.
+    """Returns Hugging Face's name of each parameter of an encoder and its head, by brt's name.
 
-    In both names, {i} stands for the index of a layer.
+    In both names, {i} stands for the index of a layer. The table may have names of parameters that
+    the model does not have.
     """
     heads = {f"head/{ours}": theirs for ours, theirs in _HEADS[described.task].items()}
     return {
@@ -64,11 +67,15 @@ def table(described: Described) -> dict[str, str]:
 def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
     """Returns arrays by the names that current versions of transformers use.
 
-    Some files contain copies of arrays, or names without the usual prefix. The copies are removed,
-    and the prefix is added.
+    Some files contain copies of arrays, or names without the prefix "roberta.". The copies are
+    removed, and the prefix is added.
+
+    Args:
+      arrays: the arrays by the names in the files.
 
     Raises:
-      CheckpointError: the weights of the logits differ from the embedding.
+      CheckpointError: the weights of the logits differ from the embedding, or the two copies of
+        their bias differ.
     """
     arrays = {
         name if name.startswith((_PREFIX, *_OUTSIDE)) else _PREFIX + name: array
@@ -87,9 +94,11 @@ def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of brt's parameters by names like "encoder/layers_0/mlp/wi/kernel".
+    """Returns the shapes of the parameters of an encoder and its head, by names like
+    "encoder/layers_0/mlp/wi/kernel".
 
-    `described` has the settings and the task of the encoder.
+    Args:
+      described: the settings of the encoder, and the task of its head.
     """
     return by_layer(jax.eval_shape(partial(_initial, described)))
 
@@ -100,13 +109,13 @@ def _initial(described: Described) -> dict[str, Any]:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Converts arrays of a RoBERTa checkpoint to brt's parameters.
+    """Converts the arrays of a RoBERTa checkpoint to brt's parameters.
 
     If the checkpoint lacks the head, the parameters of the head are initialised.
 
     Args:
-      arrays: arrays with the names that `normalize_names` returns.
-      described: settings of the encoder.
+      arrays: the arrays by the names that `normalize_names` returns.
+      described: the settings of the encoder, and the task of its head.
 
     Returns:
       The parameters in float32, the names of the parameters that were initialised because the
@@ -120,9 +129,12 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
-    """Returns brt's parameters as arrays with RoBERTa's names and layouts.
+    """Returns the parameters of an encoder and its head as arrays with the names and layouts of
+    RoBERTa checkpoints.
 
-    `described` has the settings and the task of the encoder.
+    Args:
+      params: the parameters, with brt's names.
+      described: the settings of the encoder, and the task of its head.
     """
     known, model = table(described), described.model
     exported = {
