@@ -379,8 +379,8 @@ if PreTrainedModel is not None:
             return self.decoder.stream(input_ids, **options)
 
         def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """Returns ids [B, T + new tokens] as `Decoder.generate` does. `OPTIONS` lists options of
-            transformers that have an effect. Without input_ids, the text begins with BOS."""
+            """Returns ids [B, T + new tokens] as `Decoder.generate` does. `OPTIONS` lists the
+            options of transformers that have an effect. Without input_ids, BOS begins the text."""
             refuse_padding(attention_mask)
             if input_ids is None:
                 input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)
