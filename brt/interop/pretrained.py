@@ -157,7 +157,7 @@ def describe(directory: Path) -> Described:
 
 
 def read_model(directory: Path) -> dict[str, Any]:
-    """Returns the content of a directory's model.json: sections of a config by name.
+    """Returns the entries of a directory's model.json, after a check of the version of the format.
 
     Raises:
       CheckpointError: the file is damaged or of a newer format.

@@ -118,7 +118,8 @@ class Seq2Seq(nn.Module):
         in `encode` and `decode`.
         """
         if self.is_initializing() and not self.model.tied_logits:
-            # Initialization has to call all modules, but only `readout` calls the head.
+            # Initialization has to call all modules. No other method calls `lm_head`, because the
+            # function `readout` reads the parameters of `lm_head` directly.
             self.lm_head(targets_in)
         return self.decode(self.encode(source, mask, key), mask, targets_in)
 

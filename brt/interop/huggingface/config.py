@@ -83,13 +83,13 @@ class Described(NamedTuple):
 def from_theirs(
     config: Mapping[str, Any], generation: Mapping[str, Any], *, tied: bool
 ) -> Described:
-    """Converts the settings of a Hugging Face checkpoint to brt's settings.
+    """Returns brt's settings for a Hugging Face checkpoint of T5, LongT5 or BART.
 
     Args:
-      config: content of config.json.
-      generation: content of generation_config.json, which overrides `config`; may be empty.
-      tied: True if logits are computed with the embedding. The caller finds out from the weights,
-        because config.json does not tell.
+      config: the content of config.json.
+      generation: the content of generation_config.json, which overrides `config`; may be empty.
+      tied: True if logits are computed with the embedding. The caller determines the value from the
+        weights, because config.json does not contain it.
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
@@ -212,7 +212,7 @@ def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[st
 
     Args:
       described: the settings of the model.
-      dtype: the dtype of the weights.
+      dtype: the name of the dtype of the weights.
 
     Raises:
       CheckpointError: a setting has no counterpart in Hugging Face's format.

@@ -160,8 +160,8 @@ def write_json(path: Path, content: Mapping) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yields a temporary directory in a `with` statement, and renames the directory to `target` at
-    the end of the statement. Therefore `target` exists only when all files have been written.
+    """Returns a context manager that yields a temporary directory and renames it to `target` at the
+    end. Therefore `target` exists only when all files have been written.
 
     Raises:
       ConfigError: `target` exists and is not empty.

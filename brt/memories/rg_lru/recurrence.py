@@ -73,7 +73,7 @@ def decays(
       gate: float32, the values of the recurrence gate, between 0 and 1.
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
-    rest = -jnp.expm1(2 * log_a)  # 1 - a^2
+    rest = -jnp.expm1(2 * log_a)  # This is 1 - a^2.
     # The square root has no derivative at 0, and `rest` is 0 if the gate is closed.
     positive = rest > 0
     return jnp.exp(log_a), jnp.where(positive, jnp.sqrt(jnp.where(positive, rest, 1)), 0)

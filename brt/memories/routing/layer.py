@@ -122,7 +122,7 @@ def new_routing(model: Model) -> ClusterStatistics:
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
     """Returns the model state after a train step, in which the centroids have moved towards the
-    queries of the step. This function is the `settle` of the layer kind.
+    queries of the step. Each train step calls this function once, as `LayerKind.settle`.
 
     Args:
       model: the settings of the model, with the window of this layer (`Model.for_layer`).

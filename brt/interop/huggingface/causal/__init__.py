@@ -1,3 +1,3 @@
-"""Conversion of decoders (Llama, Mistral, Qwen, Gemma) from and to Hugging Face's format, for which
-transformers has classes.
+"""Conversion of those decoders for which transformers has a class (Llama, Mistral, Qwen, Gemma),
+from and to Hugging Face's format.
 """

@@ -1,5 +1,5 @@
-"""Export of a decoder for the class of transformers (Llama, Mistral, Qwen, Gemma) that computes the
-same.
+"""Export of a decoder of brt as a model of one of transformers' classes (Llama, Mistral, Qwen,
+Gemma).
 """
 
 from collections.abc import Iterator, Mapping

@@ -120,8 +120,8 @@ def parameters(module, **shapes):
 
 
 class Gate(nn.Module):
-    """A gate that combines old state vectors with an update. Gates of some kinds are constant;
-    others depend on features, an input whose axes have the sizes `features`."""
+    """A gate that combines old state vectors with an update. Gates of some kinds are constant; the
+    others depend on a second input, the features, whose last axes have the sizes `features`."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -211,8 +211,9 @@ class StateCell(nn.Module):
 
 
 class DeltaMemory(nn.Module):
-    """The memory of Gated DeltaNet (Yang et al. 2024): a matrix from keys to values for each head,
-    which every token decays and then corrects at its key towards its value."""
+    """The memory of Gated DeltaNet (Yang et al. 2024): a matrix from keys to values for each head.
+    Every token multiplies the matrix by a decay, and then moves the matrix's value for the token's
+    key towards the token's value."""
 
     def __init__(self, config):
         super().__init__()

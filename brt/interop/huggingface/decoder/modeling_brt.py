@@ -109,7 +109,7 @@ class Layer(nn.Module):
             parameters(self, output_norm=(width,))
         if attends_twice:
             parameters(self, cross_queries=(width, heads, size), cross_scale=(heads,))
-        if config.position_bias:  # bias[:, 0] is added for the nearest key.
+        if config.position_bias:  # The position bias of the nearest key is bias[:, 0].
             parameters(self, bias=(heads, self.window))
 
     def new_state(self, batch):
@@ -279,7 +279,7 @@ class Decoder(nn.Module):
         """Yields pairs of the next tokens [B] and the State before them, without end.
 
         forward(token[:, None], state) continues the text. `generate` explains the options."""
-        for piece in input_ids.split(self.config.block, dim=1):  # This bounds the logits' size.
+        for piece in input_ids.split(self.config.block, dim=1):  # Small pieces have few logits.
             logits, state = self(piece, state)
         while True:
             if do_sample:

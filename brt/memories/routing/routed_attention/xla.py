@@ -30,8 +30,8 @@ from brt.ops.partial_attention import attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED
 
-# A chunk has at least this many tokens. Smaller chunks would save some work, but handling more
-# chunks would cost more than that.
+# A chunk has at least this number of rows, unless a token reads fewer tokens. Smaller chunks would
+# save some work, but handling more chunks would cost more than that.
 MIN_CHUNK = 8
 
 
