@@ -12,6 +12,7 @@ from brt import untrusted
 from brt.config import Config, CrossAttention, Decoding, Seq2Seq
 from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
+from brt.interop.huggingface.causal.config import FAMILIES
 from brt.models.targets import SpecialTokens
 
 # An export writes brt's settings of cross-attention into config.json under this key. transformers
@@ -150,7 +151,8 @@ def check_type(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
         raise CheckpointError(
-            f"config.json says model_type = {kind!r}; only t5, longt5, bart and roberta can be read"
+            f"config.json: model_type = {kind!r} cannot be read; brt reads t5, longt5, bart, roberta "
+            f"and the decoders {', '.join(FAMILIES)}"
         )
     return kind
 

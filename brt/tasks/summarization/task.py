@@ -42,8 +42,9 @@ from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
 # If the cross-attention of a model has parameters with these names, training logs their values. The
-# accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters.
-_LEARNED = ("leak", "threshold", "mix")
+# accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters, and so do
+# the mixtures of its recurrence and its local attention (CrossAttention.mix).
+_LEARNED = ("leak", "threshold", "sigma", "gate")
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
 
