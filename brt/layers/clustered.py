@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
@@ -25,8 +25,8 @@ from brt.layers.state import (
     WindowState,
     cache_is_readable,
     new_window_state,
-    open_block,
 )
+from brt.layers.window import WindowLayer
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,
     Centroids,
@@ -117,7 +117,7 @@ def clustered_flops(model: Model) -> int:
     return window_flops(m) + reading + taking_in
 
 
-class ClusteredLayer(nn.Module):
+class ClusteredLayer(WindowLayer):
     """A layer of causal clustered attention.
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
@@ -130,10 +130,6 @@ class ClusteredLayer(nn.Module):
       training: True applies dropout.
       kernels: the names of the implementations of ops.
     """
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Creates the module with attention and the MLP, the centroids and, if `Clustered.jensen`
@@ -216,48 +212,13 @@ class ClusteredLayer(nn.Module):
         y = self.tokens.attend(x, projections, cached, feedback, attend_beyond_window)
         return LayerOutput(y, ClusteredState(window, *past))
 
-    def begin_block(self, x: None, *, state: ClusteredState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
+    def mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
+        """Returns the function that adds attention to keys beyond the window for one token.
 
         Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-
-        Returns:
-          The open block, as the state of the `LayerOutput`.
-        """
-        return LayerOutput(x, open_block(state.window))
-
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: ClusteredState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        """Reads one token. Its key and value enter the open block, and the memory of the centroids
-        does not change.
-
-        Args:
-          x: the input vector of the token.
           state: the layer's state after the previous block.
-          block: the open block, which has the keys and values of the block's earlier tokens.
-          position: the position of the token in the block.
-          feedback: the keys and values of recurrent states that the token also attends to, or None.
-
-        Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          position: the position of the token in its block.
         """
-        mix = self._mix_step(state, position)
-        return LayerOutput(
-            *self.tokens.attend_step(x, state.window, block, position, feedback, mix)
-        )
-
-    def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
         def attend_beyond_window(

@@ -11,7 +11,7 @@ import flax.linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.layers.attention import TransformerBlock
+from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState, open_block
 from brt.layers.taps import NO_TAPS, TokenTaps
@@ -20,6 +20,9 @@ from brt.ops.recurrent_attention import StateKV
 
 class WindowLayer(nn.Module):
     """A sliding-window layer: causal attention of each token to its window, followed by an MLP.
+
+    Layers whose tokens also attend to keys beyond the window are subclasses. A subclass defines
+    `mix_step`, `__call__` and `end_block`, and inherits how a token is read.
 
     Attributes:
       model: the settings of the model, as the layer sees them (`Model.for_layer`).
@@ -63,29 +66,40 @@ class WindowLayer(nn.Module):
         past, after = with_cache(self.model, state, projections, document_start)
         return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
 
-    def begin_block(self, x: None, *, state: WindowState | LocalState, **_: Any) -> LayerOutput:
+    def mix_step(self, state: Any, position: Int[Array, ""]) -> Mix | None:
+        """Returns the function that adds attention to keys beyond the window to the attention of
+        one token, or None if the layer has no such keys. Subclasses with such keys override it.
+
+        Args:
+          state: the layer's state after the previous block.
+          position: the position of the token in its block.
+        """
+        return None
+
+    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
         """Returns an open block (the data of a block that is read token by token) without tokens.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
+          state: the state after the previous block. In subclasses, it has the cache of keys and
+            values in its field `window`.
 
         Returns:
           The open block, as the state of the `LayerOutput`.
         """
-        return LayerOutput(x, open_block(state))
+        return LayerOutput(x, open_block(_cache_of(state)))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         *,
-        state: WindowState | LocalState,
+        state: Any,
         block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, whose key and value enter the open block.
+        """Reads one token, whose key and value enter the open block. The state does not change.
 
         Args:
           x: the input vector of the token.
@@ -98,11 +112,10 @@ class WindowLayer(nn.Module):
           The token's output vector; and the open block with the token added, as the state of the
           `LayerOutput`.
         """
-        return LayerOutput(*self.tokens.attend_step(x, state, block, position, feedback))
+        cache, mix = _cache_of(state), self.mix_step(state, position)
+        return LayerOutput(*self.tokens.attend_step(x, cache, block, position, feedback, mix))
 
-    def end_block(
-        self, x: None, *, state: WindowState | LocalState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, *, state: Any, block: OpenBlock, **_: Any) -> LayerOutput:
         """Returns the layer's state after a full block, which becomes the cache.
 
         Args:
@@ -114,3 +127,8 @@ class WindowLayer(nn.Module):
           The new state, as the state of the `LayerOutput`.
         """
         return LayerOutput(x, closed_window(self.model, state, block))
+
+
+def _cache_of(state: Any) -> WindowState | LocalState:
+    """Returns the cache of keys and values of a layer's state."""
+    return state if isinstance(state, (WindowState, LocalState)) else state.window

@@ -151,8 +151,8 @@ def check_type(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
         raise CheckpointError(
-            f"config.json: model_type = {kind!r} cannot be read; brt reads t5, longt5, bart, roberta "
-            f"and the decoders {', '.join(FAMILIES)}"
+            f"config.json: model_type = {kind!r} cannot be read; brt reads t5, longt5, bart, "
+            f"roberta and the decoders {', '.join(FAMILIES)}"
         )
     return kind
 
