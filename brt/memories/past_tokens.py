@@ -17,12 +17,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.reading import document_places, speeds_of
-from brt.layers.state import LayerOutput, LocalState, OpenBlock, open_block
+from brt.layers.state import LayerOutput, LocalState, OpenBlock
+from brt.layers.window import WindowLayer
 from brt.memories.history import tokens_before
 from brt.memories.memory_state import MemoryState, Past, extended, remembered
 from brt.ops.grouped_heads import spread_over_devices
@@ -45,7 +45,7 @@ class Readers(NamedTuple):
     places: Int[Array, " Q"]
 
 
-class PastTokensLayer(nn.Module):
+class PastTokensLayer(WindowLayer):
     """Base class of layers whose tokens attend to their window and to a memory of past tokens.
 
     A subclass defines `memory_size` and `mix`, and may override `window_positions`. The parameter
@@ -57,10 +57,6 @@ class PastTokensLayer(nn.Module):
       training: True applies dropout.
       kernels: the settings that select the implementations of ops.
     """
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
 
     def memory_size(self) -> int:
         """Returns M, the number of tokens of the memory."""
@@ -185,47 +181,17 @@ class PastTokensLayer(nn.Module):
         y = self.tokens.attend(x, projections, cached, feedback, mix)
         return LayerOutput(y, remembered(past, counts[:, -1], window, size=size))
 
-    def begin_block(self, x: None, *, state: MemoryState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
+    def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:
+        """Returns the function that adds attention to the memory for one token.
 
         Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-
-        Returns:
-          The open block, as the state of the `LayerOutput`.
-        """
-        return LayerOutput(x, open_block(state.window))
-
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: MemoryState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        """Reads one token. The token's key and value enter the open block, and the memory does not
-        change.
-
-        Args:
-          x: the input vector of the token.
           state: the layer's state after the previous block.
-          block: the open block, which has the keys and values of the block's earlier tokens.
-          position: the position of the token in the block.
-          feedback: the keys and values of recurrent states that the token also attends to, or None.
-
-        Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          position: the position of the token in its block.
         """
         window = state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
         past = Past(state.keys, state.values)
-        mix = self._mix(past, state.length[:, None], before, position[None])
-        return LayerOutput(*self.tokens.attend_step(x, window, block, position, feedback, mix))
+        return self._mix(past, state.length[:, None], before, position[None])
 
     def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
         """Returns the layer's state after a full block. The block becomes the cache, and its tokens

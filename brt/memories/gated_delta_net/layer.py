@@ -36,6 +36,7 @@ from brt.memories.gated_delta_net.memory import (
     delta_flops,
     new_delta_state,
 )
+from brt.memories.token_state import TokenStateLayer
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -44,18 +45,8 @@ def gated_delta_net_flops(model: Model) -> int:
     return delta_flops(model) + mlp_flops(model)
 
 
-class GatedDeltaNetLayer(nn.Module):
-    """A layer that consists of a norm, a memory (in place of attention) and an MLP.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: unused, because the layer has a single implementation.
-    """
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
+class GatedDeltaNetLayer(TokenStateLayer):
+    """A layer that consists of a norm, a memory (in place of attention) and an MLP."""
 
     def setup(self) -> None:
         """Creates the norm, the memory and the MLP."""
@@ -79,18 +70,6 @@ class GatedDeltaNetLayer(nn.Module):
         read, state = self.memory(self._normed(x), state, since_start)
         return LayerOutput(self._finish(x, read), state)
 
-    def begin_block(self, x: None, *, state: DeltaState, **_: Any) -> LayerOutput:
-        """Begins a block that is read token by token, and returns its open block.
-
-        The open block is what the layer keeps between two tokens of a block. For this layer, it is
-        the state after the tokens that have been read so far.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block, which is returned as the open block.
-        """
-        return LayerOutput(x, state)
-
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: DeltaState, **_: Any) -> LayerOutput:
         """Reads one token, and returns its output and the state after the token.
 
@@ -100,15 +79,6 @@ class GatedDeltaNetLayer(nn.Module):
         """
         read, block = self.memory.read_token(self._normed(x), block)
         return LayerOutput(self._finish(x, read), block)
-
-    def end_block(self, x: None, *, block: DeltaState, **_: Any) -> LayerOutput:
-        """Returns the open block, which is the state after a full block.
-
-        Args:
-          x: None, which is returned as the output.
-          block: the open block, which is the state after the last token of the block.
-        """
-        return LayerOutput(x, block)
 
     def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns x after norm and dropout, the input of the memory."""

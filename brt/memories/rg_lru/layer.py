@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.distributed.rules import constrain
 from brt.layers.basic import (
     FROM_HEADS,
@@ -36,6 +36,7 @@ from brt.memories.convolution import (
 )
 from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, scan, steps
 from brt.memories.rg_lru.section import RGLRU
+from brt.memories.token_state import TokenStateLayer
 from brt.ops.dense import dense
 
 # With every token, the hidden state of a channel is multiplied by a factor. The parameter `rate` of
@@ -102,22 +103,13 @@ def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.log(jnp.expm1(-0.5 * jnp.log(drawn) / SHARPNESS))
 
 
-class RGLRULayer(nn.Module):
+class RGLRULayer(TokenStateLayer):
     """A layer with a gated recurrence over tokens, in place of attention, and an MLP.
 
     The normalized inputs pass through two branches: a GELU, and a convolution followed by the
     recurrence. The product of both branches is projected to the width of the model and added to the
     inputs, and the MLP follows.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: unused, because the layer has a single implementation.
     """
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Creates the parameters of the recurrent block, and the MLP."""
@@ -162,18 +154,6 @@ class RGLRULayer(nn.Module):
         hidden = scan(a, b, state.hidden)
         return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
-    def begin_block(self, x: None, *, state: RGLRUState, **_: Any) -> LayerOutput:
-        """Begins a block that is read token by token, and returns its open block.
-
-        The open block is what the layer keeps between two tokens of a block. For this layer, it is
-        the state after the tokens that have been read so far.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block, which is returned as the open block.
-        """
-        return LayerOutput(x, state)
-
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
         """Reads one token, and returns its output and the state after the token.
 
@@ -187,15 +167,6 @@ class RGLRULayer(nn.Module):
         hidden = a[:, 0] * block.hidden + b[:, 0]
         y = self._finish(x, branch, hidden[:, None])
         return LayerOutput(y, RGLRUState(hidden, last))
-
-    def end_block(self, x: None, *, block: RGLRUState, **_: Any) -> LayerOutput:
-        """Returns the open block, which is the state after a full block.
-
-        Args:
-          x: None, which is returned as the output.
-          block: the open block, which is the state after the last token of the block.
-        """
-        return LayerOutput(x, block)
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Returns the output of the GELU branch [B, T, H, R], and the inputs of the convolution."""
