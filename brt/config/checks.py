@@ -23,8 +23,14 @@ def check(condition: bool, message: str) -> None:
 
 
 def name_of(section: object, field: str) -> str:
-    """Returns the name of a field in .gin files, such as "Data.train" for the field `train` of the
-    section `Pairs`.
+    """Returns the name that a field of a section has in .gin files.
+
+    A section may have another name in .gin files than its class: users write "Data.train" for the
+    field `train` of the class `Pairs`, because each task has its own class for the section `Data`.
+
+    Args:
+      section: an instance of the section's class.
+      field: the name of the field in that class.
     """
     return public_name(f"{type(section).__name__}.{field}")
 

@@ -185,9 +185,12 @@ class CrossAttention:
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
-        """Refuses lengths of sources and targets with which the segments do not fit.
+        """Refuses sources or targets that are too long for segmented cross-attention.
 
-        The decoder must read every segment, and every target position must have a segment.
+        The source is cut into segments, and each position of the target reads one segment. So every
+        position must have a segment, and there must be enough positions to read all segments
+        (unless `allow_skipped_segments` is True). Cross-attention of the kind "full" has no
+        segments and no limits.
 
         Args:
           max_source_length: largest number of tokens of a source.

@@ -23,7 +23,8 @@ def end_of_line(text: str, start: int, stop: int) -> int:
     `stop`, at which the next chunk begins.
 
     The chunk ends after the last newline before `stop`. Without a newline, it ends before the last
-    space that follows another character; without such a space, it ends at `stop`.
+    space; if several spaces stand there in a row, it ends before the first of them. Without a
+    space, it ends at `stop`.
     """
     newline = text.rfind("\n", start, stop)
     if newline >= 0:

@@ -51,9 +51,10 @@ class ExportSource(NamedTuple):
       config: the config of the run.
       params: the trained parameters.
       tokenizer: a function that opens the tokenizer of the run, for formats that include one.
-      plain: True asks for a class of transformers, even if the class attends to the whole context
-        where the model has a window. Only language models read this field, because other models
-        have no other form.
+      plain: True exports a language model as a class of the library transformers, even if this
+        class attends to the whole context where the model has a window. False exports such a model
+        together with PyTorch code that has the window. Models of other tasks are always exported as
+        classes of transformers.
     """
 
     path: Path

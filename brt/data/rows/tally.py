@@ -17,11 +17,15 @@ class BadRow(NamedTuple):
 
 
 class Tally:
-    """Counts the rows of a split, and removes rows that cannot be used.
+    """Counts the rows of a split, and separates rows that cannot be used (bad rows).
+
+    Whether bad rows are an error is decided by the caller, after all rows were read
+    (`refuse_or_skip`).
 
     Args:
       split: the name of the split, for error messages.
-      skip: the setting that skips bad rows, for error messages: "Data.errors = 'skip'".
+      skip: the text "Data.errors = 'skip'", which error messages recommend to a user who wants to
+        train without the bad rows.
       progress: function without arguments that is called for each row.
 
     Attributes:

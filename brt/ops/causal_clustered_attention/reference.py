@@ -114,9 +114,12 @@ def _memory_of_block(
 
         Args:
           past_part: the keys or values [B, H, C, R, K] that each centroid keeps in the initial
-            memory. They are first in the result.
-          new_part: the keys or values [B, H, Z, K] of the cached block and of the segment. Those of
-            the blocks that are added to the memory are last in the result.
+            memory.
+          new_part: the keys or values [B, H, Z, K] of the cached block and of the segment.
+
+        Returns:
+          The R keys or values of the initial memory, followed by those of all blocks before the
+          block `block`, which are the same for all centroids: M in total.
         """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))

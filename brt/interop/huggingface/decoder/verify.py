@@ -25,8 +25,9 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
-# The comparison reads SEGMENTS segments, or up to MOST_SEGMENTS if the model has sinks, and
-# generates WRITTEN tokens.
+# The comparison reads SEGMENTS segments and generates WRITTEN tokens. In a model with sinks, tokens
+# attend to the sinks only after these have left the window, so the comparison reads more segments
+# than the window has, but at most MOST_SEGMENTS.
 SEGMENTS, MOST_SEGMENTS, WRITTEN = 3, 18, 32
 
 
