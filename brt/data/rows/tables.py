@@ -272,7 +272,7 @@ def _parquet(file: File) -> Iterator[Row]:
                 for values in zip(*map(_column, batch.columns), strict=True):
                     yield Row(f"{file.name}:{number}", dict(zip(names, values, strict=True)))
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{file.name} is not a Parquet file, or damaged ({reason})") from error
 

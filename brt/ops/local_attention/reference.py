@@ -35,7 +35,7 @@ def local_attention(
       dropout: None, because dropout is not supported.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
     """
-    del dropout  # `local_attention` calls this implementation only without dropout.
+    del dropout  # `local_attention` never calls this implementation with dropout.
     length, members = queries.shape[1], queries.shape[2] // keys.shape[2]
     window = keys.shape[1] - length
     keys, values = (jnp.repeat(x, members, axis=2) for x in (keys, values))

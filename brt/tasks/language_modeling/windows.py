@@ -161,7 +161,7 @@ class WindowEvaluator:
         )
         draw = partial(_draw, rows) if self._config.training.plots else None
         return EvaluationResult(
-            report, summary, {"documents": documents}, text(report), name="windows", draw=draw
+            report, summary, {"documents": documents}, text(report), name="_windows", draw=draw
         )
 
     def _tokens_by_position(self) -> np.ndarray:

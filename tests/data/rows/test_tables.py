@@ -159,6 +159,14 @@ def test_bad_records_of_csv_are_named_and_the_rest_is_read(tmp_path):
     ]
 
 
+def test_names_of_parquet_columns_that_are_not_utf8_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["d"], "summary": ["s"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"summary", b"\xe5ummary"))
+    with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file, or damaged \('utf-8'"):
+        list(read([str(path)]))
+
+
 def test_bad_rows_of_parquet_are_named_and_the_rest_is_read(tmp_path):
     text = pyarrow.array([b"d", b"\xff", b"d", None], pyarrow.binary()).view(pyarrow.string())
     table = pyarrow.table({"text": text, "summary": ["s", "s", " ", "s"], "size": [0.5] * 4})
