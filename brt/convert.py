@@ -41,13 +41,13 @@ def main(args: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")
     from brt.interop.huggingface import convert
     from brt.interop.huggingface.causal import reading
-    from brt.interop.huggingface.causal.config import Reading
+    from brt.interop.huggingface.causal.config import WindowChoice
     from brt.training import exports, imports
 
     source, target = Path(args.source), Path(args.target)
-    window = Reading(args.window, args.sinks)
+    window = WindowChoice(args.window, args.sinks)
     decoder = args.source_form == "hf" and reading.is_decoder(source)
-    if not decoder and window != Reading():
+    if not decoder and window != WindowChoice():
         raise ConfigError("--window and --sinks are for decoders with --from=hf")
     if decoder:
         lines = imports.from_hf(source, target, verified=args.verify, window=window)

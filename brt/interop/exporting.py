@@ -1,7 +1,7 @@
 """Types that all exports to the format of another library have in common.
 
-A task makes an `Exported` from the `ExportSource` of a trained run. `Exported.to_format` computes
-the `ExportFormat`, which is everything that is written.
+A task makes an `ExportableModel` from the `ExportSource` of a trained run.
+`ExportableModel.to_format` computes the `ExportFormat`, which is everything that is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +64,7 @@ class ExportSource(NamedTuple):
     plain: bool = False
 
 
-class Exported(NamedTuple):
+class ExportableModel(NamedTuple):
     """A model that can be exported, with the functions that export it.
 
     Attributes:

@@ -34,7 +34,7 @@ class PretrainedEncoder(NamedTuple):
     described: Described
 
 
-def is_one(directory: Path) -> bool:
+def is_encoder_directory(directory: Path) -> bool:
     """Returns True if the directory contains an encoder that `save` wrote; False for a directory of
     another model.
     """

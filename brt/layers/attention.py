@@ -161,9 +161,9 @@ class TransformerBlock(nn.Module):
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
         h = dropout(self, normed(self.model, z, norm), self.model.dropout)
-        return StateKV(self.unit_keys(dense(h, of_keys)), dense(h, of_values))
+        return StateKV(self.normalized_keys(dense(h, of_keys)), dense(h, of_values))
 
-    def unit_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
+    def normalized_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
         """Returns the keys, normalised if the settings ask for it, but without rotary positions."""
         m = self.model
         if m.norm.queries_keys:
@@ -182,7 +182,7 @@ class TransformerBlock(nn.Module):
         are normalised only if `normalize` is True; otherwise the operation must normalise them.
         """
         if normalize or not self.model.attention.normalize_qk:
-            keys = self.unit_keys(keys)
+            keys = self.normalized_keys(keys)
         members = self.model.heads // keys.shape[2]
         if members == 1:
             return keys, values
@@ -269,9 +269,9 @@ class TransformerBlock(nn.Module):
         # inputs unchanged, so the settings `Norm.queries_keys` and `query_scale` are applied here.
         if not m.attention.normalize_qk:
             own = own._replace(
-                queries=self.scaled_queries(own.queries), keys=self.unit_keys(own.keys)
+                queries=self.scaled_queries(own.queries), keys=self.normalized_keys(own.keys)
             )
-            past = past._replace(keys=self.unit_keys(past.keys))
+            past = past._replace(keys=self.normalized_keys(past.keys))
         part = window_part(
             m, own, past, self.bias(),
             scale=self.query_scale() if m.attention.normalize_qk else None,
@@ -297,7 +297,7 @@ class TransformerBlock(nn.Module):
         `places` has the place of each token in its document.
         """
         bias = None if self.model.positions in ("rotary", "none") else self.far_bias()
-        unit = sinks._replace(keys=self.unit_keys(sinks.keys))
+        unit = sinks._replace(keys=self.normalized_keys(sinks.keys))
         scaled = self.scaled_queries(queries)
         merged = merge_parts([part, sink_part(self.model, scaled, unit, places, bias)])
         return merged._replace(output=merged.output.astype(part.output.dtype))
@@ -353,7 +353,7 @@ class TransformerBlock(nn.Module):
             after = after._replace(sinks=updated_sinks(block.sinks, projections, places))
         itself, unit = m.sliding.attend_to_self, m.attention.normalize_qk
         ring, scaled = after if itself else block, self.scaled_queries(projections.queries)
-        queries, keys = scaled, ring.keys if unit else self.unit_keys(ring.keys)
+        queries, keys = scaled, ring.keys if unit else self.normalized_keys(ring.keys)
         if m.positions == "rotary":
             queries, keys = rotate_step(m, queries, keys, position)
         tokens = queries[:, 0], keys, ring.values, self.bias()

@@ -187,7 +187,7 @@ class ClusteredLayer(WindowLayer):
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
         keys, values = cached.joined(projections)
-        keys = self.tokens.unit_keys(keys)
+        keys = self.tokens.normalized_keys(keys)
         cache_mask = cached.cache_mask
         implementation = self.kernels.causal_clustered_attention
         past, pasts = memory_scan(
@@ -232,7 +232,7 @@ class ClusteredLayer(WindowLayer):
               part: the attention to the window alone, which has been computed before.
             """
             return causal_clustered_attention_step(
-                queries, part, self.tokens.unit_keys(window.keys), window.values,
+                queries, part, self.tokens.normalized_keys(window.keys), window.values,
                 cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),
                 attend_to_self=m.sliding.attend_to_self,
@@ -254,7 +254,7 @@ class ClusteredLayer(WindowLayer):
         Returns:
           The new state, as the state of the `LayerOutput`.
         """
-        keys = self.tokens.unit_keys(state.window.keys)
+        keys = self.tokens.normalized_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
         past = memory_after(state.past, keys, values, cache_mask, self._centroids())

@@ -18,8 +18,8 @@ def window_flops(model: Model) -> int:
     projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
     # The factor 4 counts two products, with keys and with values, of 2 FLOPs per multiplication.
     attention = 4 * width * (m.window + m.sliding.sinks)
-    reading = reading_flops(model) if m.feedback else 0
-    return projections + attention + mlp_flops(model) + reading
+    state_attention = state_attention_flops(model) if m.feedback else 0
+    return projections + attention + mlp_flops(model) + state_attention
 
 
 def mlp_flops(model: Model) -> int:
@@ -30,7 +30,7 @@ def mlp_flops(model: Model) -> int:
     return (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim
 
 
-def reading_flops(model: Model) -> int:
+def state_attention_flops(model: Model) -> int:
     """Returns the FLOPs per token of the attention of tokens to recurrent states.
 
     They are the FLOPs of four products: a second projection to queries, the product of these

@@ -30,7 +30,7 @@ from brt.layers.basic import (
     unrolled,
 )
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.flops import reading_flops, window_flops
+from brt.layers.flops import state_attention_flops, window_flops
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LayerOutput,
@@ -108,7 +108,7 @@ def recurrent_flops(model: Model) -> int:
     if section.gate_layout != "skip":
         flops += 2 * into_mlp * m.mlp_dim + (1 + gates) * 2 * m.mlp_dim * m.model_dim
     # With feedback, `window_flops` already includes reading states.
-    tokens = window_flops(m) + (0 if m.feedback else reading_flops(m))
+    tokens = window_flops(m) + (0 if m.feedback else state_attention_flops(m))
     return tokens + flops * section.states // m.window
 
 

@@ -133,7 +133,7 @@ def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], layers, axis=0), layer)
 
 
-def settled(model: Model, model_state: ModelState) -> ModelState:
+def next_model_state(model: Model, model_state: ModelState) -> ModelState:
     """Returns the model state for the next train step, by `LayerKind.settle` of each run's kind.
 
     Args:

@@ -63,16 +63,16 @@ class Stack(nn.Module):
         """Creates a module for each run and, in models with summaries, the parameter with the
         summaries that the lowest layer reads.
         """
-        self.places = runs(self.model)
+        self.run_specs = runs(self.model)
         self.runs = [
             run.layer_kind.module(run.model, self.training, self.kernels, name=run.name)
-            for run in self.places
+            for run in self.run_specs
         ]
         if self.model.feedback:
             self.feedback_source = max(
-                i for i, run in enumerate(self.places) if run.layer_kind.recurs
+                i for i, run in enumerate(self.run_specs) if run.layer_kind.recurs
             )
-        counts = [run.layer_kind.summaries for run in self.places]
+        counts = [run.layer_kind.summaries for run in self.run_specs]
         self.summary_count = next((count(self.model) for count in counts if count), 0)
         if self.summary_count:
             self.summaries = parameter(
@@ -90,9 +90,9 @@ class Stack(nn.Module):
     def _scan(
         self, run: int, method: str, stream: Stream, model_state: ModelState, **options: Any
     ) -> LayerOutput:
-        place = self.places[run]
+        spec = self.run_specs[run]
         return scan_layers(
-            self.runs[run], place, method, stream, model_state=model_state.get(place.name, ()),
+            self.runs[run], spec, method, stream, model_state=model_state.get(spec.name, ()),
             ties=not self.is_initializing(), **options,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class Stack(nn.Module):
                 shared=shared, taps=taps and taps[i], axis=axis,
             )  # fmt: skip
             stream, aux = Stream(output.x, output.summaries), output.aux
-            name = self.places[first + i].name
+            name = self.run_specs[first + i].name
             after.append(output.state)
             learnt |= {name: aux.model_state} if name in model_state else {}
             for loss, values in aux.losses.items():
@@ -189,7 +189,7 @@ class Stack(nn.Module):
         params = self.variables["params"]
         return [
             run.layer_kind.taps and run.layer_kind.taps(run.model, params[run.name], blocks, lanes)
-            for run in self.places[: self.feedback_source + 1]
+            for run in self.run_specs[: self.feedback_source + 1]
         ]
 
     def _read_block(

@@ -56,7 +56,7 @@ def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> Memor
     return MemoryState(window, keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
 
 
-class Past(NamedTuple):
+class MemoryAndSegment(NamedTuple):
     """Keys and values of Z = M + T tokens: the M tokens of the memory before a segment, followed by
     the T tokens of the segment.
     """
@@ -65,9 +65,9 @@ class Past(NamedTuple):
     values: Float[Array, "B G Z K"]
 
 
-def extended(
+def memory_and_segment(
     state: MemoryState, keys: Float[Array, "B T G K"], values: Float[Array, "B T G K"]
-) -> Past:
+) -> MemoryAndSegment:
     """Returns the keys and values of the memory, followed by those of a segment.
 
     Args:
@@ -76,16 +76,18 @@ def extended(
     """
     pairs = (state.keys, keys), (state.values, values)
     whole = ((old, constrain(new, "lanes", None, "kv_heads", None)) for old, new in pairs)
-    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
+    return MemoryAndSegment(
+        *(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole)
+    )
 
 
-def remembered(
-    past: Past, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
+def state_after_segment(
+    past: MemoryAndSegment, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
 ) -> MemoryState:
     """Returns the layer's state after a segment: the cache, and the last M tokens as the memory.
 
     Args:
-      past: the memory before the segment and the tokens of the segment, from `extended`.
+      past: the memory before the segment and the tokens of the segment, from `memory_and_segment`.
       length: for each row, the number of last tokens of `past` that belong to the current document,
         at most `size`. Only these tokens are kept; the other places of the memory become zeros.
       window: the cache after the segment.

@@ -24,7 +24,12 @@ from brt.layers.reading import document_places, speeds_of
 from brt.layers.state import LayerOutput, LocalState, OpenBlock
 from brt.layers.window import WindowLayer
 from brt.memories.history import tokens_before
-from brt.memories.memory_state import MemoryState, Past, extended, remembered
+from brt.memories.memory_state import (
+    MemoryAndSegment,
+    MemoryState,
+    memory_and_segment,
+    state_after_segment,
+)
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import rotate, rotations
@@ -70,7 +75,7 @@ class PastTokensLayer(WindowLayer):
         self,
         queries: Float[Array, "B T H K"],
         window: AttentionPart,
-        past: Past,
+        past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
         """Returns the attention output of tokens that read their window and the memory.
@@ -102,7 +107,7 @@ class PastTokensLayer(WindowLayer):
         )
 
     def _mix(
-        self, past: Past, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
+        self, past: MemoryAndSegment, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
         places: Int[Array, " Q"],
     ) -> Mix:  # fmt: skip
         """Returns the function that adds attention to the memory to attention to the window.
@@ -121,7 +126,9 @@ class PastTokensLayer(WindowLayer):
             assert before is not None  # States with sinks count tokens.
             counts = jnp.clip(before - self.model.sliding.sinks, 0, counts)
         names = ("lanes", "heads", None, None)
-        shared = Past(*(spread_over_devices(part, self.model.heads, names) for part in past))
+        shared = MemoryAndSegment(
+            *(spread_over_devices(part, self.model.heads, names) for part in past)
+        )
 
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], window: AttentionPart
@@ -172,14 +179,16 @@ class PastTokensLayer(WindowLayer):
         m, size = self.model, self.memory_size()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
-        past = extended(state, self.tokens.unit_keys(projections.keys), projections.values)
+        past = memory_and_segment(
+            state, self.tokens.normalized_keys(projections.keys), projections.values
+        )
         counts = tokens_before(state.length, document_start, window=m.block_length, size=size)
         before = None
         if cached.first is not None:
             before = document_places(cached, x.shape[1])[:, :: m.block_length]
         mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length))
         y = self.tokens.attend(x, projections, cached, feedback, mix)
-        return LayerOutput(y, remembered(past, counts[:, -1], window, size=size))
+        return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
     def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:
         """Returns the function that adds attention to the memory for one token.
@@ -190,7 +199,7 @@ class PastTokensLayer(WindowLayer):
         """
         window = state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
-        past = Past(state.keys, state.values)
+        past = MemoryAndSegment(state.keys, state.values)
         return self._mix(past, state.length[:, None], before, position[None])
 
     def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
@@ -208,6 +217,6 @@ class PastTokensLayer(WindowLayer):
         m, size = self.model, self.memory_size()
         window = closed_window(m, state.window, block)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))
-        past = extended(state, self.tokens.unit_keys(keys), values)
+        past = memory_and_segment(state, self.tokens.normalized_keys(keys), values)
         length = jnp.minimum(state.length + m.block_length, size)
-        return LayerOutput(x, remembered(past, length, window, size=size))
+        return LayerOutput(x, state_after_segment(past, length, window, size=size))

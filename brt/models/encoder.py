@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt import config
 from brt.layers.encoder import heads
 from brt.layers.encoder.inputs import Inputs
-from brt.layers.transformer.attention import Source
+from brt.layers.transformer.attention import SharedInputs
 from brt.layers.transformer.block import of_encoder
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.layers.transformer.stacked import layer_keys, stacked
@@ -85,7 +85,7 @@ class Encoder(nn.Module):
             more inputs than learned positions.
         """
         x = self.inputs(inputs, valid, types)
-        x, _ = self.layers(x, layer_keys(key, self.model.layers), Source(valid))
+        x, _ = self.layers(x, layer_keys(key, self.model.layers), SharedInputs(valid))
         return self.final_norm(x) if self.model.norm_first else x
 
 

@@ -14,7 +14,7 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import Exported, ExportSource
+from brt.interop.exporting import ExportableModel, ExportSource
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
@@ -174,7 +174,7 @@ class EncoderTask(Task):
         ids = self.required_vocab_size(dataset.tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
-    def export(self, source: ExportSource) -> Exported:
+    def export(self, source: ExportSource) -> ExportableModel:
         """Returns the encoder in the format of Hugging Face's RoBERTa.
 
         The exported model uses exact attention, even if the encoder was trained with another kind.
@@ -200,7 +200,9 @@ class EncoderTask(Task):
             (target / name).write_bytes(content)
             return [name]
 
-        return Exported(source.path, encoder_with_task, roberta.to_format, copy, tuple(notes))
+        return ExportableModel(
+            source.path, encoder_with_task, roberta.to_format, copy, tuple(notes)
+        )
 
     # The following methods initialise a model from the weights of another model.
 

@@ -19,7 +19,7 @@ from brt.data.readers import Reader
 from brt.distributed.mesh import Needs
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.exporting import Exported, ExportSource, no_export_format
+from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
 from brt.tasks.arguments import (
     Aux,
     Dataset,
@@ -316,7 +316,7 @@ class Task(abc.ABC):
         """Returns commands that are useful after training, for the run directory `workdir`."""
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
-    def export(self, source: ExportSource) -> Exported:
+    def export(self, source: ExportSource) -> ExportableModel:
         """Returns a trained model in another library's format; only called if `exports` is True."""
         raise no_export_format(source.path)
 

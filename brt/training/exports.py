@@ -4,13 +4,13 @@ from pathlib import Path
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.interop.exporting import Exported, ExportSource, no_export_format
+from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
 from brt.interop.huggingface import convert
 from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
 
-def export(directory: Path, *, plain: bool = False) -> Exported:
+def export(directory: Path, *, plain: bool = False) -> ExportableModel:
     """Returns the model of a directory in a format that other libraries can read.
 
     Args:

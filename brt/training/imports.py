@@ -10,7 +10,7 @@ from brt.config_io import config_text, saved_json
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, verify, weights
-from brt.interop.huggingface.causal.config import Reading
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.causal.reading import PretrainedDecoder
 from brt.interop.pretrained import parameter_count
 from brt.training import workdir as workdirs
@@ -19,7 +19,7 @@ from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 
-def from_hf(source: Path, target: Path, *, verified: bool, window: Reading) -> Iterator[str]:
+def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice) -> Iterator[str]:
     """Writes a decoder in Hugging Face's format as a run directory with a checkpoint at step 0, and
     yields lines of text for the user that report what was done.
 

@@ -13,7 +13,7 @@ from brt.config import Attention, Encoder, Kernels
 from brt.errors import ConfigError
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
 from brt.layers.encoder.inputs import Inputs
-from brt.layers.transformer.attention import Source
+from brt.layers.transformer.attention import SharedInputs
 from brt.layers.transformer.block import of_encoder
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.models import encoder, seq2seq
@@ -168,7 +168,7 @@ def test_a_stack_is_its_layers_one_after_another() -> None:
         for i in range(2):
             own = jax.tree.map(lambda p, i=i: p[i], params["layers"])
             layer = EncoderLayer(block, attention=attention("clustered"))
-            source = Source(jnp.asarray(there))
+            source = SharedInputs(jnp.asarray(there))
             h, _ = layer.apply({"params": own}, h, jax.random.fold_in(key, i), source)
         return block.new_norm().apply({"params": params["final_norm"]}, h)
 

@@ -10,7 +10,7 @@ from brt.config import Model
 from brt.memories import DenseMemory, Memorizing
 from brt.memories.memorizing.layer import new_memory_state
 from brt.memories.memorizing.memory_attention.retrieval import attend_to_neighbors, find_neighbors
-from brt.memories.memory_state import MemoryState, extended, remembered
+from brt.memories.memory_state import MemoryState, memory_and_segment, state_after_segment
 from brt.ops.gathering import take
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
@@ -41,8 +41,8 @@ def test_bucketed_search_equals_the_recordings(knn_file: Path) -> None:
     )
     state = new_memory_state(model, lanes, jnp.dtype("float32"))
     for n in (1, 2):
-        past = extended(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
-        state = remembered(
+        past = memory_and_segment(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
+        state = state_after_segment(
             past, state.length + written, state.window, size=model.of(Memorizing).size
         )
 

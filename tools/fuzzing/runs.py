@@ -257,7 +257,7 @@ def _converted(add: Callable[..., None]) -> None:
     for family, described in _DECODERS.items():
         add(
             f"hf/{family}/config.json", described,
-            lambda path: causal.from_theirs(files.read_json(path), causal.Reading()),
+            lambda path: causal.from_theirs(files.read_json(path), causal.WindowChoice()),
         )  # fmt: skip
     sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 0]}
     add(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import Exported, ExportFormat
+from brt.interop.exporting import ExportableModel, ExportFormat
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
@@ -115,7 +115,7 @@ def to_format(model: Pretrained, dtype: str) -> ExportFormat:
 
 
 def to_hf(
-    exported: Exported, target: Path, *, verified: bool, dtype: str = "float32"
+    exported: ExportableModel, target: Path, *, verified: bool, dtype: str = "float32"
 ) -> Iterator[str]:
     """Writes a model in Hugging Face's format, and yields lines of a report for the user.
 
@@ -147,7 +147,7 @@ def to_hf(
     yield f"wrote {target}"
 
 
-def load_converted(source: Path) -> Exported:
+def load_converted(source: Path) -> ExportableModel:
     """Loads a model from a directory that `brt.convert --to=brt` wrote, so that the model can be
     exported to Hugging Face's format again.
 
@@ -157,10 +157,10 @@ def load_converted(source: Path) -> Exported:
     Raises:
       CheckpointError: the directory contains no converted model, or its files are damaged.
     """
-    encoder = pretrained_encoder.is_one(source)
+    encoder = pretrained_encoder.is_encoder_directory(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
     function = roberta.to_format if encoder else to_format
-    return Exported(source, model, function, partial(pretrained.copy_tokenizer, source))
+    return ExportableModel(source, model, function, partial(pretrained.copy_tokenizer, source))
 
 
 def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:

@@ -38,7 +38,7 @@ def cross_config(config: CrossAttention) -> CrossConfig:
     return CrossConfig(**translated, **{name: getattr(config, name) for name in names})
 
 
-class Learned(nn.Module):
+class ExtraParameters(nn.Module):
     """A module that owns the additional parameters that some kinds of cross-attention have.
 
     The name of the module selects the group of parameters, such as `raf` for the parameters of
@@ -80,14 +80,14 @@ class SourceAttention(Projections):
         """Creates the projections, and the additional parameters of the kind of cross-attention."""
         super().setup()
         for part in self._parts():
-            setattr(self, part, Learned(self.block, self.cross))
+            setattr(self, part, ExtraParameters(self.block, self.cross))
 
     def _parts(self) -> dict[str, Any]:
         return cross_attention.specifications(
             cross_config(self.cross), self.block.heads, self.block.head_dim
         )
 
-    def _learned(self) -> cross_attention.CrossParameters:
+    def _extra_parameters(self) -> cross_attention.CrossParameters:
         return cross_attention.parameters_from(
             {part: getattr(self, part)() for part in self._parts()}
         )
@@ -107,7 +107,7 @@ class SourceAttention(Projections):
           mask: True for source tokens, False for padding.
         """
         y, aux = cross_attention.attend(
-            self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(),
+            self.queries(x), self.k(encoded), self.v(encoded), mask, self._extra_parameters(),
             cross_config(self.cross),
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
             implementation=self.block.kernels.cross_attention,
@@ -125,7 +125,7 @@ class SourceAttention(Projections):
         """
         keys, values = self.k(encoded), self.v(encoded)
         return cross_attention.prefill(
-            keys, values, mask, self._learned(), cross_config(self.cross)
+            keys, values, mask, self._extra_parameters(), cross_config(self.cross)
         )
 
     def step(

@@ -23,7 +23,7 @@ from brt.ops.relative_bias import bias_row, bias_tile
 Metrics = dict[str, Float[Array, "*L"]]
 
 
-class Read(NamedTuple):
+class TargetInputs(NamedTuple):
     """Inputs that all layers share when complete targets are read.
 
     Attributes:
@@ -37,7 +37,7 @@ class Read(NamedTuple):
     bias: Float[Array, "H T T"] | None = None
 
 
-class Place(NamedTuple):
+class StepInputs(NamedTuple):
     """Inputs that all layers share in a decoding step.
 
     Attributes:
@@ -74,36 +74,39 @@ class DecoderLayer(Residual):
         self.mlp_norm = self.block.new_norm()
 
     def __call__(
-        self, x: Float[Array, "B T D"], _: None, read: Read
+        self, x: Float[Array, "B T D"], _: None, inputs: TargetInputs
     ) -> tuple[Float[Array, "B T D"], Metrics]:
         """Returns the layer's output for all T target tokens, and metrics by name.
 
         Args:
           x: vectors of the target tokens.
           _: not used.
-          read: the encoder's outputs, their mask and the bias, which all layers share.
+          inputs: the encoder's outputs, their mask and the bias, which all layers share.
         """
-        y = self.self_attn(self.before(self.self_attn_norm, x), read.bias)
+        y = self.self_attn(self.before(self.self_attn_norm, x), inputs.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
-        y, metrics = self.cross_attn(h, read.encoded, read.mask)
+        y, metrics = self.cross_attn(h, inputs.encoded, inputs.mask)
         return self._finish(self.after(self.cross_attn_norm, x, y)), metrics
 
     def _finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
-    def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
+    def prefill(self, x: None, _: None, inputs: TargetInputs) -> tuple[None, CrossCache]:
         """Returns None, and the layer's cache of cross-attention to the source, which `step` reads.
 
         Args:
           x: None, because no target tokens are read.
           _: not used.
-          read: the encoder's outputs and their mask.
+          inputs: the encoder's outputs and their mask.
         """
-        return x, self.cross_attn.prefill(read.encoded, read.mask)
+        return x, self.cross_attn.prefill(inputs.encoded, inputs.mask)
 
     def step(
-        self, carried: tuple[Float[Array, "B N D"], SelfCache], layer: Int[Array, ""], read: Place
+        self,
+        carried: tuple[Float[Array, "B N D"], SelfCache],
+        layer: Int[Array, ""],
+        inputs: StepInputs,
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
         """Reads one token of each of the N beams in one layer.
 
@@ -112,7 +115,7 @@ class DecoderLayer(Residual):
         Args:
           carried: the vectors of the tokens, and the self-attention caches of all layers.
           layer: the index of this layer.
-          read: the inputs that all layers share.
+          inputs: the inputs that all layers share.
 
         Returns:
           The tokens' vectors after this layer and the updated caches; and the field `carry` of this
@@ -121,10 +124,10 @@ class DecoderLayer(Residual):
         x, own = carried
         cache = _of_layer(own, layer)
         h = self.before(self.self_attn_norm, x)
-        y, cache = self.self_attn.step(h, cache, read.position, read.bias)
+        y, cache = self.self_attn.step(h, cache, inputs.position, inputs.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
-        y, source = self.cross_attn.step(h, _of_layer(read.source, layer), read.position)
+        y, source = self.cross_attn.step(h, _of_layer(inputs.source, layer), inputs.position)
         own = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, layer, 1), own, cache
         )
@@ -172,7 +175,7 @@ class Decoder(Ends):
                 self.rel_bias.embedding, tokens, tokens,
                 max_distance=m.relative_max_distance, both_ways=False,
             )  # fmt: skip
-        x, metrics = self.layers(self.enter(x), None, Read(encoded, mask, bias))
+        x, metrics = self.layers(self.enter(x), None, TargetInputs(encoded, mask, bias))
         return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
@@ -182,7 +185,7 @@ class Decoder(Ends):
           encoded: the encoder's outputs.
           mask: True for source tokens, False for padding.
         """
-        return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
+        return _second(self.layers.prefill(None, None, TargetInputs(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
         """Returns the self-attention caches of all layers before the first token.
@@ -225,8 +228,8 @@ class Decoder(Ends):
             bias = bias_row(self.rel_bias.embedding, position, length, max_distance=distance)
         batch, beams, size = x.shape
         x = self.enter(x.reshape(batch * beams, 1, size), position).reshape(x.shape)
-        layers, place = jnp.arange(self.model.decoder_layers), Place(source, position, bias)
-        (x, own), carry = self.layers.step((x, own), layers, place)
+        layers, inputs = jnp.arange(self.model.decoder_layers), StepInputs(source, position, bias)
+        (x, own), carry = self.layers.step((x, own), layers, inputs)
         return self.leave(x), own, source._replace(carry=_second(carry))
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from brt.config import Attention
 from brt.layers.attention_kinds import kind_of_length
 from brt.layers.seq2seq.ends import Ends, check_length, relative_bias
-from brt.layers.transformer.attention import Source
+from brt.layers.transformer.attention import SharedInputs
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.layers.transformer.stacked import layer_keys, stacked
 from brt.ops.encoder_attention import global_blocks, side_bias
@@ -54,27 +54,27 @@ class Encoder(Ends):
         """
         check_length(self.model, x.shape[1], "source")
         keys = layer_keys(key, self.model.encoder_layers)
-        x, _ = self.layers(self.enter(x), keys, self._source(mask))
+        x, _ = self.layers(self.enter(x), keys, self._shared_inputs(mask))
         return self.leave(x)
 
-    def _source(self, mask: Bool[Array, "B T"]) -> Source:
+    def _shared_inputs(self, mask: Bool[Array, "B T"]) -> SharedInputs:
         """Returns biases and blocks, which are the same in all layers."""
         m = self.model
         if m.family == "bart":
-            return Source(mask)
+            return SharedInputs(mask)
         table, tokens = self.rel_bias.embedding, mask.shape[1]
         both = {"max_distance": m.relative_max_distance, "both_ways": True}
         if m.encoder_attention == "full" and kind_of_length(self.attention, tokens) != "full":
             distances = np.arange(1 - tokens, tokens)
-            return Source(mask, distance_bias=offset_bias(table, distances, **both))
+            return SharedInputs(mask, distance_bias=offset_bias(table, distances, **both))
         if m.encoder_attention == "full":
-            return Source(mask, bias_tile(table, tokens, tokens, **both))
+            return SharedInputs(mask, bias_tile(table, tokens, tokens, **both))
         block = m.encoder_radius + 1
         bias = bias_tile(table, block, 3 * block, first=-block, **both)
         if m.encoder_attention != "transient_global":
-            return Source(mask, bias)
+            return SharedInputs(mask, bias)
         blocks = global_blocks(mask, m.global_block)
         side = side_bias(
             self.global_rel_bias.embedding, blocks, max_distance=m.relative_max_distance
         )
-        return Source(mask, bias, blocks=blocks, side=side)
+        return SharedInputs(mask, bias, blocks=blocks, side=side)

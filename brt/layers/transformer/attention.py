@@ -69,7 +69,7 @@ class Projections(nn.Module):
         return Dropout(self.make_rng("dropout"), rate) if self.training and rate else None
 
 
-class Source(NamedTuple):
+class SharedInputs(NamedTuple):
     """Inputs that all layers of an encoder share.
 
     Attributes:
@@ -116,31 +116,31 @@ class SelfAttention(Projections):
             self.global_norm = self.block.new_norm()
 
     def __call__(
-        self, x: Float[Array, "B T D"], key: jax.Array, source: Source
+        self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> Float[Array, "B T D"]:
         """Returns the attention output of every token.
 
         Args:
           x: the vectors of the tokens.
           key: the random key for kinds of attention that draw random numbers.
-          source: the mask and the biases, which all layers share.
+          inputs: the mask and the biases, which all layers share.
         """
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
         if self.radius:
-            side = self._side(x, source.blocks, source.side) if self.has_globals else None
+            side = self._side(x, inputs.blocks, inputs.side) if self.has_globals else None
             y = local_attention(
-                queries * scale, keys, values, source.bias, source.valid, side, drop,
+                queries * scale, keys, values, inputs.bias, inputs.valid, side, drop,
                 radius=self.radius, implementation=kernels.encoder_attention,
             )  # fmt: skip
-        elif source.bias is not None:
-            seen = source.valid[:, None]
-            y = self.attend(queries * scale, keys, values, source.bias, seen, drop)
+        elif inputs.bias is not None:
+            seen = inputs.valid[:, None]
+            y = self.attend(queries * scale, keys, values, inputs.bias, seen, drop)
         else:
             y = attention_kinds.attend(
-                queries, keys, values, source.valid, self.attention, key, drop,
-                scale=scale, bias=source.distance_bias, kernels=kernels,
+                queries, keys, values, inputs.valid, self.attention, key, drop,
+                scale=scale, bias=inputs.distance_bias, kernels=kernels,
             )  # fmt: skip
         return self.o(y)
 

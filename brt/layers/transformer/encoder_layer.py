@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float
 
 from brt.config import Attention
-from brt.layers.transformer.attention import SelfAttention, Source
+from brt.layers.transformer.attention import SelfAttention, SharedInputs
 from brt.layers.transformer.block import Residual
 from brt.layers.transformer.mlp import Mlp
 
@@ -36,7 +36,7 @@ class EncoderLayer(Residual):
         self.mlp_norm = self.block.new_norm()
 
     def __call__(
-        self, x: Float[Array, "B T D"], key: jax.Array, source: Source
+        self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> tuple[Float[Array, "B T D"], None]:
         """Returns the layer's output for all T tokens, and None for further outputs, because
         `brt.layers.transformer.stacked` expects a pair.
@@ -44,8 +44,8 @@ class EncoderLayer(Residual):
         Args:
           x: vectors of width D for the T tokens of B rows of the batch.
           key: the random key of this layer, for kinds of attention that draw random numbers.
-          source: the mask of the tokens and the biases, which all layers share.
+          inputs: the mask of the tokens and the biases, which all layers share.
         """
-        y = self.self_attn(self.before(self.self_attn_norm, x), key, source)
+        y = self.self_attn(self.before(self.self_attn_norm, x), key, inputs)
         x = self.after(self.self_attn_norm, x, y)
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x))), None

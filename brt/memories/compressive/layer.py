@@ -207,7 +207,7 @@ class CompressiveLayer(nn.Module):
         tokens = StateKV(
             *(
                 sliding_windows(part, blocks, step=m.window, size=m.window)
-                for part in (self.tokens.unit_keys(keys), values)
+                for part in (self.tokens.normalized_keys(keys), values)
             )
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
@@ -356,7 +356,7 @@ class CompressiveLayer(nn.Module):
         window = state.window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))
-            for parts in (block.slots, (self.tokens.unit_keys(window.keys), window.values))
+            for parts in (block.slots, (self.tokens.normalized_keys(window.keys), window.values))
         )
         cache_mask = cache_is_readable(self.model, window)
         left = (position >= jnp.arange(self.model.window) + self._nearest())[None]

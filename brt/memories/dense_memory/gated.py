@@ -14,7 +14,7 @@ from brt.config import Model
 from brt.distributed.rules import constrain
 from brt.layers.flops import window_flops
 from brt.memories.dense_memory.section import DenseMemory
-from brt.memories.memory_state import MemoryState, Past, empty_memory
+from brt.memories.memory_state import MemoryAndSegment, MemoryState, empty_memory
 from brt.memories.past_tokens import PastTokensLayer, Readers
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_part
@@ -62,7 +62,7 @@ class GatedMemoryLayer(PastTokensLayer):
         self,
         queries: Float[Array, "B T H K"],
         window: AttentionPart,
-        past: Past,
+        past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
         """Returns the outputs of all heads: mixtures of attention to the window alone, and to the
@@ -85,7 +85,7 @@ class GatedMemoryLayer(PastTokensLayer):
         return (local + gate * (both - local)).astype(window.output.dtype)
 
     def _attend_to_memory(
-        self, queries: Float[Array, "B T H K"], past: Past, readers: Readers
+        self, queries: Float[Array, "B T H K"], past: MemoryAndSegment, readers: Readers
     ) -> AttentionPart:
         """Returns the attention of tokens to the memory beyond their window: output [B, T, H, K]
         and log-sum-exp [B, T, H]. The arguments are explained in `mix`.
@@ -101,7 +101,9 @@ class GatedMemoryLayer(PastTokensLayer):
         # A block has W M attention weights for each head. The backward pass recomputes the weights,
         # because storing them would take too much memory.
         @jax.checkpoint
-        def attend_in_block(n: Int[Array, ""], past: Past, queries: Array) -> AttentionPart:
+        def attend_in_block(
+            n: Int[Array, ""], past: MemoryAndSegment, queries: Array
+        ) -> AttentionPart:
             """Returns the attention of the tokens of block n to the memory before the block: output
             [B, W, H, K] and log-sum-exp [B, W, H].
 

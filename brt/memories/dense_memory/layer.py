@@ -163,7 +163,7 @@ class DenseMemoryLayer(nn.Module):
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], StateKV]:
         """Returns queries, keys and values as attention uses them."""
         projections = self.tokens.project(x)
-        keys = self.tokens.unit_keys(projections.keys)
+        keys = self.tokens.normalized_keys(projections.keys)
         return self.tokens.scaled_queries(projections.queries), StateKV(keys, projections.values)
 
     def _read(

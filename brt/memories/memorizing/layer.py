@@ -13,7 +13,7 @@ from brt.config import Model
 from brt.layers.flops import window_flops
 from brt.memories.memorizing.memory_attention import memory_attention
 from brt.memories.memorizing.section import Memorizing
-from brt.memories.memory_state import MemoryState, Past, empty_memory
+from brt.memories.memory_state import MemoryAndSegment, MemoryState, empty_memory
 from brt.memories.past_tokens import PastTokensLayer, Readers
 from brt.ops.partial_attention import AttentionPart
 
@@ -62,7 +62,7 @@ class MemorizingLayer(PastTokensLayer):
         self,
         queries: Float[Array, "B T H K"],
         window: AttentionPart,
-        past: Past,
+        past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
         """Returns the outputs of all heads: mixtures, by the gate of each head, of attention to the

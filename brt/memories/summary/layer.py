@@ -182,7 +182,7 @@ class SummaryLayer(nn.Module):
         """Returns queries, keys and values [B, T, H, K] as attention uses them."""
         projections = self.tokens.project(x)
         queries = self.tokens.scaled_queries(projections.queries)
-        return queries, self.tokens.unit_keys(projections.keys), projections.values
+        return queries, self.tokens.normalized_keys(projections.keys), projections.values
 
     def _read_block(
         self,

@@ -3,14 +3,14 @@
 from functools import partial
 
 from brt.errors import CheckpointError
-from brt.interop.exporting import Exported, ExportSource
+from brt.interop.exporting import ExportableModel, ExportSource
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.interop.huggingface.decoder import tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 
 
-def export(source: ExportSource) -> Exported:
+def export(source: ExportSource) -> ExportableModel:
     """Returns a decoder as a Hugging Face model.
 
     It is a class of transformers if a class computes the same function, or if `source.plain` asks
@@ -39,4 +39,4 @@ def export(source: ExportSource) -> Exported:
             f"{FAMILIES[family]} instead, which attends to its whole context",
         )
     copy = partial(tokenizer.write, opened)
-    return Exported(source.path, decoder, write, copy, notes)
+    return ExportableModel(source.path, decoder, write, copy, notes)

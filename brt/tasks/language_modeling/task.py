@@ -18,7 +18,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
 from brt.generation.session import Session
-from brt.interop.exporting import Exported, ExportSource
+from brt.interop.exporting import ExportableModel, ExportSource
 from brt.interop.huggingface.causal import reading
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
@@ -26,7 +26,7 @@ from brt.layers.runs import (
     StackState,
     check_states,
     new_model_state,
-    settled,
+    next_model_state,
     state_axes,
 )
 from brt.models.decoder import Decoder, DecoderOutput, new_state
@@ -187,7 +187,7 @@ class LanguageModeling(Task):
         from the model state after the last microbatch of this step.
         """
         own, teacher = distillation.split_teacher(model_state)
-        return {**settled(config.model, own), **teacher}
+        return {**next_model_state(config.model, own), **teacher}
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
@@ -289,7 +289,7 @@ class LanguageModeling(Task):
             "--max_tokens=500",
         ]
 
-    def export(self, source: ExportSource) -> Exported:
+    def export(self, source: ExportSource) -> ExportableModel:
         """Returns the decoder in the format of Hugging Face (`exporting.export`)."""
         return exporting.export(source)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.errors import ConfigError
 from brt.interop import pretrained
-from brt.interop.exporting import NAMES, Exported, ExportSource
+from brt.interop.exporting import NAMES, ExportableModel, ExportSource
 from brt.interop.huggingface import convert
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
@@ -265,7 +265,7 @@ class Summarization(Task):
             "--workdir=runs/mine --gin_bindings=\"Data.train = 'mine.jsonl'\"",
         ]
 
-    def export(self, source: ExportSource) -> Exported:
+    def export(self, source: ExportSource) -> ExportableModel:
         """Returns a trained model in the T5 or BART format of Hugging Face's transformers.
 
         Args:
@@ -299,7 +299,7 @@ class Summarization(Task):
                 "attention, and so does --verify"
             )
         pretrained_model = Pretrained(source.params, described)
-        return Exported(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
+        return ExportableModel(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns the weights of a T5 or BART model that brt.convert wrote.

@@ -17,7 +17,7 @@ from model_settings import with_settings
 from brt.config import Model
 from brt.errors import CheckpointError
 from brt.interop.huggingface.causal import config, export, weights
-from brt.interop.huggingface.causal.config import Reading
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 DATA = Path(__file__).parents[2] / "data" / "decoders"
@@ -41,7 +41,7 @@ def case(family: str) -> Case:
 
 
 def model_of(described: dict[str, Any]) -> Model:
-    model = config.from_theirs(described, Reading(sinks=0))
+    model = config.from_theirs(described, WindowChoice(sinks=0))
     return with_settings(model, {"dtype": "float32", "Window.block": 8})
 
 
@@ -95,14 +95,14 @@ def test_logits_in_segments_and_token_by_token(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_way_back_is_bit_equal(family: str) -> None:
     described, arrays, *_ = case(family)
-    model = config.from_theirs(described, Reading(sinks=0))
+    model = config.from_theirs(described, WindowChoice(sinks=0))
     exported = dict(weights.export_arrays(weights.import_arrays(arrays, model), model))
     assert exported.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(exported[name], array.astype(np.float32))
     again = export.to_theirs(model, bos_id=1, dtype="float32")
     assert again["model_type"] == described["model_type"]
-    assert config.from_theirs(again, Reading(sinks=0)) == model
+    assert config.from_theirs(again, WindowChoice(sinks=0)) == model
 
 
 def test_configs_of_earlier_transformers_say_the_same() -> None:
@@ -149,12 +149,12 @@ def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
 def test_a_config_that_brt_cannot_compute_is_refused(change: dict[str, Any], message: str) -> None:
     described = {**case("llama").described, "rope_parameters": None, **change}
     with pytest.raises(CheckpointError, match=message):
-        config.from_theirs(described, Reading())
+        config.from_theirs(described, WindowChoice())
 
 
 def test_arrays_without_a_place_or_missing_are_refused() -> None:
     described, arrays, *_ = case("llama")
-    model = config.from_theirs(described, Reading())
+    model = config.from_theirs(described, WindowChoice())
     with pytest.raises(CheckpointError, match=r"q_proj\.bias, which have no place"):
         weights.import_arrays(
             {**arrays, "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}, model
@@ -169,8 +169,8 @@ def test_arrays_without_a_place_or_missing_are_refused() -> None:
 
 def test_windows_and_sinks_that_the_user_asks_for() -> None:
     llama, mistral = case("llama").described, case("mistral").described
-    model = config.from_theirs(llama, Reading())
+    model = config.from_theirs(llama, WindowChoice())
     assert (model.window, model.sliding.sinks) == (64, 4)
-    assert config.from_theirs(llama, Reading(32, 0)).sliding.sinks == 0
-    assert config.from_theirs(mistral, Reading()).sliding.sinks == 0
-    assert config.from_theirs(mistral, Reading(6)).sliding.sinks == 4
+    assert config.from_theirs(llama, WindowChoice(32, 0)).sliding.sinks == 0
+    assert config.from_theirs(mistral, WindowChoice()).sliding.sinks == 0
+    assert config.from_theirs(mistral, WindowChoice(6)).sliding.sinks == 4

@@ -16,7 +16,7 @@ from brt.config.window import Window
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading
-from brt.interop.huggingface.causal.config import Reading
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.models.flops import forward_flops_per_token
 
 
@@ -81,7 +81,7 @@ def test_a_run_is_made_evaluated_and_given_back(
     described = json.loads((back / "config.json").read_text())
     assert described["eos_token_id"] == [2]
     assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == [2]
-    assert reading.describe(back, Reading(32, 4)).model == dataclasses.replace(
+    assert reading.describe(back, WindowChoice(32, 4)).model == dataclasses.replace(
         MODEL,
         window=32,
         sliding=Window(block=32, sinks=4),

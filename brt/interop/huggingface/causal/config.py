@@ -127,7 +127,7 @@ class _Keys:
                 )
 
 
-class Reading(NamedTuple):
+class WindowChoice(NamedTuple):
     """The window and the sinks with which a pretrained model is to read text.
 
     A token attends to the tokens in its window, and to the sinks: the first tokens of the document.
@@ -144,12 +144,12 @@ class Reading(NamedTuple):
     sinks: int | None = None
 
 
-def from_theirs(config: Mapping[str, Any], reading: Reading) -> Model:
+def from_theirs(config: Mapping[str, Any], choice: WindowChoice) -> Model:
     """Returns brt's settings for a Hugging Face decoder.
 
     Args:
       config: the content of config.json.
-      reading: the window and the sinks that the user requests.
+      choice: the window and the sinks that the user requests.
 
     Raises:
       CheckpointError: the architecture or a setting is not supported.
@@ -206,7 +206,7 @@ def from_theirs(config: Mapping[str, Any], reading: Reading) -> Model:
         "positions": "rotary", "rotary": _rotary(keys, context, gemma),
     }  # fmt: skip
     settings["end_ids"] = end_ids(config, settings["vocab_size"])
-    settings |= _windows(keys, layers, reading, context)
+    settings |= _windows(keys, layers, choice, context)
     keys.refuse_rest()
     return Model(**settings)
 
@@ -315,7 +315,7 @@ def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
-def _windows(keys: _Keys, layers: int, reading: Reading, context: int) -> dict[str, Any]:
+def _windows(keys: _Keys, layers: int, choice: WindowChoice, context: int) -> dict[str, Any]:
     """Returns the settings `window` and `sliding` of brt's `Model`."""
     own = keys.take_optional("sliding_window")
     if keys.take_optional("use_sliding_window") is False:
@@ -329,11 +329,11 @@ def _windows(keys: _Keys, layers: int, reading: Reading, context: int) -> dict[s
     if len(local) != layers:
         raise CheckpointError(f"config.json: layer_types has {len(local)} entries, not {layers}")
     if own and all(local):  # All layers were trained with this window.
-        window = reading.window or own
-        sinks = reading.sinks if reading.sinks is not None else (4 if window < own else 0)
+        window = choice.window or own
+        sinks = choice.sinks if choice.sinks is not None else (4 if window < own else 0)
         return {"window": window, "sliding": Window(block=_block(window), sinks=sinks)}
-    window = reading.window or min(context, 2048)
-    sinks = 4 if reading.sinks is None else reading.sinks
+    window = choice.window or min(context, 2048)
+    sinks = 4 if choice.sinks is None else choice.sinks
     pattern = tuple(own if one else 0 for one in local) if own and any(local) else ()
     sliding = Window(block=_block(window), sinks=min(sinks, window), by_layer=pattern)
     return {"window": window, "sliding": sliding}

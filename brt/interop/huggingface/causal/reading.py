@@ -12,7 +12,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config, weights
-from brt.interop.huggingface.causal.config import Reading
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
 
 _SAMPLING = ("temperature", "top_k", "top_p")
@@ -67,12 +67,12 @@ def is_decoder(directory: Path) -> bool:
     return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
 
 
-def describe(directory: Path, reading: Reading = Reading()) -> PretrainedDecoder:  # noqa: B008
+def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> PretrainedDecoder:  # noqa: B008
     """Reads the settings and the tokenizer of a decoder, but not its weights.
 
     Args:
       directory: the directory in Hugging Face's format.
-      reading: the window and the sinks (first tokens that stay visible) with which the model is to
+      choice: the window and the sinks (first tokens that stay visible) with which the model is to
         read text.
 
     Raises:
@@ -80,7 +80,7 @@ def describe(directory: Path, reading: Reading = Reading()) -> PretrainedDecoder
       DataError: the tokenizer cannot be used.
     """
     described = files.read_json(directory / "config.json")
-    model = config.from_theirs(described, reading)
+    model = config.from_theirs(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
     model = dataclasses.replace(model, end_ids=ids or model.end_ids)
     tokenizer, file = _tokenizer(directory)
