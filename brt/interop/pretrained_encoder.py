@@ -19,7 +19,7 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface.roberta.config import HEADS, Described
 from brt.interop.huggingface.roberta.weights import template
 from brt.interop.pretrained import FORMAT, MODEL, read_model, read_params, write_params
-from brt.models.seq2seq import extended
+from brt.models.seq2seq import extended_position_table
 
 
 class PretrainedEncoder(NamedTuple):
@@ -94,7 +94,7 @@ def extend_positions(
     """
     params, described = pretrained
     inputs = params["encoder"]["inputs"]
-    table = extended(inputs["pos_embed"], length, method)
+    table = extended_position_table(inputs["pos_embed"], length, method)
     params = {**params, "encoder": {**params["encoder"], "inputs": {**inputs, "pos_embed": table}}}
     model = dataclasses.replace(described.model, max_positions=length)
     return PretrainedEncoder(params, described._replace(model=model))

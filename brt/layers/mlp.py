@@ -76,7 +76,7 @@ class MLP(nn.Module):
             gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
             hidden *= activation(gate, m.activation)
         else:
-            hidden = activation(hidden, m.activation, keeps=last is not None)
+            hidden = activation(hidden, m.activation, saves_result=last is not None)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
         out = deferred.dot(hidden, self.mlp_out, last)
         return add_shared(out, self.mlp_out_bias) if m.mlp.bias else out

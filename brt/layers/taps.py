@@ -56,7 +56,7 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
         kernels = tuple(own[name] for name in names if name in own)
         return deferred.layer_taps(kernels, rows, compute_dtype(model), **options)
 
-    output = taps_for("output", inputs=3, joins=True, as_bits=True)
+    output = taps_for("output", inputs=3, of_parts=True, as_bits=True)
     return TokenTaps(
         taps_for(*projections), output, taps_for("mlp_in"), taps_for("mlp_out", as_bits=True)
     )

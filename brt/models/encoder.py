@@ -125,7 +125,7 @@ class EncoderWithHead(nn.Module):
         """
         return self.head(self.encoder(inputs, valid, key, types), valid)
 
-    def at(
+    def head_at_positions(
         self,
         inputs: Int[Array, "B T"],
         valid: Bool[Array, "B T"],

@@ -343,12 +343,12 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
     for side in ("encoder", "decoder"):
         sides[side] = {
             **params[side],
-            "pos_embed": extended(params[side]["pos_embed"], length, method),
+            "pos_embed": extended_position_table(params[side]["pos_embed"], length, method),
         }
     return {**params, **sides}
 
 
-def extended(
+def extended_position_table(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
     """Returns a table of position embeddings for more tokens.

@@ -57,7 +57,7 @@ def weighted_values(
     return output.reshape(batch, heads, values.shape[3])
 
 
-def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
+def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that computes grouped-query attention by calls of `attend`, which needs as
     many heads of keys as of queries.
 
@@ -71,7 +71,7 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(attend)
-    def attend_by_member(
+    def attend_by_head_of_group(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
         bias: Array | None, cache_mask: Array, dropout: DropoutMask | None = None,
         *, scale: Array | None = None, **options: Any,
@@ -111,15 +111,15 @@ def by_member(attend: Callable[..., Any]) -> Callable[..., Any]:
         output, lse = (jnp.stack(part, axis=3) for part in zip(*parts, strict=True))
         return output.reshape(queries.shape), lse.reshape(queries.shape[:3])
 
-    return attend_by_member
+    return attend_by_head_of_group
 
 
-def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
+def heads_to_tokens(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
     """Returns the queries with G heads, as many as the keys have, and R times as many tokens.
 
     The R heads of queries that share a head of keys become R consecutive tokens of one head. An
     attention function that needs as many heads of keys as of queries can then be used, if its
-    result for a query does not depend on the other queries. `unfold_members` restores the order of
+    result for a query does not depend on the other queries. `tokens_to_heads` restores the order of
     heads in the results.
 
     Args:
@@ -133,11 +133,11 @@ def fold_members(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, 
     return by_group.swapaxes(2, 3).reshape(batch, -1, groups, size)
 
 
-def unfold_members(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B T H *S"]:
-    """Returns attention results with H heads and T tokens; the inverse of `fold_members`.
+def tokens_to_heads(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B T H *S"]:
+    """Returns attention results with H heads and T tokens; the inverse of `heads_to_tokens`.
 
     Args:
-      x: the results for the queries that `fold_members` returned, with G heads and R consecutive
+      x: the results for the queries that `heads_to_tokens` returned, with G heads and R consecutive
         entries for each token.
       heads: H, the number of heads of queries.
     """
@@ -145,8 +145,8 @@ def unfold_members(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B 
     members = heads // groups
     if members == 1:
         return x
-    by_member = x.reshape(batch, rows // members, members, groups, *x.shape[3:])
-    return by_member.swapaxes(2, 3).reshape(batch, rows // members, heads, *x.shape[3:])
+    split = x.reshape(batch, rows // members, members, groups, *x.shape[3:])
+    return split.swapaxes(2, 3).reshape(batch, rows // members, heads, *x.shape[3:])
 
 
 def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> Array:

@@ -85,7 +85,7 @@ def test_outputs_are_those_of_the_recurrence(learned: dict[str, jax.Array]) -> N
     np.testing.assert_allclose(found, oracle(h, arrays, first), atol=TOLERANCE)
 
 
-def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> delta_rule.Writes:
+def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> delta_rule.DeltaInputs:
     """Returns random tokens; `similar` ones have the same key, full strength and no decay."""
     normal = np.random.default_rng(seed).normal
     queries, keys = normal(size=(2, LANES, tokens, HEADS, KEY))
@@ -97,7 +97,7 @@ def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> delta_rule.W
     units = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (queries, keys))
     values = normal(size=(LANES, tokens, HEADS, VALUE))
     arrays = (*units, values, decay, strength)
-    return delta_rule.Writes(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    return delta_rule.DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
 
 
 @pytest.mark.parametrize("similar", [False, True])
@@ -134,7 +134,7 @@ def test_extreme_decays_and_keys_of_zeros_give_finite_gradients() -> None:
 
     @jax.jit
     @jax.grad
-    def gradients(tokens: delta_rule.Writes) -> jax.Array:
+    def gradients(tokens: delta_rule.DeltaInputs) -> jax.Array:
         state = jnp.ones((LANES, HEADS, KEY, VALUE))
         return sum(jnp.sum(x) for x in delta_rule.delta_rule(tokens, state, since, chunk=16))
 

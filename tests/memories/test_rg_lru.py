@@ -70,7 +70,7 @@ def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
         *(learned[name] for name in ("input_gate", "input_gate_bias", "recurrence_gate")),
         learned["recurrence_gate_bias"], learned["rate"],
     )  # fmt: skip
-    a, b = recurrence.steps(convolved, gates)
+    a, b = recurrence.recurrence_coefficients(convolved, gates)
     a = jnp.where((since == 0)[:, :, None, None], 0, a)
     return recurrence.scan(a, b, jnp.zeros((LANES, HEADS, SIZE)))
 
@@ -108,7 +108,7 @@ def test_closed_gates_give_finite_gradients() -> None:
     @jax.jit
     @jax.grad
     def gradients(given: tuple) -> jax.Array:
-        return sum(jnp.sum(part) for part in recurrence.steps(*given))
+        return sum(jnp.sum(part) for part in recurrence.recurrence_coefficients(*given))
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients((x, gates))))
 

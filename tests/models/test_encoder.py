@@ -240,7 +240,9 @@ def test_each_head_has_the_logits_of_its_definition(
     if task == "masked_language_modeling":
         places = jnp.asarray([[3, 0, 3], [6, 1, 2]])
         arrays = jnp.asarray(x), jnp.asarray(there), key, places
-        found = jax.jit(partial(network.apply, method="at"))({"params": params}, *arrays)
+        found = jax.jit(partial(network.apply, method="head_at_positions"))(
+            {"params": params}, *arrays
+        )
         np.testing.assert_allclose(found, np.take_along_axis(y, places[..., None], 1), atol=1e-6)
         logits = seq2seq.logits(encoder.readout(params), y)
         table = params["encoder"]["inputs"]["token_embed"]["embedding"]

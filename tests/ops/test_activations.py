@@ -25,19 +25,21 @@ def test_what_is_kept_is_not_computed_again() -> None:
     """Nor is the product before it."""
     x, w, v = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
 
-    def loss(x: jax.Array, w: jax.Array, v: jax.Array, *, keeps: bool) -> jax.Array:
+    def loss(x: jax.Array, w: jax.Array, v: jax.Array, *, saves_result: bool) -> jax.Array:
         layer = jax.checkpoint(
-            lambda x, w, v: jnp.sum(relu(x @ w, keeps) @ v), policy=remat_policy("products")
+            lambda x, w, v: jnp.sum(relu(x @ w, saves_result) @ v), policy=remat_policy("products")
         )
         return layer(x, w, v)
 
     gradients = {
-        keeps: jax.grad(partial(loss, keeps=keeps), argnums=(0, 1, 2)) for keeps in (False, True)
+        saves_result: jax.grad(partial(loss, saves_result=saves_result), argnums=(0, 1, 2))
+        for saves_result in (False, True)
     }
     counts = {
-        keeps: str(jax.make_jaxpr(gradient)(x, w, v)) for keeps, gradient in gradients.items()
+        saves_result: str(jax.make_jaxpr(gradient)(x, w, v))
+        for saves_result, gradient in gradients.items()
     }
-    assert [counts[keeps].count(" max ") for keeps in (False, True)] == [2, 1]
+    assert [counts[saves_result].count(" max ") for saves_result in (False, True)] == [2, 1]
     assert counts[True].count("dot_general") == counts[False].count("dot_general") == 6
-    found, expected = (gradients[keeps](x, w, v) for keeps in (True, False))
+    found, expected = (gradients[saves_result](x, w, v) for saves_result in (True, False))
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -82,7 +82,7 @@ def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
         tap = None
         if taps:
             rows = parts[0].shape[:3]
-            found = deferred.layer_taps((kernel,), rows, jnp.dtype("bfloat16"), 3, joins=True)
+            found = deferred.layer_taps((kernel,), rows, jnp.dtype("bfloat16"), 3, of_parts=True)
             assert found is not None
             (tap,) = found.layers
 

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from brt.ops import encoder_attention
-from brt.ops.encoder_attention import SideKeys, block_sums, global_blocks, reference, side_bias
+from brt.ops.encoder_attention import (
+    GlobalKeys,
+    block_sums,
+    global_blocks,
+    global_key_bias,
+    reference,
+)
 from brt.ops.relative_bias import bias_tile, relative_buckets
 
 HEADS, SIZE, GLOBALS = 2, 4, 3
@@ -42,27 +48,27 @@ def toeplitz(x: dict[str, np.ndarray], radius: int) -> dict[str, np.ndarray]:
     return {**x, "bias": np.asarray(tile)}
 
 
-def sides(tokens: int) -> SideKeys:
+def new_global_keys(tokens: int) -> GlobalKeys:
     rng = np.random.default_rng(1)
     keys, values = (rng.normal(size=(2, GLOBALS, HEADS, SIZE)).astype(np.float32) for _ in "kv")
     bias = rng.normal(size=(2, HEADS, tokens, GLOBALS)).astype(np.float32)
     exist = np.array([[True, True, False], [True, False, False]])
-    return SideKeys(*map(jnp.asarray, (keys, values, bias, exist)))
+    return GlobalKeys(*map(jnp.asarray, (keys, values, bias, exist)))
 
 
 @pytest.mark.slow_cases("3-5-*", "8-1-False", "17-5-True", "17-*")
-@pytest.mark.parametrize("with_side", [False, True])
+@pytest.mark.parametrize("has_globals", [False, True])
 @pytest.mark.parametrize(("tokens", "radius"), [(3, 5), (17, 5), (8, 1)])
 def test_blocks_give_what_the_masked_square_gives(
-    tokens: int, radius: int, with_side: bool
+    tokens: int, radius: int, has_globals: bool
 ) -> None:
     x = toeplitz(arrays(tokens, radius), radius)
-    side = sides(tokens) if with_side else None
+    global_keys = new_global_keys(tokens) if has_globals else None
     weights = np.random.default_rng(2).normal(size=x["queries"].shape)
 
     def loss(function: callable) -> callable:
         def value(learned: dict) -> tuple[jax.Array, jax.Array]:
-            y = function(**x | learned, side=side, radius=radius)
+            y = function(**x | learned, global_keys=global_keys, radius=radius)
             return jnp.sum(y * weights), y
 
         return jax.jit(jax.grad(value, has_aux=True))
@@ -121,7 +127,7 @@ def test_blocks_are_summed_and_biased_by_their_distance() -> None:
     sums = np.stack([x[:, :4].sum(axis=1), x[:, 4:].sum(axis=1)], axis=1)
     np.testing.assert_allclose(block_sums(jnp.asarray(x), blocks), sums, atol=1e-6)
     table = np.random.default_rng(1).normal(size=(8, HEADS)).astype(np.float32)
-    bias = side_bias(jnp.asarray(table), blocks, max_distance=8)
+    bias = global_key_bias(jnp.asarray(table), blocks, max_distance=8)
     offset = np.arange(2)[None] - np.asarray(blocks.ids[0])[:, None]
     rows = relative_buckets(offset, buckets=8, max_distance=8, both_ways=True)
     np.testing.assert_array_equal(bias[0], table[rows].transpose(2, 0, 1))

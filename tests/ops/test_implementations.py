@@ -35,7 +35,7 @@ from brt.ops.block_products import (
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.encoder_attention import SideKeys
+from brt.ops.encoder_attention import GlobalKeys
 from brt.ops.gates import GateWeights
 from brt.ops.local_attention import local_attention
 from brt.ops.normalization import l2_normalize
@@ -215,21 +215,21 @@ def masked(biased: bool) -> tuple[Run, list]:
     return run, [*qkv(), *bias]
 
 
-def local(with_side: bool) -> tuple[Run, list]:
+def local(has_globals: bool) -> tuple[Run, list]:
     radius = 3
     table = normal(1, (HEADS, 2 * radius + 1))[0]  # one bias an offset
-    side = normal(2, *[(LANES, 3, HEADS, SIZE)] * 2, (LANES, HEADS, TOKENS, 3))
+    global_keys = normal(2, *[(LANES, 3, HEADS, SIZE)] * 2, (LANES, HEADS, TOKENS, 3))
     offsets = np.arange(3 * radius + 3)[None] - (radius + 1) - np.arange(radius + 1)[:, None]
     exist = jnp.asarray([[True, True, False], [True, False, False]])
 
-    def run(name: str, q: Any, k: Any, v: Any, table: Any, *side: Any) -> jax.Array:
+    def run(name: str, q: Any, k: Any, v: Any, table: Any, *global_keys: Any) -> jax.Array:
         bias = jnp.take(table, np.clip(offsets, -radius, radius) + radius, axis=1)
-        side = SideKeys(*side, exist) if side else None
+        global_keys = GlobalKeys(*global_keys, exist) if global_keys else None
         return encoder_attention.local_attention(
-            q, k, v, bias, jnp.asarray(VALID), side, radius=radius, implementation=name
+            q, k, v, bias, jnp.asarray(VALID), global_keys, radius=radius, implementation=name
         )
 
-    return run, [*qkv(), table, *(side if with_side else [])]
+    return run, [*qkv(), table, *(global_keys if has_globals else [])]
 
 
 def cross(**changes: Any) -> tuple[Run, list]:

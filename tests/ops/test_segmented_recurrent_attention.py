@@ -12,23 +12,29 @@ from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention, dispatch
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla
-from brt.ops.segmented_recurrent_attention.segments import Pace
+from brt.ops.segmented_recurrent_attention.segments import SegmentSchedule
 
-SPREAD, STRIDE = Pace(12, over_all=True), Pace(3, over_all=False)
+SPREAD, STRIDE = (
+    SegmentSchedule(12, shared_by_segments=True),
+    SegmentSchedule(3, shared_by_segments=False),
+)
 
 
 @pytest.mark.parametrize("target", [1, 7, 64, 128, 299])
 def test_indices_are_those_of_exact_arithmetic(target: int) -> None:
     counts, positions = np.arange(1, 130), np.arange(target + 9)
-    found = jax.jit(segments.segment_index, static_argnums=2)(positions, counts, Pace(target, True))
+    found = jax.jit(segments.segment_index, static_argnums=2)(
+        positions, counts, SegmentSchedule(target, True)
+    )
     expected = [[min(t * m // target, m - 1) for t in positions.tolist()] for m in counts.tolist()]
     np.testing.assert_array_equal(found, expected)
 
 
 def test_indices_of_long_sources_fit_into_int32() -> None:
-    pace, counts = Pace(16384, over_all=True), np.array([1, 3, 2047, 16384])
+    schedule = SegmentSchedule(16384, shared_by_segments=True)
+    counts = np.array([1, 3, 2047, 16384])
     positions = np.array([0, 1, 8191, 16383, 2**31 - 1])
-    found = jax.jit(lambda t, m: segments.segment_index(t, m, pace))(positions, counts)
+    found = jax.jit(lambda t, m: segments.segment_index(t, m, schedule))(positions, counts)
     assert found.dtype == jnp.int32
     expected = [[min(t * m // 16384, m - 1) for t in positions.tolist()] for m in counts.tolist()]
     np.testing.assert_array_equal(found, expected)
@@ -36,15 +42,17 @@ def test_indices_of_long_sources_fit_into_int32() -> None:
 
 def test_more_segments_than_positions_skip_some() -> None:
     counts = jnp.array([16])
-    found = segments.segment_index(jnp.arange(10), counts, Pace(10, over_all=True))
+    found = segments.segment_index(
+        jnp.arange(10), counts, SegmentSchedule(10, shared_by_segments=True)
+    )
     assert found[0].tolist() == [0, 1, 3, 4, 6, 8, 9, 11, 12, 14]
 
 
-@pytest.mark.parametrize("pace", [SPREAD, STRIDE])
-def test_a_segment_starts_where_its_index_is_reached(pace: Pace) -> None:
+@pytest.mark.parametrize("schedule", [SPREAD, STRIDE])
+def test_a_segment_starts_where_its_index_is_reached(schedule: SegmentSchedule) -> None:
     for count in range(1, 12):
-        index = segments.segment_index(jnp.arange(60), jnp.array([count]), pace)[0].tolist()
-        assert [pace.first_position(j, count) for j in range(count)] == [
+        index = segments.segment_index(jnp.arange(60), jnp.array([count]), schedule)[0].tolist()
+        assert [schedule.first_position(j, count) for j in range(count)] == [
             next(t for t, i in enumerate(index) if i >= j) for j in range(count)
         ]
 
@@ -59,29 +67,30 @@ def test_counts_end_with_the_last_valid_position() -> None:
 
 
 @pytest.mark.slow_cases("20-*", "7-*", "6-4-*")
-@pytest.mark.parametrize("pace", [SPREAD, STRIDE, Pace(5, over_all=True)])
+@pytest.mark.parametrize("schedule", [SPREAD, STRIDE, SegmentSchedule(5, shared_by_segments=True)])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
-def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> None:
+def test_every_query_has_a_slot_of_its_own(schedule: SegmentSchedule, length: int, t0: int) -> None:
     """In a row that holds its segment, for all segment counts of a batch at once."""
     rows = 9
     counts = np.arange(1, rows + 1, dtype=np.int32)
-    plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, pace))(counts)
+    plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, schedule))(counts)
     plan = jax.tree.map(np.asarray, plan)
-    size = xla.row_size(rows, length, t0, pace)
+    size = xla.slots_per_row(rows, length, t0, schedule)
     index = np.asarray(
-        jax.jit(lambda t, m: segments.segment_index(t, m, pace))(t0 + np.arange(length), counts)
+        jax.jit(lambda t, m: segments.segment_index(t, m, schedule))(t0 + np.arange(length), counts)
     )
     for b in range(rows):
         slots = plan.slot[b]
         assert len(set(slots.tolist())) == length and slots.max() < rows * size
-        np.testing.assert_array_equal(plan.held[b, slots], np.arange(length))
+        np.testing.assert_array_equal(plan.query_of_slot[b, slots], np.arange(length))
         np.testing.assert_array_equal(plan.segment[b, slots // size], index[b])
 
 
 def test_rows_are_as_short_as_they_can_be() -> None:
     """Never more than twice the slots that there are queries, in the paper's case."""
-    assert xla.row_size(16, 128, 0, Pace(128, over_all=True)) == 15  # of 9 segments, 128 / 9
-    assert xla.row_size(1, 128, 0, Pace(128, over_all=True)) == 128
+    schedule = SegmentSchedule(128, shared_by_segments=True)
+    assert xla.slots_per_row(16, 128, 0, schedule) == 15  # of 9 segments, 128 / 9
+    assert xla.slots_per_row(1, 128, 0, schedule) == 128
 
 
 def test_neurons_and_their_gradients_are_autodiffs() -> None:

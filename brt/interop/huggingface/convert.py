@@ -189,8 +189,8 @@ def _compare(
         after = weights.export_arrays(reloaded.params, reloaded.described.model)
     # Only arrays that both models have are compared. `weights.mismatches` has reported the others.
     checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
-    yield verify.text(checks)
-    verify.check(checks)
+    yield verify.comparison_report(checks)
+    verify.refuse_changes(checks)
     rounding = max(verify.ROUNDING.get(check.dtype, 0.0) for check in checks)
     x = verify.inputs(model.described)
     actual = verify.logits(reloaded.params, reloaded.described, x)

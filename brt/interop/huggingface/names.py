@@ -30,7 +30,7 @@ _RAF = {
 _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
 
 
-def table(model: Seq2Seq) -> dict[str, str]:
+def parameter_names(model: Seq2Seq) -> dict[str, str]:
     """Returns Hugging Face's name of each parameter of a model of this architecture, by brt's name.
 
     In both names, {i} stands for the index of a layer.
@@ -103,7 +103,8 @@ def their_name(names: Mapping[str, str], ours: str) -> str | None:
     """Returns Hugging Face's name of a parameter of brt; None if there is no counterpart.
 
     Args:
-      names: Hugging Face's names by brt's names, with {i} for the index of a layer (see `table`).
+      names: Hugging Face's names by brt's names, with {i} for the index of a layer (see
+        `parameter_names`).
       ours: brt's name, such as "encoder/layers_0/mlp/wi/kernel".
     """
     layer = re.search(r"layers_(\d+)", ours)

@@ -140,7 +140,7 @@ def tensor_checks(
     return checks
 
 
-def text(checks: list[TensorCheck]) -> str:
+def comparison_report(checks: list[TensorCheck]) -> str:
     """Returns the comparisons of arrays as a text for the user: a line for each array that changed,
     and the number of unchanged arrays.
     """
@@ -155,7 +155,7 @@ def text(checks: list[TensorCheck]) -> str:
     return "\n".join([*head, *lines, f"{len(checks) - len(changed)} arrays are bit-equal"])
 
 
-def check(checks: list[TensorCheck]) -> None:
+def refuse_changes(checks: list[TensorCheck]) -> None:
     """Raises CheckpointError if one of the compared arrays changed by more than rounding can
     explain. `checks` is the result of `tensor_checks`.
     """

@@ -97,12 +97,12 @@ def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Impo
       CheckpointError: an array is missing or has another shape.
     """
     initial = partial(_initial, model, cross)
-    return match_arrays(arrays, names.table(model), initial, names.is_optional)
+    return match_arrays(arrays, names.parameter_names(model), initial, names.is_optional)
 
 
 def match_arrays(
     arrays: Arrays,
-    table: Mapping[str, str],
+    parameter_names: Mapping[str, str],
     initial: Callable[[], dict[str, Any]],
     is_optional: Callable[[str], bool],
 ) -> Imported:
@@ -110,8 +110,8 @@ def match_arrays(
 
     Args:
       arrays: the arrays by Hugging Face's names.
-      table: Hugging Face's name of each of brt's parameters, by brt's name; in both, {i} stands for
-        the index of a layer.
+      parameter_names: Hugging Face's name of each of brt's parameters, by brt's name; in both, {i}
+        stands for the index of a layer.
       initial: a function that returns newly initialised parameters of the model, from which shapes
         and the optional parameters that the checkpoint lacks are taken.
       is_optional: a function that takes brt's name of a parameter and returns True if a checkpoint
@@ -122,7 +122,7 @@ def match_arrays(
     """
     left, params, missing, initialised = dict(arrays), {}, [], []
     for ours, leaf in by_layer(jax.eval_shape(initial)).items():
-        theirs = names.their_name(table, ours)
+        theirs = names.their_name(parameter_names, ours)
         if theirs not in left:
             optional = is_optional(ours)
             (initialised if optional else missing).append(ours if optional else str(theirs))
@@ -175,9 +175,9 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
     Raises:
       CheckpointError: Hugging Face has no name for a parameter.
     """
-    table, result, nameless = names.table(model), {}, []
+    known, result, nameless = names.parameter_names(model), {}, []
     for ours, array in by_layer(params).items():
-        theirs = names.their_name(table, ours)
+        theirs = names.their_name(known, ours)
         if theirs is None:
             nameless.append(ours)
         else:

@@ -14,7 +14,7 @@ from brt.layers.seq2seq.ends import Ends, check_length, relative_bias
 from brt.layers.transformer.attention import SharedInputs
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.layers.transformer.stacked import layer_keys, stacked
-from brt.ops.encoder_attention import global_blocks, side_bias
+from brt.ops.encoder_attention import global_blocks, global_key_bias
 from brt.ops.relative_bias import bias_tile, offset_bias
 
 
@@ -74,7 +74,7 @@ class Encoder(Ends):
         if m.encoder_attention != "transient_global":
             return SharedInputs(mask, bias)
         blocks = global_blocks(mask, m.global_block)
-        side = side_bias(
+        global_bias = global_key_bias(
             self.global_rel_bias.embedding, blocks, max_distance=m.relative_max_distance
         )
-        return SharedInputs(mask, bias, blocks=blocks, side=side)
+        return SharedInputs(mask, bias, blocks=blocks, global_bias=global_bias)

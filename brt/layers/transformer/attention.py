@@ -15,7 +15,7 @@ from brt.layers import attention_kinds
 from brt.layers.transformer.block import Block
 from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
-from brt.ops.encoder_attention import GlobalBlocks, SideKeys, block_sums, local_attention
+from brt.ops.encoder_attention import GlobalBlocks, GlobalKeys, block_sums, local_attention
 
 
 class Projections(nn.Module):
@@ -81,14 +81,14 @@ class SharedInputs(NamedTuple):
         kinds of attention that need the bias in this form; None for others.
       blocks: the division of the tokens into G blocks, each of which has a transient global token,
         the sum of its tokens (LongT5); None if there are no global tokens.
-      side: the float32 bias between tokens and the G global tokens; None if there are none.
+      global_bias: the float32 bias between tokens and the G global tokens; None if there are none.
     """
 
     valid: Bool[Array, "B T"]
     bias: Float[Array, "H Q S"] | None = None
     distance_bias: Float[Array, "H O"] | None = None
     blocks: GlobalBlocks | None = None
-    side: Float[Array, "B H T G"] | None = None
+    global_bias: Float[Array, "B H T G"] | None = None
 
 
 class SelfAttention(Projections):
@@ -129,9 +129,11 @@ class SelfAttention(Projections):
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
         if self.radius:
-            side = self._side(x, inputs.blocks, inputs.side) if self.has_globals else None
+            global_keys = None
+            if self.has_globals:
+                global_keys = self._global_keys(x, inputs.blocks, inputs.global_bias)
             y = local_attention(
-                queries * scale, keys, values, inputs.bias, inputs.valid, side, drop,
+                queries * scale, keys, values, inputs.bias, inputs.valid, global_keys, drop,
                 radius=self.radius, implementation=kernels.encoder_attention,
             )  # fmt: skip
         elif inputs.bias is not None:
@@ -144,8 +146,8 @@ class SelfAttention(Projections):
             )  # fmt: skip
         return self.o(y)
 
-    def _side(
+    def _global_keys(
         self, x: Float[Array, "B T D"], blocks: GlobalBlocks, bias: Float[Array, "B H T G"]
-    ) -> SideKeys:
+    ) -> GlobalKeys:
         sums = self.global_norm(block_sums(x, blocks))
-        return SideKeys(self.k(sums), self.v(sums), bias, blocks.exist)
+        return GlobalKeys(self.k(sums), self.v(sums), bias, blocks.exist)

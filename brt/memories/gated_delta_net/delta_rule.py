@@ -19,7 +19,7 @@ from brt.memories.gated_delta_net.triangular import unit_lower_inverse
 from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
 
 
-class Writes(NamedTuple):
+class DeltaInputs(NamedTuple):
     """The inputs of the gated delta rule for the tokens of a segment.
 
     Token t changes the state S [K, V] of a head to
@@ -45,7 +45,7 @@ class Writes(NamedTuple):
 
 
 def delta_step(
-    token: Writes, state: Float[Array, "B H K V"]
+    token: DeltaInputs, state: Float[Array, "B H K V"]
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
     """Computes the gated delta rule for one token of each row.
 
@@ -65,7 +65,7 @@ def delta_step(
 
 
 def delta_rule(
-    tokens: Writes,
+    tokens: DeltaInputs,
     state: Float[Array, "B H K V"],
     since_start: Int[Array, "B T"],
     *,

@@ -26,7 +26,7 @@ from brt.layers.basic import (
     unrolled,
 )
 from brt.memories.convolution import CONVOLVED, convolution, convolution_step
-from brt.memories.gated_delta_net.delta_rule import Writes, delta_rule, delta_step
+from brt.memories.gated_delta_net.delta_rule import DeltaInputs, delta_rule, delta_step
 from brt.memories.gated_delta_net.section import GatedDeltaNet
 from brt.ops import dispatch
 from brt.ops.dense import dense
@@ -151,9 +151,8 @@ class DeltaMemory(nn.Module):
         convolved, last = convolution(self._inputs(h), state.inputs, self.convolution, since_start)
         chunk = dispatch.for_backend(64, cpu=16)
         unroll = unrolled(self.model.unroll, -(-h.shape[1] // chunk), BLOCKS_AT_ONCE)
-        read, matrices = delta_rule(
-            self._writes(h, convolved), state.matrices, since_start, chunk=chunk, unroll=unroll
-        )
+        inputs = self._delta_inputs(h, convolved)
+        read, matrices = delta_rule(inputs, state.matrices, since_start, chunk=chunk, unroll=unroll)
         return self._output(h, read), DeltaState(matrices, last)
 
     def read_token(
@@ -166,7 +165,7 @@ class DeltaMemory(nn.Module):
           state: the state before the token.
         """
         convolved, last = convolution_step(self._inputs(h), state.inputs, self.convolution)
-        read, matrices = delta_step(self._writes(h, convolved), state.matrices)
+        read, matrices = delta_step(self._delta_inputs(h, convolved), state.matrices)
         return self._output(h, read), DeltaState(matrices, last)
 
     def _inputs(self, h: Float[Array, "B T D"]) -> Float[Array, "B T H R"]:
@@ -177,14 +176,16 @@ class DeltaMemory(nn.Module):
         parts = (constrain(dense(h, kernel), "lanes", None, "heads", None) for kernel in kernels)
         return jnp.concatenate([*parts], axis=-1)
 
-    def _writes(self, h: Float[Array, "B T D"], convolved: Float[Array, "B T H R"]) -> Writes:
+    def _delta_inputs(
+        self, h: Float[Array, "B T D"], convolved: Float[Array, "B T H R"]
+    ) -> DeltaInputs:
         """Returns the inputs of the gated delta rule, from the normalized vectors `h` and the
         convolved projections.
         """
         heads, key, _ = self.model.of(GatedDeltaNet).sizes(self.model)
         queries, keys, values = jnp.split(jax.nn.silu(convolved), (key, 2 * key), axis=-1)
         step = dense(h, self.step).astype(jnp.float32) + self.step_bias[None, None]
-        return Writes(
+        return DeltaInputs(
             scaled_unit(queries, jnp.full((heads,), key**-0.5)),
             l2_normalize(keys),
             values,

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.memories.gated_delta_net.delta_rule import Writes, delta_step
+from brt.memories.gated_delta_net.delta_rule import DeltaInputs, delta_step
 
 
 def delta_rule(
-    tokens: Writes, state: Float[Array, "B H K V"], since_start: Int[Array, "B T"]
+    tokens: DeltaInputs, state: Float[Array, "B H K V"], since_start: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Computes the gated delta rule for all tokens of a segment, one after the other.
 
@@ -29,7 +29,7 @@ def delta_rule(
       float32.
     """
 
-    def body(state: Array, inputs: tuple[Writes, Array]) -> tuple[Array, Array]:
+    def body(state: Array, inputs: tuple[DeltaInputs, Array]) -> tuple[Array, Array]:
         """Returns the state after a token, and the vectors [B, H, V] that the token reads.
 
         `inputs` has the inputs of the rule for the token, and the number of earlier tokens of the
@@ -37,7 +37,7 @@ def delta_rule(
         """
         token, since = inputs
         state = jnp.where((since == 0)[:, None, None, None], 0, state)
-        read, state = delta_step(Writes(*(x[:, None] for x in token)), state)
+        read, state = delta_step(DeltaInputs(*(x[:, None] for x in token)), state)
         return state, read[:, 0]
 
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, since_start))

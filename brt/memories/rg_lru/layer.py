@@ -34,7 +34,7 @@ from brt.memories.convolution import (
     convolution_step,
     tokens_since_start,
 )
-from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, scan, steps
+from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, recurrence_coefficients, scan
 from brt.memories.rg_lru.section import RGLRU
 from brt.memories.token_state import TokenStateLayer
 from brt.ops.dense import dense
@@ -185,7 +185,7 @@ class RGLRULayer(TokenStateLayer):
             self.input_gate, self.input_gate_bias, self.recurrence_gate,
             self.recurrence_gate_bias, self.rate,
         )  # fmt: skip
-        return steps(x, gates)
+        return recurrence_coefficients(x, gates)
 
     def _finish(
         self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]

@@ -37,7 +37,7 @@ class GateParameters(NamedTuple):
     rate: Float[Array, "H R"]
 
 
-def steps(
+def recurrence_coefficients(
     x: Float[Array, "B T H R"], gates: GateParameters
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H R"]]:
     """Returns the float32 factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t for the
@@ -90,11 +90,13 @@ def scan(
       initial: float32, the hidden state before the first token.
     """
 
-    def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    def compose_steps(
+        first: tuple[Array, Array], second: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
         """Returns the step that has the same effect as the step `first` followed by the step
         `second`. The pair (a, b) stands for the step h -> a h + b.
         """
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    products, sums = jax.lax.associative_scan(then, (a, b), axis=1)
+    products, sums = jax.lax.associative_scan(compose_steps, (a, b), axis=1)
     return products * initial[:, None] + sums

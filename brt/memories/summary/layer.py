@@ -31,7 +31,7 @@ from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import circulant
 
 
-class Read(NamedTuple):
+class Memories(NamedTuple):
     """The memories that the tokens and summaries of a block attend to.
 
     Attributes:
@@ -173,10 +173,10 @@ class SummaryLayer(nn.Module):
             # initialisation of parameters needs.
             check_constancy_invariants=self.is_initializing(),
         )
-        read = Read(state, self._long(state))
-        read, (x, summaries) = scan(self, read, tokens, document_start, self._bias())
+        memories = Memories(state, self._long(state))
+        memories, (x, summaries) = scan(self, memories, tokens, document_start, self._bias())
         x = constrain(x.reshape(shape), "lanes", "tokens", None)
-        return LayerOutput(x, read.state, summaries=summaries)
+        return LayerOutput(x, memories.state, summaries=summaries)
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values [B, T, H, K] as attention uses them."""
@@ -186,25 +186,27 @@ class SummaryLayer(nn.Module):
 
     def _read_block(
         self,
-        read: Read,
+        memories: Memories,
         block: Tokens,
         start: Bool[Array, " B"],
         bias: Float[Array, "H P Z"] | None,
-    ) -> tuple[Read, tuple[Float[Array, "B W D"], Float[Array, "B U D"]]]:
-        read = jax.tree.map(lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), read)
-        own, short = StateKV(block.keys, block.values), self._short(read.state)
-        attended = self._attend(block.queries, own, short, read, bias, jnp.zeros((), jnp.int32))
+    ) -> tuple[Memories, tuple[Float[Array, "B W D"], Float[Array, "B U D"]]]:
+        memories = jax.tree.map(
+            lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), memories
+        )
+        own, short = StateKV(block.keys, block.values), self._short(memories.state)
+        attended = self._attend(block.queries, own, short, memories, bias, jnp.zeros((), jnp.int32))
         z = self.tokens.finish(block.inputs, [attended])
         x, u = jnp.split(z, [self.model.window], axis=1)
-        read, u = self._after(read, x, u)
-        return read, (x, u)
+        memories, u = self._after(memories, x, u)
+        return memories, (x, u)
 
     def _attend(
         self,
         queries: Float[Array, "B Q H K"],
         own: StateKV,
         short: StateKV,
-        read: Read,
+        memories: Memories,
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
@@ -212,7 +214,7 @@ class SummaryLayer(nn.Module):
         on.
         """
         section = self.model.of(Summaries)
-        m, state, implementation = self.model, read.state, self.kernels.masked_attention
+        m, state, implementation = self.model, memories.state, self.kernels.masked_attention
         # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
         nulls = not m.sliding.mask_empty_cache
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
@@ -223,11 +225,11 @@ class SummaryLayer(nn.Module):
         y = attend(
             queries, keys, values, bias, seen, self._dropout(), implementation=implementation
         )
-        if read.long is None:
+        if memories.long is None:
             return y
         there = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
         far = attend(
-            queries, *read.long, None, (there | nulls)[:, None], self._dropout(),
+            queries, *memories.long, None, (there | nulls)[:, None], self._dropout(),
             implementation=implementation,
         )  # fmt: skip
         # `kept` is the weight of attention to the block and the short-term memory. It is 1 if the
@@ -236,20 +238,20 @@ class SummaryLayer(nn.Module):
         return (kept * y + (1 - kept) * far).astype(y.dtype)
 
     def _after(
-        self, read: Read, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
-    ) -> tuple[Read, Float[Array, "B U D"]]:
+        self, memories: Memories, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
+    ) -> tuple[Memories, Float[Array, "B U D"]]:
         """Returns the memories after a block, and the summaries for the layer above."""
         section = self.model.of(Summaries)
-        state, long, above = read.state, read.long, self.summary_mix(x, u).astype(u.dtype)
+        state, long, above = memories.state, memories.long, self.summary_mix(x, u).astype(u.dtype)
         short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
         if not isinstance(state, LongSummaryState):
-            return Read(short, None), above
+            return Memories(short, None), above
         new = self.long_mix(x, u)
         vectors = _appended(state.vectors, new)
         length = jnp.minimum(state.length + section.long_increment, section.long_memory)
         if long is not None:
             long = StateKV(*map(_appended, long, self._memory(new)))
-        return Read(LongSummaryState(short, vectors, length), long), above
+        return Memories(LongSummaryState(short, vectors, length), long), above
 
     def _memory(self, vectors: Float[Array, "B S D"]) -> StateKV:
         return self.tokens.project_kv(vectors.astype(compute_dtype(self.model)))
@@ -342,8 +344,8 @@ class SummaryLayer(nn.Module):
             columns = section.short_memory + self.model.window
             distance = self._distance(position[None])[0, :columns]
             bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
-        read = Read(state, block.long)
-        y = self._attend(queries, own, block.short, read, bias, position)
+        memories = Memories(state, block.long)
+        y = self._attend(queries, own, block.short, memories, bias, position)
         y = self.tokens.finish(x, [y])
         block = block._replace(
             keys=own.keys, values=own.values, outputs=with_token(block.outputs, y)
@@ -375,12 +377,12 @@ class SummaryLayer(nn.Module):
         own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
         bias = self._bias()
         y = self._attend(
-            queries, own, block.short, Read(state, block.long),
+            queries, own, block.short, Memories(state, block.long),
             None if bias is None else bias[:, window:], jnp.asarray(window),
         )  # fmt: skip
         u = self.tokens.finish(u, [y])
-        read, u = self._after(Read(state, None), block.outputs, u)
-        return LayerOutput(x, read.state, summaries=u[:, None])
+        memories, u = self._after(Memories(state, None), block.outputs, u)
+        return LayerOutput(x, memories.state, summaries=u[:, None])
 
 
 class LongSummaryLayer(SummaryLayer):

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from brt.ops import dispatch
 from brt.ops.block_products.reference import Kernels
-from brt.ops.block_products.wide import Weights, Wide, compiler_options, refusal
+from brt.ops.block_products.wide import HeadLayout, Weights, compiler_options, refusal
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
 # A tile of `shared_input_matmul` has at most this many output columns, added up over all weight
@@ -45,19 +45,21 @@ def shared_input_refusal(x: Array, kernels: Kernels, *, transposed: bool, **_: A
 
     The arguments are the same as for `shared_input_matmul`.
     """
-    first, *others = (Wide.from_kernel(kernel, narrow_first=not transposed) for kernel in kernels)
+    first, *others = (
+        HeadLayout.from_kernel(kernel, narrow_first=not transposed) for kernel in kernels
+    )
     if any(wide != first for wide in others):
         return "takes kernels of one shape"
     if reason := refusal(x.shape[:-1], x.dtype, x.shape[-1], [first]):
         return reason
-    (rows, narrow), (heads, width) = x.shape[1:], _cut(first, kernels).tile
+    (rows, narrow), (heads, width) = x.shape[1:], _with_tiles(first, kernels).tile
     columns = len(kernels) * heads * max(width, LANES)
     taken = 2 * 2 * (rows * (narrow + 2 * columns) + narrow * columns) + 4 * rows * columns
     return vmem_refusal(taken, "a block's rows")
 
 
-def _cut(wide: Wide, kernels: Kernels) -> Wide:
-    return wide.cut(max(LANES, _COLUMNS // len(kernels)))
+def _with_tiles(wide: HeadLayout, kernels: Kernels) -> HeadLayout:
+    return wide.with_tiles(max(LANES, _COLUMNS // len(kernels)))
 
 
 def shared_input_matmul(
@@ -82,7 +84,7 @@ def shared_input_matmul(
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     count, (lanes, rows, narrow) = len(kernels), x.shape
-    wide = _cut(Wide.from_kernel(kernels[0], narrow_first=not transposed), kernels)
+    wide = _with_tiles(HeadLayout.from_kernel(kernels[0], narrow_first=not transposed), kernels)
     heads, columns = wide.tile
 
     def output_index(i: Any, lane: Any) -> tuple:
@@ -96,7 +98,7 @@ def shared_input_matmul(
           i: the index of the step's tile of columns.
           lane: the index of the step's lane.
         """
-        a, h, k = wide.place(i)
+        a, h, k = wide.tile_index(i)
         return a, lane, h, 0, k
 
     output_spec = pl.BlockSpec((None, None, heads, rows, columns), output_index)
@@ -150,7 +152,7 @@ def summed_refusal(
 
     The arguments are the same as for `summed_matmul`.
     """
-    wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
+    wides = [HeadLayout.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows = xs[0].shape[: xs[0].ndim - kernels[0].ndim + 1]
     narrow = kernels[0].shape[0 if transposed else -1]
     if reason := refusal(rows, xs[0].dtype, narrow, wides):
@@ -158,7 +160,7 @@ def summed_refusal(
     return vmem_refusal(_bytes(rows, wides, _TILES[-1]), "a block's rows")
 
 
-def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int) -> int:
+def _bytes(rows: tuple[int, ...], wides: Sequence[HeadLayout], columns: int) -> int:
     """Returns the bytes of VMEM that `summed_matmul` needs for the inputs of a lane, a tile of the
     weight arrays, and a tile of the output.
     """
@@ -166,7 +168,7 @@ def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int) -> int:
     return 2 * size * (_buffers(rows[0]) * rows[1] + 2 * columns) + _SUMS * 4 * rows[1] * columns
 
 
-def _columns(rows: tuple[int, ...], wides: Sequence[Wide], narrow: int) -> int:
+def _columns(rows: tuple[int, ...], wides: Sequence[HeadLayout], narrow: int) -> int:
     """Returns the largest number of columns of a tile that fits into VMEM."""
     tiles = [math.gcd(narrow, columns) for columns in _TILES]
     fit = (columns for columns in tiles if _bytes(rows, wides, columns) <= vmem_budget())
@@ -196,13 +198,13 @@ def summed_matmul(
         stores arrays as integers with the same bits. The kernel then reads these integers.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
-    wides = [Wide.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
+    wides = [HeadLayout.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]
     rows, dtype = xs[0].shape[:2], xs[0].dtype
     narrow, size = kernels[0].shape[0 if transposed else -1], sum(wide.size for wide in wides)
     columns = _columns(rows, wides, narrow)
     steps = narrow // columns
 
-    def all_heads_spec(wide: Wide) -> pl.BlockSpec:
+    def all_heads_spec(wide: HeadLayout) -> pl.BlockSpec:
         """Returns the block spec with which a step of the grid reads an input [A, B, H, R, K].
 
         A step reads the rows of all A * H heads of one lane (index along B). `wide` has the sizes
@@ -213,7 +215,7 @@ def summed_matmul(
             shape, lambda _, lane: (0, lane, 0, 0, 0), pipeline_mode=pl.Buffered(_buffers(rows[0]))
         )
 
-    def by_head(x: Array, wide: Wide) -> Array:
+    def by_head(x: Array, wide: HeadLayout) -> Array:
         """Returns an input x [B, R, *inputs] as an array [A, B, H, R, K], where `wide` has the
         sizes of A, H and K.
 

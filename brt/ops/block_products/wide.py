@@ -28,7 +28,7 @@ from brt.ops.tpu import LANES, VMEM_BYTES, cores_per_chip
 _ROWS = 512
 
 
-class Wide(NamedTuple):
+class HeadLayout(NamedTuple):
     """Layout of the input or output of a product that has A groups of H heads with K numbers for
     each row.
 
@@ -50,7 +50,7 @@ class Wide(NamedTuple):
     tile: tuple[int, int]
 
     @classmethod
-    def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "Wide":
+    def from_kernel(cls, kernel: Array, *, narrow_first: bool) -> "HeadLayout":
         """Returns the layout that belongs to the axes of a weight array, with one tile for each
         group of heads.
 
@@ -64,7 +64,7 @@ class Wide(NamedTuple):
         *first, heads = others or (1,)
         return cls(math.prod(first), heads, width, (heads, width))
 
-    def cut(self, columns: int) -> "Wide":
+    def with_tiles(self, columns: int) -> "HeadLayout":
         """Returns the same layout with smaller tiles, each of at most `columns` columns.
 
         The columns of a tile are added up over its heads. If a head has more than `columns`
@@ -94,7 +94,7 @@ class Wide(NamedTuple):
         """The number of tiles into which the A * H * K columns are divided."""
         return self.size // math.prod(self.tile)
 
-    def place(self, i: Any) -> tuple[Any, Any, Any]:
+    def tile_index(self, i: Any) -> tuple[Any, Any, Any]:
         """Returns the index of tile i along each of the axes A, H and K.
 
         The indices count tiles, as the block indices of a Pallas `BlockSpec` do.
@@ -136,7 +136,7 @@ class Weights(NamedTuple):
     def of(
         cls,
         kernels: Sequence[Array] | Array,
-        wides: Sequence[Wide],
+        wides: Sequence[HeadLayout],
         dtype: jnp.dtype,
         *,
         narrow_first: bool,
@@ -152,7 +152,7 @@ class Weights(NamedTuple):
           narrow_first: True if C is the first axis of a weight array; False if C is the last axis.
         """
 
-        def by_head(kernel: Array, wide: Wide) -> Array:
+        def by_head(kernel: Array, wide: HeadLayout) -> Array:
             """Returns P stacked weight arrays as [P, A, H, C, K] or [P, A, H, K, C], in `dtype`.
 
             Args:
@@ -169,7 +169,7 @@ class Weights(NamedTuple):
         pairs = zip(kernels, wides, strict=True)
         return cls([by_head(kernel[None], wide) for kernel, wide in pairs], narrow_first)
 
-    def wide_tile_specs(self, wide: Wide, narrow: int) -> list[pl.BlockSpec]:
+    def wide_tile_specs(self, wide: HeadLayout, narrow: int) -> list[pl.BlockSpec]:
         """Returns the block spec of each weight array for `shared_input_matmul`.
 
         A step of the grid computes one tile of the output's A * H * K columns, and therefore reads
@@ -193,7 +193,7 @@ class Weights(NamedTuple):
                 """Returns the index of the block that a step reads, with an entry for each axis of
                 the stacked array, where i is the index of the step's tile of output columns.
                 """
-                a, h, k = wide.place(i)
+                a, h, k = wide.tile_index(i)
                 return (p, a, h, 0, k) if self.narrow_first else (p, a, h, k, 0)
 
             tile = (narrow, columns) if self.narrow_first else (columns, narrow)
@@ -201,7 +201,7 @@ class Weights(NamedTuple):
 
         return [kernel_spec(p) for p in self._indices()]
 
-    def narrow_tile_specs(self, wides: Sequence[Wide], columns: int) -> list[pl.BlockSpec]:
+    def narrow_tile_specs(self, wides: Sequence[HeadLayout], columns: int) -> list[pl.BlockSpec]:
         """Returns the block spec of each weight array for `summed_matmul`.
 
         A step of the grid computes `columns` of the output's C columns, and therefore reads the
@@ -212,7 +212,7 @@ class Weights(NamedTuple):
           columns: the number of output columns of a step.
         """
 
-        def kernel_spec(p: int, wide: Wide) -> pl.BlockSpec:
+        def kernel_spec(p: int, wide: HeadLayout) -> pl.BlockSpec:
             """Returns the Pallas block spec of a weight array.
 
             Args:
@@ -242,7 +242,7 @@ def _divided(i: Any, count: int) -> tuple[Any, Any]:
 
 
 def refusal(
-    rows: tuple[int, ...], dtype: jnp.dtype, narrow: int, wides: Sequence[Wide]
+    rows: tuple[int, ...], dtype: jnp.dtype, narrow: int, wides: Sequence[HeadLayout]
 ) -> str | None:
     """Returns the reason why the TPU kernels do not support products of these sizes, or None if
     they do.

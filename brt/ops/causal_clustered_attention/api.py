@@ -33,7 +33,7 @@ from brt.ops.causal_clustered_attention import pallas_tpu, reference, xla
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
-    reset_unless,
+    empty_memory_unless,
 )
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.partial_attention import AttentionPart
@@ -167,5 +167,7 @@ def causal_clustered_attention_step(
     mask = (left[None] & cache_mask[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
-    y = xla.attend_block(q, part, k, v, mask, reset_unless(past, cache_mask), centroids, bias)
+    y = xla.attend_block(
+        q, part, k, v, mask, empty_memory_unless(past, cache_mask), centroids, bias
+    )
     return y.swapaxes(1, 2)

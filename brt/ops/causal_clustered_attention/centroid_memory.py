@@ -69,21 +69,21 @@ def nearest_centroids(
     return jnp.argmax(products - squares / 2, axis=-1).astype(jnp.int32)
 
 
-def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
+def empty_memory_unless(memory: CentroidMemory, keep: Bool[Array, " B"]) -> CentroidMemory:
     """Returns the memory, emptied in the rows of the batch in which a new document begins.
 
-    A row is emptied where `lanes` is False, and also where no slot holds a key, because the other
+    A row is emptied where `keep` is False, and also where no slot holds a key, because the other
     arrays of such a row have no meaning. In an emptied row, all keys and values are zeros, and the
     log-sum-exps are so small that `rest` has no weight.
 
     Args:
-      past: the memory.
-      lanes: False for the rows of the batch that are emptied.
+      memory: the memory.
+      keep: False for the rows of the batch that are emptied.
     """
-    keep = lanes & (past.filled > 0)
+    keep = keep & (memory.filled > 0)
 
-    past = jax.tree.map(lambda x: jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, 0), past)
-    return past._replace(lse=jnp.where(keep[:, None, None], past.lse, FLOOR))
+    memory = jax.tree.map(lambda x: jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, 0), memory)
+    return memory._replace(lse=jnp.where(keep[:, None, None], memory.lse, FLOOR))
 
 
 def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
@@ -109,7 +109,7 @@ def memory_after(
         False, the result is an empty memory.
       centroids: the centroids of the layer.
     """
-    past = reset_unless(past, cache_mask)
+    past = empty_memory_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]
     vectors = centroids.vectors.astype(keys.dtype)
     logits = jnp.concatenate(

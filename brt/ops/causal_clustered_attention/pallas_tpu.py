@@ -166,8 +166,8 @@ class _Arguments(NamedTuple):
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
         """Returns the arrays of which the kernels read a block in each step.
 
-        `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and `along`,
-        which `FarKernelInputs` describes.
+        `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and
+        `weighted_gradient_sum`, which `FarKernelInputs` describes.
         """
         return FarKernelInputs(*self[:-2], **others)
 
@@ -201,9 +201,9 @@ def _backward(
 ) -> tuple[_Arguments]:
     arguments, y, lse = residuals
     gradient, d_lse = gradients
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    lse, along = (x.reshape(arguments.labels.shape) for x in (lse, along))
-    inputs = arguments.kernel_inputs(gradient=gradient, lse=lse, along=along)
+    sums = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
+    lse, sums = (x.reshape(arguments.labels.shape) for x in (lse, sums))
+    inputs = arguments.kernel_inputs(gradient=gradient, lse=lse, weighted_gradient_sum=sums)
     specs = _specs(inputs)
     (results,) = _call(
         backward_kernel,

@@ -56,9 +56,9 @@ class FarKernelInputs(NamedTuple):
       gradient: [W, K], gradient of the output. This field and those below are None in the forward
         pass.
       lse: [1, W], the log-sum-exp of each query's logits.
-      along: [1, W], the sum over all slots of the softmax weight times the weight's gradient, minus
-        the gradient of `lse`. The gradient of a logit is the weight times the difference of the
-        weight's gradient and this number.
+      weighted_gradient_sum: [1, W], the sum over all slots of the softmax weight times the weight's
+        gradient, minus the gradient of `lse`. The gradient of a logit is the weight times the
+        difference of the weight's gradient and this number.
     """
 
     q: Any
@@ -71,7 +71,7 @@ class FarKernelInputs(NamedTuple):
     labels: Any
     gradient: Any = None
     lse: Any = None
-    along: Any = None
+    weighted_gradient_sum: Any = None
 
 
 class FarKernelGradients(NamedTuple):
@@ -91,14 +91,15 @@ class _RowTile(NamedTuple):
 
     Attributes:
       rows: the slice of the block's rows that belong to the tile.
-      left: [S, R], the mask of the first S keys of the previous block, True for keys that have left
-        the row's window. The other keys of the previous block are in the windows of all rows.
+      outside_window: [S, R], the mask of the first S keys of the previous block, True for keys that
+        have left the row's window. The other keys of the previous block are in the windows of all
+        rows.
       kept: [M, R], the mask of the keys that centroids keep, True for keys of the row's centroid.
       rest: [C, R], the mask of the centroids' sums, True for the row's centroid.
     """
 
     rows: slice
-    left: Bool[Array, "S R"]
+    outside_window: Bool[Array, "S R"]
     kept: Bool[Array, "M R"]
     rest: Bool[Array, "C R"]
 
@@ -108,7 +109,7 @@ class _RowTile(NamedTuple):
 
         The other keys of this block have not left the window of any row of the tile.
         """
-        return slice(0, self.left.shape[0])
+        return slice(0, self.outside_window.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
         """Concatenates the logits of the three kinds of slots for the R rows of the tile, and
@@ -118,7 +119,7 @@ class _RowTile(NamedTuple):
           parts: the logits of the previous block's first S keys [S, R], of the keys that centroids
             keep [M, R], and of the centroids' sums [C, R].
         """
-        pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
+        pairs = zip((self.outside_window, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
@@ -129,7 +130,7 @@ class _RowTile(NamedTuple):
           The numbers for the previous block's first S keys [S, R], for the keys that centroids keep
             [M, R], and for the centroids' sums [C, R].
         """
-        near, kept = self.left.shape[0], self.kept.shape[0]
+        near, kept = self.outside_window.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
 
 
@@ -143,14 +144,14 @@ def _row_tiles(
         end = begin + size
         rows = begin + jax.lax.broadcasted_iota(jnp.int32, (end, size), 1)
         slots = jax.lax.broadcasted_iota(jnp.int32, (end, size), 0)
-        left = (slots <= rows if settings.attend_to_self else slots < rows) & seen
+        outside_window = (slots <= rows if settings.attend_to_self else slots < rows) & seen
         labels = inputs.labels[:, begin:end]
         slots = jax.lax.broadcasted_iota(jnp.int32, (kept, size), 0)
         count = jnp.int32(settings.slots)
         there = jax.lax.rem(slots, count) < filled
         own = (jax.lax.div(slots, count) == labels) & there
         centroids = jax.lax.broadcasted_iota(jnp.int32, (clusters, size), 0)
-        tiles.append(_RowTile(slice(begin, end), left, own, centroids == labels))
+        tiles.append(_RowTile(slice(begin, end), outside_window, own, centroids == labels))
     return tiles
 
 
@@ -239,7 +240,9 @@ def backward_kernel(
         read = inputs.v[tile.near], inputs.kept_v[...]
         d_weights = [dot_float32(values, theirs, NT) for values in read]
         d_weights.append(dot_float32(inputs.rest[...], wide, NT))
-        d_logits = weights * (jnp.concatenate(d_weights, axis=0) - inputs.along[:, tile.rows])
+        d_logits = weights * (
+            jnp.concatenate(d_weights, axis=0) - inputs.weighted_gradient_sum[:, tile.rows]
+        )
         parts, (near, kept, rest) = tile.split(d_logits), tile.split(weights)
         d_near, d_kept = (x.astype(dtype) for x in parts[:2])
         d_own = dot_float32(d_near, inputs.k[tile.near], TN)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
+    empty_memory_unless,
     memory_after,
     nearest_centroids,
-    reset_unless,
     slot_mask,
 )
 from brt.ops.clustered_attention.members import (
@@ -65,7 +65,7 @@ def memory_scan(
           block: the keys and the values [B, H, W, K] of the previous block; and a mask that is
             False in rows of the batch in which this block starts a document.
         """
-        past = reset_unless(past, block[2])
+        past = empty_memory_unless(past, block[2])
         return memory_after(past, *block, centroids), past
 
     return jax.lax.scan(

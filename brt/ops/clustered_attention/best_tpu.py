@@ -112,62 +112,65 @@ def best_threshold(
     """
     # The threshold is greater than the logits of masked keys, so that a masked key is never a best
     # key.
-    least = jnp.maximum(values[top_k - 1], MASKED / 2)
+    threshold = jnp.maximum(values[top_k - 1], MASKED / 2)
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
-    def count_best(end: PerCluster) -> PerCluster:
-        """Returns the number of keys of each cluster that are best keys if `end` is the limit of
-        their positions.
+    def count_best(position_limit: PerCluster) -> PerCluster:
+        """Returns the number of keys of each cluster that are best keys if their positions must be
+        below `position_limit`.
 
-        Counted are the keys whose logit is greater than the threshold `least`, and the keys whose
-        logit equals the threshold and whose position is below `end`.
+        Counted are the keys whose logit is greater than `threshold`, and the keys whose logit
+        equals the threshold and whose position is below `position_limit`.
         """
 
         def add_step(step: Any, count: Array) -> Array:
             """Returns `count` [8, C], the number of best keys of each cluster and sublane so far,
             plus the number of best keys among the keys of a step.
             """
-            best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
+            best = is_best(
+                step_rows(logits, step), step_places(step, lanes), threshold, position_limit
+            )
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
-        count = jax.lax.fori_loop(0, steps, add_step, jnp.zeros_like(least))
+        count = jax.lax.fori_loop(0, steps, add_step, jnp.zeros_like(threshold))
         return jnp.broadcast_to(jnp.sum(count, axis=0, keepdims=True), count.shape)
 
-    all_of_them = jnp.full_like(least, NO_KEY)
+    all_of_them = jnp.full_like(threshold, NO_KEY)
     too_many = jnp.where((count_best(all_of_them) > top_k) & (counts > 0), 1.0, 0.0)
     bits = logits.shape[0].bit_length()
 
-    def bisect(step: Any, end: PerCluster) -> PerCluster:
+    def bisect(step: Any, position_limit: PerCluster) -> PerCluster:
         """Returns the position limits after one step of a binary search, which decides one bit of
         each limit.
 
-        The steps go from the highest bit to the lowest. `end` has the limits with the bits that
-        earlier steps have decided. A bit is set if at most `top_k` keys are best keys with the
-        larger limit. The result of the last step is the largest limit with at most `top_k` best
-        keys.
+        The steps go from the highest bit to the lowest. `position_limit` has the limits with the
+        bits that earlier steps have decided. A bit is set if at most `top_k` keys are best keys
+        with the larger limit. The result of the last step is the largest limit with at most `top_k`
+        best keys.
         """
-        further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
-        return jnp.where(count_best(further) > top_k, end, further)
+        further = position_limit + (1 << (bits - 1 - step)).astype(jnp.float32)
+        return jnp.where(count_best(further) > top_k, position_limit, further)
 
     rounds = jnp.where(jnp.max(too_many) > 0, bits, 0)
-    end = jax.lax.fori_loop(0, rounds, bisect, jnp.where(rounds > 0, 0.0, all_of_them))
-    return least, end
+    position_limit = jax.lax.fori_loop(0, rounds, bisect, jnp.where(rounds > 0, 0.0, all_of_them))
+    return threshold, position_limit
 
 
 def is_best(
-    rows: KeyLists, places: KeyLists, least: PerCluster, end: PerCluster
+    rows: KeyLists, places: KeyLists, threshold: PerCluster, position_limit: PerCluster
 ) -> Bool[Array, "32 8 C"]:
     """Returns a mask of 256 keys, True for the best keys of each cluster.
 
-    A key is a best key if its logit is greater than `least`, or if its logit equals `least` and its
-    position is below `end`.
+    A key is a best key if its logit is greater than `threshold`, or if its logit equals `threshold`
+    and its position is below `position_limit`.
 
     Args:
       rows: the logits of the 256 keys for each cluster's centroid.
       places: the positions of the keys.
-      least, end: the threshold of each cluster and the limit of positions, from `best_threshold`.
+      threshold, position_limit: the threshold of each cluster and the limit of positions, from
+        `best_threshold`.
     """
-    return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
+    return (rows > threshold[None]) | ((rows == threshold[None]) & (places < position_limit[None]))
 
 
 def _sort_lists(rows: KeyLists) -> KeyLists:

@@ -59,11 +59,11 @@ class ClusteredKernelInputs(NamedTuple):
       queries: [K, T].
       keys, values: [K, X] and [E, X].
       labels: [1, T], int32, the cluster of each query; at least C for padding.
-      unseen: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
+      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
       gradient: [E, T], the gradient of the output.
       centroids: [C, K], float32, the mean query of each cluster.
-      read: [C, E], float32, the attention output of the centroids.
-      numbers: [C, 2], float32: the log-sum-exp of each centroid's logits, and 1 divided by the
+      centroid_outputs: [C, E], float32, the attention output of the centroids.
+      statistics: [C, 2], float32: the log-sum-exp of each centroid's logits, and 1 divided by the
         number of the cluster's queries.
     """
 
@@ -71,11 +71,11 @@ class ClusteredKernelInputs(NamedTuple):
     keys: Any
     values: Any
     labels: Any
-    unseen: Any
+    key_mask_bias: Any
     gradient: Any = None
     centroids: Any = None
-    read: Any = None
-    numbers: Any = None
+    centroid_outputs: Any = None
+    statistics: Any = None
 
 
 class ClusteredKernelOutputs(NamedTuple):
@@ -83,13 +83,14 @@ class ClusteredKernelOutputs(NamedTuple):
 
     Attributes:
       y: [E, T], the attention output of the queries.
-      centroids, read, numbers: residuals of the backward pass, as in `ClusteredKernelInputs`.
+      centroids, centroid_outputs, statistics: residuals of the backward pass, as in
+        `ClusteredKernelInputs`.
     """
 
     y: Any
     centroids: Any
-    read: Any
-    numbers: Any
+    centroid_outputs: Any
+    statistics: Any
 
 
 def _tile_size(ref: Any, settings: ClusteredKernelSettings) -> int:
@@ -102,15 +103,15 @@ def _column_registers(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
 
 def _logits(inputs: ClusteredKernelInputs, centroids: Array, place: Any) -> Float[Array, "C N"]:
     keys = inputs.keys[:, place]
-    return dot_float32(centroids.astype(keys.dtype), keys, NN) + inputs.unseen[:, place]
+    return dot_float32(centroids.astype(keys.dtype), keys, NN) + inputs.key_mask_bias[:, place]
 
 
 def forward_kernel(
     inputs: ClusteredKernelInputs,
     y: Any,
     centroids: Any,
-    read: Any,
-    numbers: Any,
+    centroid_outputs: Any,
+    statistics: Any,
     *,
     settings: ClusteredKernelSettings,
 ) -> None:
@@ -121,14 +122,15 @@ def forward_kernel(
 
     Args:
       inputs: references to the inputs of one step of the grid.
-      y, centroids, read, numbers: references to the outputs, as in `ClusteredKernelOutputs`.
+      y, centroids, centroid_outputs, statistics: references to the outputs, as in
+        `ClusteredKernelOutputs`.
       settings: static settings of the kernel.
     """
     query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype, nothing = inputs.queries.dtype, jnp.zeros((settings.clusters, LANES), jnp.float32)
     centroids[...] = jnp.zeros_like(centroids)
-    read[...] = jnp.zeros_like(read)
+    centroid_outputs[...] = jnp.zeros_like(centroid_outputs)
 
     def sum_members(i: Any, count: Array) -> Array:
         """Adds the i-th tile of queries to the sums of each cluster's queries in `centroids`.
@@ -158,22 +160,22 @@ def forward_kernel(
     top = jnp.max(unrolled_loop(key_steps, update_maximum, nothing + FLOOR), axis=1, keepdims=True)
 
     def add_values(i: Any, total: Array) -> Array:
-        """Adds the weighted values of the i-th tile of keys to `read`.
+        """Adds the weighted values of the i-th tile of keys to `centroid_outputs`.
 
         Returns `total`, the sum of each centroid's weights so far, plus the weights of this tile.
         Both are 128 partial sums for each cluster, [C, 128].
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
-        read[...] += dot_float32(weights.astype(dtype), inputs.values[:, place], NT)
+        centroid_outputs[...] += dot_float32(weights.astype(dtype), inputs.values[:, place], NT)
         return sum(_column_registers(weights), start=total)
 
     total = jnp.sum(unrolled_loop(key_steps, add_values, nothing), axis=1, keepdims=True) + jnp.exp(
         FLOOR - top
     )
-    read[...] = read[...] / total
-    numbers[:, :1] = top + jnp.log(total)
-    numbers[:, 1:] = inverse
+    centroid_outputs[...] = centroid_outputs[...] / total
+    statistics[:, :1] = top + jnp.log(total)
+    statistics[:, 1:] = inverse
 
     def copy_to_queries(i: Any, _: None) -> None:
         """Writes the output of the i-th tile of queries: for each query, the attention output of
@@ -181,7 +183,7 @@ def forward_kernel(
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
-        y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
+        y[:, place] = dot_float32(centroid_outputs[...].astype(dtype), members, TN).astype(y.dtype)
 
     unrolled_loop(steps, copy_to_queries)
 
@@ -215,9 +217,11 @@ def backward_kernel(
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         return results + dot_float32(members, inputs.gradient[:, place], NT)
 
-    d_read = unrolled_loop(steps, sum_gradients, jnp.zeros(inputs.read.shape, jnp.float32))
-    along = jnp.sum(d_read * inputs.read[...], axis=1, keepdims=True)
-    d_read, means = d_read.astype(dtype), inputs.centroids[...].astype(dtype)
+    d_outputs = unrolled_loop(
+        steps, sum_gradients, jnp.zeros(inputs.centroid_outputs.shape, jnp.float32)
+    )
+    weighted_gradient_sum = jnp.sum(d_outputs * inputs.centroid_outputs[...], axis=1, keepdims=True)
+    d_outputs, means = d_outputs.astype(dtype), inputs.centroids[...].astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
     def write_key_gradients(i: Any, _: None) -> None:
@@ -225,15 +229,17 @@ def backward_kernel(
         contribution to the centroids' gradients.
         """
         place = pl.ds(i * key_tile, key_tile)
-        weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
-        d_logits = weights * (dot_float32(d_read, inputs.values[:, place], NN) - along)
+        weights = jnp.exp(_logits(inputs, means, place) - inputs.statistics[:, :1])
+        d_logits = weights * (
+            dot_float32(d_outputs, inputs.values[:, place], NN) - weighted_gradient_sum
+        )
         weights, d_logits = weights.astype(dtype), d_logits.astype(dtype)
-        d_values[:, place] = dot_float32(d_read, weights, TN).astype(dtype)
+        d_values[:, place] = dot_float32(d_outputs, weights, TN).astype(dtype)
         d_keys[:, place] = dot_float32(means, d_logits, TN).astype(dtype)
         sums[...] += dot_float32(d_logits, inputs.keys[:, place], NT)
 
     unrolled_loop(key_steps, write_key_gradients)
-    d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
+    d_means = (sums[...] * inputs.statistics[:, 1:]).astype(dtype)
 
     def copy_to_queries(i: Any, _: None) -> None:
         """Writes the gradients of the i-th tile of queries: for each query, the gradient of its

@@ -150,8 +150,10 @@ def _forward(
         ],
         **_options(arguments, settings, "clustered_attention", products=4),
     )(arguments)  # fmt: skip
-    y, centroids, read, numbers = (output_residual(x) for x in results)
-    return y, arguments._replace(centroids=centroids, read=read, numbers=numbers)
+    y, centroids, outputs, statistics = (output_residual(x) for x in results)
+    return y, arguments._replace(
+        centroids=centroids, centroid_outputs=outputs, statistics=statistics
+    )
 
 
 def _backward(
@@ -168,7 +170,7 @@ def _backward(
         **_options(arguments, settings, "clustered_attention_backward", products=8),
     )(arguments)  # fmt: skip
     d_q, d_k, d_v = results
-    return (ClusteredKernelInputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
+    return (ClusteredKernelInputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.key_mask_bias)),)
 
 
 _attend.defvjp(_forward, _backward)

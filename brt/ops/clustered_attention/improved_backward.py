@@ -21,15 +21,15 @@ from brt.ops.clustered_attention.best_tpu import STEP_KEYS, SUBLANES
 from brt.ops.clustered_attention.improved_tile import (
     CLUSTERS,
     KEYS_AT_ONCE,
-    ClusterNumbers,
+    CentroidStatistics,
     ImprovedKernelInputs,
     ImprovedKernelSettings,
     QueryTile,
+    add_partial_sums,
     centroid_logits,
-    eight_rows,
     gather_by_label,
     membership,
-    sum_eights,
+    partial_sum_rows,
 )
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
@@ -72,10 +72,10 @@ def backward_kernel(
     """
     results, (size, _) = inputs.results, inputs.keys.shape
     d_rest, d_mass = _backward_over_queries(inputs, d_best, d_queries_exact, rows, shares, settings)
-    numbers = ClusterNumbers(
-        *(results.numbers[i : i + 1] for i in range(len(ClusterNumbers._fields)))
+    statistics = CentroidStatistics(
+        *(results.statistics[i : i + 1] for i in range(len(CentroidStatistics._fields)))
     )
-    mass = numbers.mass
+    mass = statistics.mass
     d_lse = (
         mass * (1 - mass) * (d_mass - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True))
     )
@@ -93,7 +93,7 @@ def backward_kernel(
         place = pl.ds(step * LANES, LANES)
         best = _unpack_bits(results.bits, step)
         logits = centroid_logits(inputs, means, place)
-        weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
+        weights = jnp.exp(logits - jnp.where(best, statistics.best, statistics.rest))
         read = dot_float32(inputs.values[:, place], rest_part, TN) + d_lse_rest
         d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
         weights = jnp.where(best, 0, weights).astype(dtype)
@@ -103,7 +103,7 @@ def backward_kernel(
         sums[...] += dot_float32(inputs.keys[:, place], d_logits, NN)
 
     unrolled_loop(inputs.keys.shape[1] // LANES, write_key_gradients)
-    d_means = sums[...] * numbers.inverse
+    d_means = sums[...] * statistics.inverse
 
     def write_query_gradients(step: Any, _: None) -> None:
         """Writes the gradients of the 128 queries of tile number `step`: for each query, the sum of
@@ -186,11 +186,11 @@ def _backward_of_tile(
     """
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(settings.top_k):
-        rows[0, eight_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
-        rows[1, eight_rows(r)] = tile.partial_dot_products(gradient, tile.values(r))
-    weights, read = tile.weights(sum_eights(rows.at[0])), sum_eights(rows.at[1])
+        rows[0, partial_sum_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
+        rows[1, partial_sum_rows(r)] = tile.partial_dot_products(gradient, tile.values(r))
+    weights, read = tile.weights(add_partial_sums(rows.at[0])), add_partial_sums(rows.at[1])
     along = jnp.sum(weights * read, axis=0, keepdims=True)
-    weights *= tile.numbers.mass
+    weights *= tile.statistics.mass
     d_logits = weights * (read - along)
     shares[0, : settings.top_k], shares[1, : settings.top_k] = d_logits, weights
     shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))

@@ -18,17 +18,17 @@ from brt.ops.clustered_attention.best_tpu import LIST_LENGTH, NO_KEY, STEP_KEYS,
 from brt.ops.clustered_attention.improved_tile import (
     CLUSTERS,
     KEYS_AT_ONCE,
-    ClusterNumbers,
+    CentroidStatistics,
     ClusterResults,
     ImprovedKernelInputs,
     ImprovedKernelSettings,
     QueryTile,
+    add_partial_sums,
     centroid_logits,
-    eight_rows,
     gather_by_label,
     gather_lanes,
     membership,
-    sum_eights,
+    partial_sum_rows,
 )
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, NN, NT, dot_float32, unrolled_loop
@@ -74,17 +74,17 @@ def forward_kernel(
     unrolled_loop(logits.shape[0] // STEP_KEYS, write_logits)
     best, count = _choose_best_keys(logits, lists, counts, results, settings)
     rest = _attend_to_rest(inputs, logits, results.rest)
-    numbers = ClusterNumbers(rest, best, 1 / jnp.maximum(counts[:1], 1), count)
-    results.numbers[...] = jnp.concatenate([*numbers, jnp.zeros((4, CLUSTERS))], axis=0)
+    statistics = CentroidStatistics(rest, best, 1 / jnp.maximum(counts[:1], 1), count)
+    results.statistics[...] = jnp.concatenate([*statistics, jnp.zeros((4, CLUSTERS))], axis=0)
     _gather_best_keys(inputs, packed, results, settings)
-    common = (1 - numbers.mass) * results.rest[...]
+    common = (1 - statistics.mass) * results.rest[...]
 
     def attend_tile(step: Any, _: None) -> None:
         """Writes the output of the 128 queries of tile number `step`."""
         tile = QueryTile(inputs, results, step)
         for r in range(settings.top_k):
-            rows[eight_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
-        weights = tile.weights(sum_eights(rows)) * tile.numbers.mass
+            rows[partial_sum_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
+        weights = tile.weights(add_partial_sums(rows)) * tile.statistics.mass
         read = gather_by_label(common, tile.labels)
         for r in range(settings.top_k):
             read += weights[r : r + 1] * tile.values(r)
@@ -127,7 +127,7 @@ def _choose_best_keys(
     """Chooses the best keys and masks their logits; returns their log-sum-exp and their number."""
     steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
     values = best_tpu.largest_values(steps, lambda step: best_tpu.step_rows(logits, step), lists)
-    least, end = best_tpu.best_threshold(logits, values, counts, settings.top_k)
+    threshold, position_limit = best_tpu.best_threshold(logits, values, counts, settings.top_k)
 
     def separate_best(step: Any) -> Array:
         """Masks the logits of the best keys among the 256 keys of a step, and saves a bit for each
@@ -137,7 +137,7 @@ def _choose_best_keys(
         The largest of these numbers are thus the positions of the best keys in ascending order.
         """
         rows, places = best_tpu.step_rows(logits, step), best_tpu.step_places(step, lanes)
-        best = best_tpu.is_best(rows, places, least, end)
+        best = best_tpu.is_best(rows, places, threshold, position_limit)
         masked = jnp.where(best, MASKED, rows)
         logits[pl.ds(step * STEP_KEYS, STEP_KEYS)] = masked.reshape(STEP_KEYS, lanes)
         ones = jnp.where(best, 1, 0)

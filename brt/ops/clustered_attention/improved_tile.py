@@ -46,7 +46,7 @@ class ClusterResults(NamedTuple):
     Attributes:
       means: [K, C], float32, the centroids.
       rest: [E, C], float32, attention outputs of the centroids over all but their best keys.
-      numbers: [8, C], float32, the four fields of `ClusterNumbers` and four rows of zeros.
+      statistics: [8, C], float32, the four fields of `CentroidStatistics` and four rows of zeros.
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
       places: [32, C], int32, positions of the best keys; X if there are fewer.
@@ -55,7 +55,7 @@ class ClusterResults(NamedTuple):
 
     means: Any
     rest: Any
-    numbers: Any
+    statistics: Any
     bits: Any
     places: Any
     words: Any
@@ -70,7 +70,7 @@ class ImprovedKernelInputs(NamedTuple):
       queries: [K, T].
       keys, values: [K, X] and [E, X].
       labels: [1, T], int32, the cluster of each query; at least `CLUSTERS` for padding.
-      unseen: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
+      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
       gradient: [E, T], the gradient of the output.
       results: a `ClusterResults`, the results of the forward pass.
     """
@@ -79,12 +79,12 @@ class ImprovedKernelInputs(NamedTuple):
     keys: Any
     values: Any
     labels: Any
-    unseen: Any
+    key_mask_bias: Any
     gradient: Any = None
     results: Any = None
 
 
-class ClusterNumbers(NamedTuple):
+class CentroidStatistics(NamedTuple):
     """Statistics of each cluster; or for each query, the statistics of its cluster.
 
     In the second case, the last axis of each field is queries instead of clusters.
@@ -128,9 +128,9 @@ def centroid_logits(
       means: the centroids.
       place: the slice of the X keys that the logits are for.
     """
-    unseen = inputs.unseen[:, place]
-    unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
-    return dot_float32(inputs.keys[:, place], means, TN) + unseen.T
+    key_mask_bias = inputs.key_mask_bias[:, place]
+    key_mask_bias = jnp.broadcast_to(key_mask_bias, (CLUSTERS, key_mask_bias.shape[1]))
+    return dot_float32(inputs.keys[:, place], means, TN) + key_mask_bias.T
 
 
 def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
@@ -159,16 +159,16 @@ class QueryTile:
       place: the slice of the queries that belong to the tile.
       labels: [1, 128], the cluster of each query.
       queries: [K, 128], float32.
-      numbers: the statistics of each query's cluster.
+      statistics: the statistics of each query's cluster.
     """
 
     def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:
         self.place = pl.ds(step * LANES, LANES)
         self.labels = inputs.labels[:, self.place]
         self.queries = inputs.queries[:, self.place].astype(jnp.float32)
-        numbers = gather_by_label(results.numbers[...], self.labels)
-        self.numbers = ClusterNumbers(
-            *(numbers[i : i + 1] for i in range(len(ClusterNumbers._fields)))
+        statistics = gather_by_label(results.statistics[...], self.labels)
+        self.statistics = CentroidStatistics(
+            *(statistics[i : i + 1] for i in range(len(CentroidStatistics._fields)))
         )
         self._words, self._dtype = results.words, inputs.keys.dtype
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
@@ -189,7 +189,7 @@ class QueryTile:
         a: Float[Array, "K 128"], b: Float[Array, "K 128"]
     ) -> Float[Array, "8 128"]:
         """Returns the dot product of each column of a with the same column of b, as eight partial
-        sums, which `sum_eights` adds up.
+        sums, which `add_partial_sums` adds up.
         """
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
@@ -200,20 +200,20 @@ class QueryTile:
           logits: the logits of each query for the R best keys of its cluster.
         """
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
-        seen = jnp.where(place < self.numbers.chosen, logits, MASKED)
+        seen = jnp.where(place < self.statistics.chosen, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(seen - top)
         return weights / (jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top))
 
 
-def eight_rows(r: int) -> slice:
+def partial_sum_rows(r: int) -> slice:
     """Returns the slice of the eight rows that have the partial sums of the dot products of queries
     and r-th best keys.
     """
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
-def sum_eights(rows: Any) -> Float[Array, "R 128"]:
+def add_partial_sums(rows: Any) -> Float[Array, "R 128"]:
     """Returns the dot products of 128 queries and R best keys, by adding up eight partial sums of
     each.
 

@@ -221,7 +221,7 @@ def _backward(
         ),
         **_options(arguments, settings, backward=True),
     )(arguments)  # fmt: skip
-    return (ImprovedKernelInputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
+    return (ImprovedKernelInputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.key_mask_bias)),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -89,7 +89,7 @@ def pad_tokens(
 
 
 def padded_labels(
-    labels: Int[Array, "B H T"], used: int, tile: int, beyond: int
+    labels: Int[Array, "B H T"], used: int, tile: int, padding_label: int
 ) -> Int[Array, "B H 1 N"]:
     """Returns the cluster of each query, with the axis of queries padded to a multiple of `tile`.
 
@@ -97,9 +97,10 @@ def padded_labels(
       labels: the cluster of each query. A label of at least `used` means that the query is padding.
       used: the number of clusters.
       tile: the number of queries of a tile.
-      beyond: the label of all padding in the result.
+      padding_label: the label of all padding in the result.
     """
-    return pad_tokens(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
+    labels = jnp.where(labels < used, labels, padding_label)
+    return pad_tokens(labels, tile, padding_label)[:, :, None]
 
 
 def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
@@ -118,11 +119,11 @@ def block_specs(arguments: Any) -> Any:
     of each lane (row of the batch).
 
     `arguments` is a NamedTuple of arrays whose first axes are lanes and heads; only the field
-    `unseen` has no axis of heads. The result is a NamedTuple of the same type.
+    `key_mask_bias` has no axis of heads. The result is a NamedTuple of the same type.
     """
     specs = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
-    lane_spec = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
-    return specs._replace(unseen=lane_spec)
+    lane_spec = pl.BlockSpec((None, 1, arguments.key_mask_bias.shape[2]), lambda h, b: (b, 0, 0))
+    return specs._replace(key_mask_bias=lane_spec)
 
 
 def call_options(

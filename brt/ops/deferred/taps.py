@@ -93,7 +93,7 @@ def tap(
 
 def layer_taps(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
-    joins: bool = False, as_bits: bool = False,
+    of_parts: bool = False, as_bits: bool = False,
 ) -> LayerTaps | None:  # fmt: skip
     """Returns a tap for each layer of a scan over layers, inside of a scan over steps, or None.
 
@@ -107,7 +107,7 @@ def layer_taps(
         other axes of x that the products do not sum over.
       dtype: the dtype of x and of the products.
       inputs: the number of axes that the products sum over.
-      joins: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
+      of_parts: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
         kernels' first input axis.
       as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. A
         kernel that computes the weight gradient then reads the integers, without a copy.
@@ -118,7 +118,7 @@ def layer_taps(
     device_rows = lanes // shard_count("lanes", lanes) * math.prod(others)
     if 2 * device_rows * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
-    parts = kernels[0].shape[1] if joins else 0
+    parts = kernels[0].shape[1] if of_parts else 0
     options = {"parts": parts if multiplies_separately(parts) else 0, "as_bits": as_bits}
     layers = zip(*map(jnp.unstack, kernels), strict=True)
     return LayerTaps(tuple(tap(layer, rows, dtype, inputs, **options) for layer in layers))

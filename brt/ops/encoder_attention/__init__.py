@@ -2,7 +2,7 @@
 
 from brt.ops.encoder_attention.api import local_attention as local_attention
 from brt.ops.encoder_attention.globals import GlobalBlocks as GlobalBlocks
-from brt.ops.encoder_attention.globals import SideKeys as SideKeys
+from brt.ops.encoder_attention.globals import GlobalKeys as GlobalKeys
 from brt.ops.encoder_attention.globals import block_sums as block_sums
 from brt.ops.encoder_attention.globals import global_blocks as global_blocks
-from brt.ops.encoder_attention.globals import side_bias as side_bias
+from brt.ops.encoder_attention.globals import global_key_bias as global_key_bias

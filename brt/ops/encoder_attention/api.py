@@ -13,7 +13,7 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import reference, xla
-from brt.ops.encoder_attention.globals import SideKeys
+from brt.ops.encoder_attention.globals import GlobalKeys
 
 OP = Op(
     "encoder_attention",
@@ -32,7 +32,7 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: SideKeys | None = None,
+    global_keys: GlobalKeys | None = None,
     dropout: Dropout | None = None,
     *,
     radius: int,
@@ -49,7 +49,7 @@ def local_attention(
       bias: float32, the bias between the queries of a block and the 3 W keys of the previous block,
         the block itself and the next block; None for no bias.
       mask: False for padding, which no token sees.
-      side: additional keys that all tokens see, in the same softmax; None for no such keys.
+      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
       dropout: dropout of the attention weights; None for no dropout.
       radius: the largest distance of a visible key.
       implementation: the name of an implementation; None selects the best one that supports the
@@ -63,6 +63,6 @@ def local_attention(
       NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
-        OP, implementation, queries, keys, values, bias, mask, side,
+        OP, implementation, queries, keys, values, bias, mask, global_keys,
         dropout=dropout, radius=radius,
     )  # fmt: skip

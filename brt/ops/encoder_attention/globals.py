@@ -31,7 +31,7 @@ class GlobalBlocks(NamedTuple):
     exist: Bool[Array, "B G"]
 
 
-class SideKeys(NamedTuple):
+class GlobalKeys(NamedTuple):
     """Keys and values of global tokens, which every token sees in addition to its neighbours.
 
     Attributes:
@@ -74,7 +74,7 @@ def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "
     return sums.astype(x.dtype)
 
 
-def side_bias(
+def global_key_bias(
     table: Float[Array, "R H"], blocks: GlobalBlocks, *, max_distance: int
 ) -> Float[Array, "B H T G"]:
     """Returns the bias between each token and each global token.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.encoder_attention.globals import SideKeys
+from brt.ops.encoder_attention.globals import GlobalKeys
 from brt.ops.softmax import masked_softmax
 
 
@@ -18,7 +18,7 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: SideKeys | None = None,
+    global_keys: GlobalKeys | None = None,
     dropout: None = None,
     *,
     radius: int,
@@ -31,7 +31,7 @@ def local_attention(
       bias: the bias between the queries of a block and the 3 W keys of the previous block, the
         block itself and the next block; None for no bias.
       mask: False for padding, which no token sees.
-      side: additional keys that all tokens see, in the same softmax; None for no such keys.
+      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
       dropout: None, because dropout is not supported.
       radius: the largest distance of a visible key.
     """
@@ -47,12 +47,12 @@ def local_attention(
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]
     seen = jnp.broadcast_to((mask[:, None] & near[None])[:, None], logits[:, :1].shape)
-    if side is not None:
-        more = jnp.einsum("bqhk,bghk->bhqg", queries, side.keys)
-        more = more if side.bias is None else more + side.bias
+    if global_keys is not None:
+        more = jnp.einsum("bqhk,bghk->bhqg", queries, global_keys.keys)
+        more = more if global_keys.bias is None else more + global_keys.bias
         logits = jnp.concatenate([logits, more], axis=-1)
-        exist = jnp.broadcast_to(side.exist[:, None, None], more[:, :1].shape)
+        exist = jnp.broadcast_to(global_keys.exist[:, None, None], more[:, :1].shape)
         seen = jnp.concatenate([seen, exist], axis=-1)
-        values = jnp.concatenate([values, side.values], axis=1)
+        values = jnp.concatenate([values, global_keys.values], axis=1)
     weights = masked_softmax(logits, seen).astype(values.dtype)
     return jnp.einsum("bhqs,bshk->bqhk", weights, values)

@@ -2,7 +2,7 @@
 
 In shapes, B is the number of rows, T of tokens of a row, N of its blocks of W tokens, H of heads,
 and K of numbers of a head. W is the radius plus one, and X = 3 W is the number of keys of a window.
-Y is the number of keys of a window and of side keys (keys of global tokens) together.
+Y is the number of keys of a window and of global tokens together.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.dropout import Dropout
-from brt.ops.encoder_attention.globals import SideKeys
+from brt.ops.encoder_attention.globals import GlobalKeys
 from brt.ops.reductions import add_shared
 from brt.ops.softmax import masked_softmax
 
@@ -21,7 +21,7 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: SideKeys | None = None,
+    global_keys: GlobalKeys | None = None,
     dropout: Dropout | None = None,
     *,
     radius: int,
@@ -34,7 +34,7 @@ def local_attention(
       bias: the bias between the queries of a block and the 3 W keys of the previous block, the
         block itself and the next block; None for no bias.
       mask: False for padding, which no token sees.
-      side: additional keys that all tokens see, in the same softmax; None for no such keys.
+      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
       dropout: dropout of the weights; None for no dropout.
       radius: the largest distance of a visible key.
     """
@@ -48,30 +48,30 @@ def local_attention(
     offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
     near = np.abs(offsets) <= radius
     seen = _windows(mask, block)[:, :, None, None, :] & near[None, None, None]
-    if side is not None:
-        logits, seen = _append_side_keys(logits, seen, q, side)
+    if global_keys is not None:
+        logits, seen = _append_global_keys(logits, seen, q, global_keys)
     weights = masked_softmax(logits, seen).astype(values.dtype)
     if dropout is not None:
         weights = dropout(weights)
     y = jnp.einsum("bnhqs,bnshk->bnqhk", weights[..., : 3 * block], near_v)
-    if side is not None:
-        y += jnp.einsum("bnhqg,bghk->bnqhk", weights[..., 3 * block :], side.values)
+    if global_keys is not None:
+        y += jnp.einsum("bnhqg,bghk->bnqhk", weights[..., 3 * block :], global_keys.values)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]
 
 
-def _append_side_keys(
+def _append_global_keys(
     logits: Float[Array, "B N H W X"],
     seen: Bool[Array, "B N 1 W X"],
     q: Float[Array, "B N W H K"],
-    side: SideKeys,
+    global_keys: GlobalKeys,
 ) -> tuple[Float[Array, "B N H W Y"], Bool[Array, "B N 1 W Y"]]:
-    """Appends the columns of the side keys to logits and mask."""
+    """Appends the columns of the global tokens to logits and mask."""
     batch, count, block = q.shape[:3]
-    more = jnp.einsum("bnqhk,bghk->bnhqg", q, side.keys, preferred_element_type=jnp.float32)
-    if side.bias is not None:
-        more += _blocks(side.bias.transpose(0, 2, 1, 3), block).transpose(0, 1, 3, 2, 4)
-    shape = (batch, count, 1, block, side.exist.shape[1])
-    exist = jnp.broadcast_to(side.exist[:, None, None, None], shape)
+    more = jnp.einsum("bnqhk,bghk->bnhqg", q, global_keys.keys, preferred_element_type=jnp.float32)
+    if global_keys.bias is not None:
+        more += _blocks(global_keys.bias.transpose(0, 2, 1, 3), block).transpose(0, 1, 3, 2, 4)
+    shape = (batch, count, 1, block, global_keys.exist.shape[1])
+    exist = jnp.broadcast_to(global_keys.exist[:, None, None, None], shape)
     return jnp.concatenate([logits, more], axis=-1), jnp.concatenate([seen, exist], axis=-1)
 
 

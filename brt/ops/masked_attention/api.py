@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.grouped_heads import fold_members, unfold_members
+from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
 from brt.ops.masked_attention import reference, xla
 from brt.ops.partial_attention import AttentionPart
 
@@ -91,10 +91,9 @@ def attend_part(
     heads, groups = queries.shape[2], keys.shape[2]
     if mask.shape[1] > 1:
         mask = jnp.repeat(mask, heads // groups, axis=1)
-    part = dispatch.run(
-        OP, implementation, fold_members(queries, groups), keys, values, None, mask, dropout=dropout
-    )
-    return AttentionPart(*(unfold_members(x, heads) for x in part))
+    queries = heads_to_tokens(queries, groups)
+    part = dispatch.run(OP, implementation, queries, keys, values, None, mask, dropout=dropout)
+    return AttentionPart(*(tokens_to_heads(x, heads) for x in part))
 
 
 def attend_to_valid(

@@ -34,9 +34,9 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
     CellResiduals,
     TokenBlocks,
 )
+from brt.ops.recurrent_attention.tpu_cell_grid import CellGrid
 from brt.ops.recurrent_attention.tpu_cell_kernels import backward_kernel, forward_kernel
 from brt.ops.recurrent_attention.tpu_cell_limits import refusal as refusal
-from brt.ops.recurrent_attention.tpu_cell_walk import CellGrid
 from brt.ops.recurrent_attention.tpu_kernels import StateKernelSettings
 from brt.ops.tpu import LANES, VMEM_BYTES
 
@@ -131,7 +131,7 @@ def _forward(
 ) -> tuple[tuple[Array, BlockStateKV], tuple]:
     lanes, blocks = arguments.flags.cache_mask.shape
     (_, states, dim), (_, heads, _, width) = arguments.vectors.shape, arguments.keys[0].shape
-    dtype, walk = arguments.keys[1].dtype, CellGrid(blocks)
+    dtype, grid = arguments.keys[1].dtype, CellGrid(blocks)
     weights = _kernel_weights(arguments.weights, dtype)
     weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
@@ -149,13 +149,13 @@ def _forward(
     )  # fmt: skip
     kv_shapes, vectors = (
         BlockStateKV(block_array(*by_head), block_array(*by_head)),
-        walk.by_lane(arguments.vectors),
+        grid.by_lane(arguments.vectors),
     )
     residuals, state_kvs, final = _call(
-        forward_kernel, arguments, walk, settings, products=2,
-        inputs=[(arguments.vectors, vectors), (weights, walk.weights(weights))],
-        outputs=[(residual_shapes, walk.residuals(residual_shapes)),
-                 (kv_shapes, BlockStateKV(*map(walk.by_step, kv_shapes))),
+        forward_kernel, arguments, grid, settings, products=2,
+        inputs=[(arguments.vectors, vectors), (weights, grid.weights(weights))],
+        outputs=[(residual_shapes, grid.residuals(residual_shapes)),
+                 (kv_shapes, BlockStateKV(*map(grid.by_step, kv_shapes))),
                  (_shape_like(arguments.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def _gradients(
     settings: StateKernelSettings,
 ) -> CellKernelGradients:
     (lanes, states, dim), (_, heads, window, width) = final.shape, arguments.keys[0].shape
-    walk = CellGrid(arguments.flags.cache_mask.shape[1], backward=True)
+    grid = CellGrid(arguments.flags.cache_mask.shape[1], backward=True)
     weights, residuals = (
         _kernel_weights(arguments.weights, arguments.keys[1].dtype),
         residuals._replace(hidden=None),
@@ -216,12 +216,12 @@ def _gradients(
         row,
         scales,
     )
-    tokens = walk.tokens(*arguments.keys)
+    tokens = grid.tokens(*arguments.keys)
     pair = tokens.cached, tokens.own
-    lane, row_block = walk.by_lane(wide), walk.by_lane(row)
+    lane, row_block = grid.by_lane(wide), grid.by_lane(row)
     places = CellKernelGradients(
-        walk.by_step(residuals.projected), walk.by_block(update), pair, pair, lane, lane, lane,
-        row_block, row_block, walk.by_step(scales),
+        grid.by_step(residuals.projected), grid.by_block(update), pair, pair, lane, lane, lane,
+        row_block, row_block, grid.by_step(scales),
     )  # fmt: skip
 
     def scratch_array(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -237,15 +237,15 @@ def _gradients(
     (results,) = _call(
         backward_kernel,
         arguments,
-        walk,
+        grid,
         settings,
         products=5,
         inputs=[
             (gradient, lane),
             (final, lane),
-            (weights, walk.weights(weights)),
-            (residuals, walk.residuals(residuals)),
-            (state_kvs, BlockStateKV(*map(walk.by_step, state_kvs))),
+            (weights, grid.weights(weights)),
+            (residuals, grid.residuals(residuals)),
+            (state_kvs, BlockStateKV(*map(grid.by_step, state_kvs))),
         ],
         outputs=[(gradient_shapes, places)],
         scratch=[scratch],
@@ -263,7 +263,7 @@ def _shape_like(x: Any) -> jax.ShapeDtypeStruct:
 def _call(
     kernel: Any,
     arguments: _Arguments,
-    walk: CellGrid,
+    grid: CellGrid,
     settings: StateKernelSettings,
     *,
     inputs: list,
@@ -276,7 +276,7 @@ def _call(
     """
     arrays, places = zip(*inputs, strict=True)
     run: Callable[..., Any] = functools.partial(
-        _run, kernel, walk, settings, places=places, **options
+        _run, kernel, grid, settings, places=places, **options
     )
     if rules.partitioned():
         own = rules.partition_spec("lanes", shape=arguments.vectors.shape[:1])
@@ -290,7 +290,7 @@ def _call(
 
 def _run(
     kernel: Any,
-    walk: CellGrid,
+    grid: CellGrid,
     settings: StateKernelSettings,
     flags: BlockFlags,
     pairs: Any,
@@ -315,11 +315,11 @@ def _run(
         functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(lanes, blocks, heads),
-            in_specs=[tuple(walk.tokens(*pair) for pair in pairs), *places],
+            in_specs=[tuple(grid.tokens(*pair) for pair in pairs), *places],
             out_specs=list(destinations), scratch_shapes=scratch,
         ),
         out_shape=list(shapes),
-        name=f"recurrent_cell{'_backward' * walk.backward}_{states}x{3 * dim + slots}x{width}_"
+        name=f"recurrent_cell{'_backward' * grid.backward}_{states}x{3 * dim + slots}x{width}_"
         f"{dtype}_{steps}_steps",
         interpret=settings.interpret,
         compiler_params=pltpu.CompilerParams(

@@ -62,7 +62,7 @@ class TokenBlocks(NamedTuple):
     before: Any
     own: Any
 
-    def both(self, first: Array) -> tuple[Array, Any]:
+    def previous_and_own(self, first: Array) -> tuple[Array, Any]:
         """Returns the tokens of the previous block as an array, and the tokens of this block as the
         kernel's reference `own`.
 
@@ -109,8 +109,8 @@ class CellKernelSums(NamedTuple):
         tokens.
       attended: two arrays [S + 2 W, K], gradients of keys and of values: S rows of the states, W
         of the previous block's tokens, and W of this block's tokens.
-      behind: two arrays [H, W, K], the contributions of the next block to the gradients of this
-        block's keys and values.
+      from_next_block: two arrays [H, W, K], the contributions of the next block to the gradients of
+        this block's keys and values.
     """
 
     carry: Any
@@ -118,7 +118,7 @@ class CellKernelSums(NamedTuple):
     hidden: Any
     read: Any
     attended: tuple[Any, Any]
-    behind: tuple[Any, Any]
+    from_next_block: tuple[Any, Any]
 
 
 class CellKernelGradients(NamedTuple):

@@ -114,7 +114,7 @@ def forward_kernel(
     ):
         residuals.projected[part] = columns
     state_kv.values[...] = residuals.projected[VALUES]
-    keys, values = (part.both(n == 0) for part in tokens)
+    keys, values = (part.previous_and_own(n == 0) for part in tokens)
     inputs = tpu_kernels.StateKernelInputs(residuals.projected, weights.scales, keys, values)
     outputs = StateKernelOutputs(residuals.y, state_kv.keys, residuals.lse)
     tpu_kernels.attend_states(flags.cache_mask[lane, n] > 0, inputs, outputs, settings)
@@ -190,7 +190,7 @@ def backward_kernel(
     for part in range(2):
         read = dot_float32(results.update[...], weights.output[part], NT)
         sums.read[part] = read.astype(sums.read.dtype)
-    keys, values = (part.both(n == 0) for part in tokens)
+    keys, values = (part.previous_and_own(n == 0) for part in tokens)
     inputs = tpu_kernels.StateKernelInputs(
         residuals.projected,
         weights.scales,
@@ -289,14 +289,16 @@ def _write_token_gradients(
     """
     window = keys[1].shape[0]
     raw = keys if settings.normalize_qk else None, None
-    both = zip(sums.attended, sums.behind, (results.keys, results.values), raw, strict=True)
-    for total, behind, (cached, own), known in both:
+    both = zip(
+        sums.attended, sums.from_next_block, (results.keys, results.values), raw, strict=True
+    )
+    for total, from_next_block, (cached, own), known in both:
         end = total.shape[0] - window
         d_before = total[end - window : end]
-        d_own = total[end:] + jnp.where(last, 0, behind[head])
+        d_own = total[end:] + jnp.where(last, 0, from_next_block[head])
         if settings.null_keys:
             d_before = jax.lax.select(seen, d_before, jnp.zeros_like(d_before))
-        behind[head] = d_before
+        from_next_block[head] = d_before
         if known is not None:
             d_own = l2_normalize_rows_backward(known[1][...], d_own)[0]
         own[...] = d_own.astype(own.dtype)

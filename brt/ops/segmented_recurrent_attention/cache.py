@@ -31,7 +31,7 @@ from brt.ops.segmented_recurrent_attention.recurrence import (
     recurrence,
     sum_segments,
 )
-from brt.ops.segmented_recurrent_attention.segments import pace, segment_index
+from brt.ops.segmented_recurrent_attention.segments import segment_index, segment_schedule
 from brt.ops.segmented_recurrent_attention.windows import (
     SegmentWindows,
     SharedKeys,
@@ -140,7 +140,7 @@ def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> Dec
 def _advance(
     cache: DecodingCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossConfig
 ) -> NeuronCarry:
-    target = segment_index(t[None], cache.counts, pace(config, None))[:, 0]
+    target = segment_index(t[None], cache.counts, segment_schedule(config, None))[:, 0]
     return jax.lax.while_loop(
         lambda carry: jnp.any(carry.segment < target),
         lambda carry: _advance_one(cache, carry, carry.segment < target, config),
@@ -205,7 +205,7 @@ def step(
         positions = t + jnp.arange(length, dtype=jnp.int32)
         # The axes of `rows` are [B, T, H, N, K].
         rows = queries.transpose(0, 2, 3, 1, 4)
-    index = segment_index(positions, cache.counts, pace(config, None))
+    index = segment_index(positions, cache.counts, segment_schedule(config, None))
     attended = recurrent = None
     if config.use_segment:
         attended = attend_to_window(rows, *_windows_at(cache, index))

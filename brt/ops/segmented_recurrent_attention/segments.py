@@ -17,18 +17,19 @@ from jaxtyping import Array, Bool, Int, Shaped
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
-class Pace(NamedTuple):
+class SegmentSchedule(NamedTuple):
     """The rule by which target positions are distributed over the segments of a source, known at
     trace time.
 
     Attributes:
       positions: the number of target positions that read all segments of a source together, if
-        `over_all` is True, or that read each single segment, if `over_all` is False.
-      over_all: True divides `positions` evenly among the segments of a source.
+        `shared_by_segments` is True, or that read each single segment, if `shared_by_segments` is
+        False.
+      shared_by_segments: True divides `positions` evenly among the segments of a source.
     """
 
     positions: int
-    over_all: bool
+    shared_by_segments: bool
 
     def first_position(self, segment: Array | int, count: Array | int) -> Array | int:
         """Returns the first target position that reads a segment.
@@ -37,7 +38,7 @@ class Pace(NamedTuple):
           segment: the index of the segment.
           count: the number of segments of the source.
         """
-        if self.over_all:
+        if self.shared_by_segments:
             return -(-segment * self.positions // count)
         return segment * self.positions
 
@@ -48,21 +49,21 @@ class Pace(NamedTuple):
           count: the number of segments of the source.
           end: the end of the target; only positions before `end` are counted.
         """
-        usual = -(-self.positions // count) if self.over_all else self.positions
+        usual = -(-self.positions // count) if self.shared_by_segments else self.positions
         return min(max(usual, end - int(self.first_position(count - 1, count))), end)
 
 
-def pace(config: CrossConfig, target_length: int | None) -> Pace:
+def segment_schedule(config: CrossConfig, target_length: int | None) -> SegmentSchedule:
     """Returns the rule by which target positions read segments, as `config.index_mode` selects it.
 
     `target_length` is the number of positions to which the targets of a batch are padded, or None
     in decoding.
     """
     if config.index_mode == "stride":
-        return Pace(config.stride, over_all=False)
+        return SegmentSchedule(config.stride, shared_by_segments=False)
     if config.index_mode == "batch" and target_length is not None:
-        return Pace(target_length, over_all=True)
-    return Pace(config.q_ref, over_all=True)
+        return SegmentSchedule(target_length, shared_by_segments=True)
+    return SegmentSchedule(config.q_ref, shared_by_segments=True)
 
 
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
@@ -82,7 +83,7 @@ def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) ->
 
 
 def segment_index(
-    positions: Int[Array, " T"], counts: Int[Array, " B"], pace: Pace
+    positions: Int[Array, " T"], counts: Int[Array, " B"], schedule: SegmentSchedule
 ) -> Int[Array, "B T"]:
     """Returns the index of the segment that each target position reads, int32.
 
@@ -93,14 +94,14 @@ def segment_index(
     Args:
       positions: target positions t, counted from the start of the target.
       counts: m, the number of segments of each source.
-      pace: the rule with the number q (`over_all` is True) or p of target positions.
+      schedule: the rule with the number q (`shared_by_segments` is True) or p of target positions.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
-    if pace.over_all:
+    if schedule.shared_by_segments:
         # The positions are limited before the multiplication, because the product could overflow
         # for large positions.
-        positions = jnp.minimum(positions, pace.positions) * counts
-    return jnp.minimum(positions // pace.positions, counts - 1)
+        positions = jnp.minimum(positions, schedule.positions) * counts
+    return jnp.minimum(positions // schedule.positions, counts - 1)
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:

@@ -31,7 +31,11 @@ from brt.ops.segmented_recurrent_attention.recurrence import (
     leak_and_threshold,
     recurrence,
 )
-from brt.ops.segmented_recurrent_attention.segments import Pace, pace, segment_index
+from brt.ops.segmented_recurrent_attention.segments import (
+    SegmentSchedule,
+    segment_index,
+    segment_schedule,
+)
 from brt.ops.segmented_recurrent_attention.windows import (
     SegmentWindows,
     attend_to_window,
@@ -77,7 +81,7 @@ def attend(
             aux = NeuronMetrics(recurrent.firing_rate, *leak_and_threshold(parameters, config))
     y = _attend_by_form(
         queries, windows, recurrent, parameters.sigma, config,
-        t0=t0, pace=pace(config, target_length), dropout=dropout,
+        t0=t0, schedule=segment_schedule(config, target_length), dropout=dropout,
     )  # fmt: skip
     return y, aux
 
@@ -90,7 +94,7 @@ def _attend_by_form(
     config: CrossConfig,
     *,
     t0: int | Int[Array, ""],
-    pace: Pace,
+    schedule: SegmentSchedule,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
     """Attends from every query to its own segment, in the form that
@@ -105,13 +109,13 @@ def _attend_by_form(
     elif count == 1:
         form = "slots"
     elif form == "auto":
-        form = "slots" if 2 * row_size(count, length, t0, pace) <= length else "dense"
+        form = "slots" if 2 * slots_per_row(count, length, t0, schedule) <= length else "dense"
     if form == "dense":
-        return _attend_densely(queries, windows, recurrence, sigma, config, t0, pace, dropout)
-    return _attend_by_slots(queries, windows, recurrence, sigma, config, t0, pace, dropout)
+        return _attend_densely(queries, windows, recurrence, sigma, config, t0, schedule, dropout)
+    return _attend_by_slots(queries, windows, recurrence, sigma, config, t0, schedule, dropout)
 
 
-def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
+def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
     """Returns G, the number of slots that each row of queries needs so that the rows have room for
     all queries of a source with any number of segments from 1 to `count`.
 
@@ -119,14 +123,14 @@ def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
       count: M, the largest number of segments of a source, and the number of its rows.
       length: T, the number of target positions.
       t0: the first target position.
-      pace: the rule by which target positions read segments.
+      schedule: the rule by which target positions read segments.
     """
 
     def needed_slots(segments: int) -> int:
         """Returns the number of slots that a row of a source with this many segments needs: the
         largest number of queries of a segment, divided by the number of rows of a segment.
         """
-        stay = min(pace.most_positions(segments, t0 + length), length)
+        stay = min(schedule.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
 
     return max(needed_slots(segments) for segments in range(1, count + 1))
@@ -138,18 +142,18 @@ class SlotAssignment(NamedTuple):
 
     Attributes:
       segment: for each row, the index of the segment that the row reads.
-      held: for each of the Y = M * G slots of a source, the index of the query in the slot; an
-        arbitrary query for unused slots.
+      query_of_slot: for each of the Y = M * G slots of a source, the index of the query in the
+        slot; an arbitrary query for unused slots.
       slot: for each query, the index of its slot, from 0 to Y - 1.
     """
 
     segment: Int[Array, "B M"]
-    held: Int[Array, "B Y"]
+    query_of_slot: Int[Array, "B Y"]
     slot: Int[Array, "B T"]
 
 
 def plan_slots(
-    counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace
+    counts: Int[Array, " B"], rows: int, length: int, t0: int, schedule: SegmentSchedule
 ) -> SlotAssignment:
     """Returns the assignment of queries to slots.
 
@@ -162,22 +166,23 @@ def plan_slots(
       rows: M, the number of rows of a source.
       length: T, the number of target positions.
       t0: the first target position.
-      pace: the rule by which target positions read segments.
+      schedule: the rule by which target positions read segments.
     """
-    size, each = row_size(rows, length, t0, pace), counts[:, None]
+    size, each = slots_per_row(rows, length, t0, schedule), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
     # `first` is the index of the query in the first slot of each row. Only target positions from t0
     # on have queries, so the position of the first query that reads the segment is reduced by t0.
     first = (
-        jnp.maximum(pace.first_position(segment, each) - t0, 0) + (row - segment * repeats) * size
+        jnp.maximum(schedule.first_position(segment, each) - t0, 0)
+        + (row - segment * repeats) * size
     )
-    held = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
-    held = jnp.minimum(held, length - 1).reshape(first.shape[0], -1)
+    query_of_slot = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+    query_of_slot = jnp.minimum(query_of_slot, length - 1).reshape(first.shape[0], -1)
     position = jnp.arange(length, dtype=jnp.int32)
-    own = segment_index(position + t0, counts, pace)
-    since = position[None] - jnp.maximum(pace.first_position(own, each) - t0, 0)
-    return SlotAssignment(segment, held, own * repeats * size + since)
+    own = segment_index(position + t0, counts, schedule)
+    since = position[None] - jnp.maximum(schedule.first_position(own, each) - t0, 0)
+    return SlotAssignment(segment, query_of_slot, own * repeats * size + since)
 
 
 def _attend_by_slots(
@@ -187,14 +192,14 @@ def _attend_by_slots(
     sigma: Float[Array, ""] | None,
     config: CrossConfig,
     t0: int,
-    pace: Pace,
+    schedule: SegmentSchedule,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
     batch, length, heads, width = queries.shape
     count = windows.keys.shape[0]
     if count > 1:
-        segment, held, slot = plan_slots(windows.counts, count, length, t0, pace)
-        queries = _gather_once(queries, held, slot)
+        segment, query_of_slot, slot = plan_slots(windows.counts, count, length, t0, schedule)
+        queries = _gather_once(queries, query_of_slot, slot)
         # With `segment_count = "static"`, every source has M segments and row r reads segment r, so
         # no segment has to be repeated.
         if config.segment_count == "per_example":
@@ -208,7 +213,7 @@ def _attend_by_slots(
     rows = queries.reshape(batch, count, -1, heads, width).transpose(1, 0, 3, 2, 4)
     y = _attend_rows(rows, windows, recurrence, sigma, config, dropout)
     y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
-    return _gather_once(y, slot, held) if count > 1 else y
+    return _gather_once(y, slot, query_of_slot) if count > 1 else y
 
 
 def _repeat_segments(
@@ -294,13 +299,13 @@ def _attend_densely(
     sigma: Float[Array, ""] | None,
     config: CrossConfig,
     t0: int | Int[Array, ""],
-    pace: Pace,
+    schedule: SegmentSchedule,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
     batch, length, heads, width = queries.shape
     count, size = windows.keys.shape[0], windows.keys.shape[3]
     by_head = queries.swapaxes(1, 2)
-    own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, pace)
+    own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, schedule)
     # The axes of `is_own` are [B, T, M].
     is_own = own[:, :, None] == jnp.arange(count)[None, None]
     attended = recurrent = None

@@ -158,7 +158,7 @@ class _Arguments(NamedTuple):
         """
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
-    def lengths(self) -> Float[Array, "H 1 L"] | None:
+    def query_norms(self) -> Float[Array, "H 1 L"] | None:
         """Returns the norm to which each head's queries are scaled, repeated to a row of L = 128
         numbers, the width of a vector register; None if queries are not normalized.
         """
@@ -183,7 +183,7 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
             jax.ShapeDtypeStruct(arguments.lse_shape(), jnp.uint32),
         ],
         products=2,
-    )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
+    )(arguments.cache_mask, *arguments[:3], arguments.query_norms())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
     # If the kernel normalizes the queries, the backward pass reads the queries as they were before
     # normalization. `input_residual` lets a rematerialized layer save these queries.
@@ -197,16 +197,16 @@ def _backward(settings: _Settings, residuals: tuple, gradient: Array) -> tuple[_
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     along = along.reshape(arguments.lse_shape())
     q_spec, k_spec, lse_spec, length = _specs(arguments)
-    lengths = arguments.lengths()
+    query_norms = arguments.query_norms()
     d_q, d_k, d_v, d_scale = _call(
         _backward_kernel,
         arguments,
         settings,
         [q_spec, k_spec, k_spec, length, q_spec, lse_spec, lse_spec],
         [q_spec, k_spec, k_spec, length],
-        [*arguments[:3], lengths],
+        [*arguments[:3], query_norms],
         products=5,
-    )(arguments.cache_mask, *arguments[:3], lengths, gradient, lse, along)
+    )(arguments.cache_mask, *arguments[:3], query_norms, gradient, lse, along)
     if arguments.scale is not None:
         d_scale = d_scale[:, 0, 0].astype(arguments.scale.dtype)
     return (_Arguments(d_q, d_k, d_v, None, d_scale),)

@@ -83,7 +83,7 @@ class _Side(NamedTuple):
         return self.heads * self.columns
 
     @property
-    def cuts_well(self) -> bool:
+    def fills_registers(self) -> bool:
         """True if a tile has all columns of a head, or as many columns as fill complete vector
         registers.
         """
@@ -123,7 +123,7 @@ def refusal(
     if max(inputs, outputs) > 3 or x.ndim - inputs != 3:
         return "takes rows of lanes, and at most 3 axes of inputs and of outputs"
     left, right = _sides(x, dy, inputs, outputs)
-    if left.rows % 128 or not (left.cuts_well and right.cuts_well):
+    if left.rows % 128 or not (left.fills_registers and right.fills_registers):
         return (
             f"takes a multiple of 128 rows, and of 128 columns or 64, 128, 192 or 256 of them, not "
             f"{left.rows} and {left.width} by {right.width}"

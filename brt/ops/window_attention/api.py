@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.grouped_heads import by_member, step_logits, weighted_values
+from brt.ops.grouped_heads import by_head_of_group, step_logits, weighted_values
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import (
@@ -52,7 +52,7 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
 
-    return by_member(with_joined_keys(attend_with_factors))
+    return by_head_of_group(with_joined_keys(attend_with_factors))
 
 
 OP = Op(

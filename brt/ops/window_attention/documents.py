@@ -52,7 +52,9 @@ def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "
     return jax.lax.cummax(jnp.where(cache_mask, -window, starts), axis=1)
 
 
-def reader_ends(first: Int[Array, "B D"], tokens: int, window: int, size: int) -> Int[Array, "B E"]:
+def next_document_starts(
+    first: Int[Array, "B D"], tokens: int, window: int, size: int
+) -> Int[Array, "B E"]:
     """Returns for each group of consecutive keys the place where the next document starts, or T.
 
     The tokens before this place may read the keys; T means that no document starts after the keys.

@@ -87,7 +87,7 @@ class WindowTiles(NamedTuple):
         """Returns the index slice of the keys of key tile j."""
         return pl.ds(j * self.columns, self.columns)
 
-    def window_of(self, i: Array) -> tuple[Array, ...]:
+    def key_tile_range(self, i: Array) -> tuple[Array, ...]:
         """Returns the range of key tiles in the window of query tile i.
 
         The three results are the index of the first key tile of the window, the end of the range
@@ -99,7 +99,7 @@ class WindowTiles(NamedTuple):
         first, end = jnp.maximum(begin, first), begin + self.window + self.rows
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
-    def readers(self, j: Array) -> tuple[Array, ...]:
+    def query_tile_range(self, j: Array) -> tuple[Array, ...]:
         """Returns the range of query tiles that may read key tile j: the first index and the end
         (exclusive).
         """
@@ -195,7 +195,7 @@ def window_attention_forward(
       scale: the number by which dropout multiplies the weights that it keeps.
     """
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
-    own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.window_of(i)
+    own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.key_tile_range(i)
 
     def update_softmax(
         logits: Array, top: Array, total: Array
@@ -264,7 +264,7 @@ def window_attention_queries(
     del null_keys
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, theirs = inputs.q[tiles.queries(i)], inputs.gradient[tiles.queries(i)]
-    _, end, first = tiles.window_of(i)
+    _, end, first = tiles.key_tile_range(i)
 
     def add_key_tile(j: Array, total: Array) -> Array:
         """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
@@ -307,7 +307,7 @@ def window_attention_keys(
         keys_total = totals[0] + dot_float32(d_logits.astype(q.dtype), q)
         return keys_total, totals[1] + dot_float32(kept.astype(gradient.dtype), gradient)
 
-    (begin, end), zeros = tiles.readers(j), jnp.zeros(keys.shape, jnp.float32)
+    (begin, end), zeros = tiles.query_tile_range(j), jnp.zeros(keys.shape, jnp.float32)
     keys_total, values_total = jax.lax.fori_loop(begin, end, add_query_tile, (zeros, zeros))
     d_keys[tiles.keys(j)] = keys_total.astype(d_keys.dtype)
     d_values[tiles.keys(j)] = values_total.astype(d_values.dtype)
@@ -315,12 +315,12 @@ def window_attention_keys(
 
 def window_attention_band(
     inputs: WindowTileInputs, d_tile: Any, *,
-    rows: int, columns: int, null_keys: bool, scale: float, walk: int,
+    rows: int, columns: int, null_keys: bool, scale: float, tiles_per_program: int,
 ) -> None:  # fmt: skip
     """Writes a sum of gradients of logits, from which the gradient of the bias is computed.
 
-    The sum is over `walk` pairs of a query tile and a key tile. The distance between the two tiles
-    is the same in all pairs, and so is the bias of each entry of their logits.
+    The sum is over `tiles_per_program` pairs of a query tile and a key tile. The distance between
+    the two tiles is the same in all pairs, and so is the bias of each entry of their logits.
 
     Args:
       inputs: the arrays of one head and lane.
@@ -329,16 +329,19 @@ def window_attention_band(
       columns: C, the number of keys of a tile.
       null_keys: True if keys before the document count as zero keys.
       scale: the number by which dropout multiplies the weights that it keeps.
-      walk: the number of pairs.
+      tiles_per_program: the number of pairs.
     """
     tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
-    begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
+    begin = (
+        jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // tiles_per_program)
+        * tiles_per_program
+    )
 
     def add_query_tile(i: Array, total: Array) -> Array:
         """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
         query tile i and of the key tile that is `distance` tiles after the start of its window.
         """
-        farthest, _, first = tiles.window_of(i)
+        farthest, _, first = tiles.key_tile_range(i)
         j = farthest + distance
         pair = (
             dot_float32(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
@@ -352,4 +355,4 @@ def window_attention_band(
         return total + (d_logits if null_keys else zero_unless(j >= first, d_logits))
 
     zeros = jnp.zeros((rows, columns), jnp.float32)
-    d_tile[...] = jax.lax.fori_loop(begin, begin + walk, add_query_tile, zeros)
+    d_tile[...] = jax.lax.fori_loop(begin, begin + tiles_per_program, add_query_tile, zeros)

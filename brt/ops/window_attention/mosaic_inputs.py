@@ -76,7 +76,7 @@ class WindowMosaicInputs(NamedTuple):
         """The number of tiles that the keys of a window fill."""
         return (self.keys.shape[1] - self.q.shape[1]) // TILE
 
-    def window_of(self, lane: Array, i: Array) -> tuple[Array, Array]:
+    def key_tile_range(self, lane: Array, i: Array) -> tuple[Array, Array]:
         """Returns the range of key tiles that query tile i of a lane may read: the first index and
         the end (exclusive).
 
@@ -88,7 +88,7 @@ class WindowMosaicInputs(NamedTuple):
         first = jnp.where(flag > 0, i, (block + 1) * self.tiles_per_window)
         return first, i + self.tiles_per_window + 1 + opaque_zero(flag)
 
-    def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
+    def query_tile_range(self, lane: Array, j: Array) -> tuple[Array, Array]:
         """Returns the range of query tiles of a lane that may read key tile j: the first index and
         the end (exclusive).
         """

@@ -51,7 +51,8 @@ from brt.ops.window_attention.mosaic_tiles import (
 
 def window_attention_forward(
     inputs: WindowMosaicInputs, y: Any, lse: Any, *, null_keys: bool,
-    own: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any, factors: Any = None,
+    query_tile: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any,
+    factors: Any = None,
 ) -> None:  # fmt: skip
     """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
 
@@ -62,18 +63,18 @@ def window_attention_forward(
       y: output, [B, T, H, K].
       lse: output, float32 [B, H, tiles, TILE].
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      own: shared memory for the tile of queries.
+      query_tile: shared memory for the tile of queries.
       keys, values: shared memory with slots for tiles of keys and of values.
       strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
         key tile.
-      ready: barrier at which the copy of `own` arrives.
+      ready: barrier at which the copy of `query_tile` arrives.
       arrived: barriers, one for each slot, at which the copies to the slot arrive.
       factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, i = program_place()
-    width, (first, end) = own.shape[3], inputs.window_of(lane, i)
+    width, (first, end) = query_tile.shape[3], inputs.key_tile_range(lane, i)
     begin = i if null_keys else first
-    copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
+    copy_vectors(inputs.q, (lane, i, head), query_tile.at[0], ready)
     barrier_wait(ready)
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
@@ -101,7 +102,7 @@ def window_attention_forward(
             top, total = carry
             may_read = begin + n >= first if null_keys else True
             logits = (
-                zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
+                zero_unless(may_read, tile_product(query_tile.at[opaque_zero(n)], keys.at[slot]))
                 + strip[slot]
             )
             higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
@@ -110,7 +111,9 @@ def window_attention_forward(
                 jnp.exp2(top - higher),
             )
             total = total * shrunk + jnp.sum(weights, axis=1)
-            weights = apply_dropout(zero_unless(may_read, weights), factors, slot).astype(own.dtype)
+            weights = apply_dropout(zero_unless(may_read, weights), factors, slot).astype(
+                query_tile.dtype
+            )
             for part, sums in enumerate(read):
                 sums[...] = sums[...] * broadcast_rows(shrunk, width)
                 wgmma(sums, weights, values.at[slot, part])
@@ -122,15 +125,15 @@ def window_attention_forward(
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
         return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 
-    read, (top, total) = accumulate(own.shape[1], width, attend_to_window)
+    read, (top, total) = accumulate(query_tile.shape[1], width, attend_to_window)
     lse[lane, head, i] = top / LOG2E + jnp.log(total)
     share = broadcast_rows(1.0 / total, width)
-    write_vectors([x * share for x in read], own.at[0], y, (lane, i, head))
+    write_vectors([x * share for x in read], query_tile.at[0], y, (lane, i, head))
 
 
 def window_attention_queries(
     inputs: WindowMosaicInputs, d_q: Any, *, null_keys: bool,
-    own: Any, theirs: Any, row: Any, ready: Any,
+    query_tile: Any, output_gradient: Any, row: Any, ready: Any,
     keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
     """Writes the gradient of a tile of queries.
@@ -141,10 +144,10 @@ def window_attention_queries(
       inputs: references to the inputs.
       d_q: output, the gradient of the queries [B, T, H, K].
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      own: shared memory for the tile of queries.
-      theirs: shared memory for the gradient of the tile's output.
+      query_tile: shared memory for the tile of queries.
+      output_gradient: shared memory for the gradient of the tile's output.
       row: shared memory for the two numbers that `inputs.sums` has for each query of the tile.
-      ready: barrier at which the copies of `own`, `theirs` and `row` arrive.
+      ready: barrier at which the copies of `query_tile`, `output_gradient` and `row` arrive.
       keys, values: shared memory with slots for tiles of keys and of values.
       strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
         key tile.
@@ -152,10 +155,10 @@ def window_attention_queries(
       factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, i = program_place()
-    first, end = inputs.window_of(lane, i)
+    first, end = inputs.key_tile_range(lane, i)
     begin = i if null_keys else first
-    copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
-    copy_vectors(inputs.gradient, (lane, i, head), theirs.at[0], ready)
+    copy_vectors(inputs.q, (lane, i, head), query_tile.at[0], ready)
+    copy_vectors(inputs.gradient, (lane, i, head), output_gradient.at[0], ready)
     copy_numbers(inputs.sums, (lane, i, head), row.at[0], ready)
     barrier_wait(ready)
 
@@ -177,28 +180,28 @@ def window_attention_queries(
             """Adds the contribution of the n-th key tile to `totals`; the carry is unused."""
             may_read = begin + n >= first if null_keys else True
             logits = (
-                zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
+                zero_unless(may_read, tile_product(query_tile.at[opaque_zero(n)], keys.at[slot]))
                 + strip[slot]
             )
             weights = jnp.exp2(LOG2E * (logits - read_by_row(row.at[0, 0])))
             d_weights = apply_dropout(
-                tile_product(theirs.at[opaque_zero(n)], values.at[slot]), factors, slot
+                tile_product(output_gradient.at[opaque_zero(n)], values.at[slot]), factors, slot
             )
             # Null keys are zero, so they contribute nothing to the gradient.
             d_logits = zero_unless(may_read, weights * (d_weights - read_by_row(row.at[0, 1])))
             for part, total in enumerate(totals):
-                wgmma(total, d_logits.astype(own.dtype), keys.at[slot, part])
+                wgmma(total, d_logits.astype(query_tile.dtype), keys.at[slot, part])
             return carry
 
         CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, ())
 
-    results, _ = accumulate(own.shape[1], own.shape[3], sum_gradients)
-    write_vectors(results, own.at[0], d_q, (lane, i, head))
+    results, _ = accumulate(query_tile.shape[1], query_tile.shape[3], sum_gradients)
+    write_vectors(results, query_tile.at[0], d_q, (lane, i, head))
 
 
 def window_attention_keys(
     inputs: WindowMosaicInputs, d_keys: Any, d_values: Any, *,
-    own: Any, theirs: Any, ready: Any,
+    key_tile: Any, value_tile: Any, ready: Any,
     q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
     """Writes some columns of the gradients of a tile of keys and values.
@@ -210,9 +213,9 @@ def window_attention_keys(
     Args:
       inputs: references to the inputs.
       d_keys, d_values: outputs, the gradients of keys and values, each [B, Z, H, K].
-      own: shared memory for the tile of keys.
-      theirs: shared memory for the tile of values.
-      ready: barrier at which the copies of `own` and `theirs` arrive.
+      key_tile: shared memory for the tile of keys.
+      value_tile: shared memory for the tile of values.
+      ready: barrier at which the copies of `key_tile` and `value_tile` arrive.
       q: shared memory with slots for tiles of queries.
       gradient: shared memory with slots for the gradients of the query tiles' outputs.
       strip: shared memory with slots for the transposed biases and mask, [TILE, TILE], of a query
@@ -222,10 +225,10 @@ def window_attention_keys(
       factors: shared memory with slots for dropout factors; None without dropout.
     """
     lane, head, program = program_place()
-    j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
-    begin, end = inputs.readers(lane, j)
-    copy_vectors(inputs.keys, (lane, j, head), own.at[0], ready)
-    copy_vectors(inputs.values, (lane, j, head), theirs.at[0], ready)
+    j, part = jax.lax.div(program, key_tile.shape[1]), jax.lax.rem(program, key_tile.shape[1])
+    begin, end = inputs.query_tile_range(lane, j)
+    copy_vectors(inputs.keys, (lane, j, head), key_tile.at[0], ready)
+    copy_vectors(inputs.values, (lane, j, head), value_tile.at[0], ready)
     barrier_wait(ready)
 
     def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
@@ -246,30 +249,31 @@ def window_attention_keys(
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the contribution of the n-th query tile to the totals; the carry is unused."""
-            logits = tile_product(own.at[opaque_zero(n)], q.at[slot]) + strip[slot]
+            logits = tile_product(key_tile.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)
-            wgmma(values_total, kept.astype(own.dtype), gradient.at[slot, part])
+            wgmma(values_total, kept.astype(key_tile.dtype), gradient.at[slot, part])
             d_weights = apply_dropout(
-                tile_product(theirs.at[opaque_zero(n)], gradient.at[slot]), factors, slot
+                tile_product(value_tile.at[opaque_zero(n)], gradient.at[slot]), factors, slot
             )
             d_logits = weights * (d_weights - read_by_column(row.at[slot, 1]))
-            wgmma(keys_total, d_logits.astype(own.dtype), q.at[slot, part])
+            wgmma(keys_total, d_logits.astype(key_tile.dtype), q.at[slot, part])
             return carry
 
         CopyRing(arrived, copy_query_tile).run_steps(end - begin, add_query_tile, ())
 
-    (keys_total, values_total), _ = accumulate(2, own.shape[3], sum_gradients)
-    write_vectors([keys_total], own.at[0], d_keys, (lane, j, head), part)
-    write_vectors([values_total], theirs.at[0], d_values, (lane, j, head), part)
+    (keys_total, values_total), _ = accumulate(2, key_tile.shape[3], sum_gradients)
+    write_vectors([keys_total], key_tile.at[0], d_keys, (lane, j, head), part)
+    write_vectors([values_total], value_tile.at[0], d_values, (lane, j, head), part)
 
 
 def window_attention_band(
-    inputs: WindowMosaicInputs, d_strip: Any, *, null_keys: bool, walk: int,
+    inputs: WindowMosaicInputs, d_strip: Any, *, null_keys: bool, tiles_per_program: int,
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the gradient of one tile of the strip of biases, summed over `walk` tiles of queries.
+    """Writes the gradient of one tile of the strip of biases, summed over `tiles_per_program` tiles
+    of queries.
 
     A tile of the strip belongs to one distance, in tiles, between queries and keys. Its gradient is
     the gradient of the logits, summed over all pairs of a query tile and a key tile with this
@@ -279,7 +283,7 @@ def window_attention_band(
       inputs: references to the inputs.
       d_strip: output, the gradient of the strip.
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      walk: the number of consecutive query tiles that a program sums over.
+      tiles_per_program: the number of consecutive query tiles that a program sums over.
       strip: shared memory for the tile of the strip.
       ready: barrier at which the copy of `strip` arrives.
       q, gradient: shared memory with slots for tiles of queries and of output gradients.
@@ -289,8 +293,8 @@ def window_attention_band(
       factors: shared memory with slots for dropout factors; None without dropout.
     """
     group, head, distance = program_place()
-    groups = inputs.q.shape[1] // TILE // walk
-    lane, begin = jax.lax.div(group, groups), jax.lax.rem(group, groups) * walk
+    groups = inputs.q.shape[1] // TILE // tiles_per_program
+    lane, begin = jax.lax.div(group, groups), jax.lax.rem(group, groups) * tiles_per_program
     copy_square(inputs.strip, head, 0, distance, strip.at[0], ready)
     barrier_wait(ready)
 
@@ -310,7 +314,7 @@ def window_attention_band(
         """Returns `total`, a sum of gradients of logits [TILE, TILE], plus the contribution of the
         n-th pair of tiles.
         """
-        first, _ = inputs.window_of(lane, begin + n)
+        first, _ = inputs.key_tile_range(lane, begin + n)
         may_read = begin + n + distance >= first
         pair = (
             tile_product(q.at[slot], keys.at[slot]),
@@ -324,7 +328,7 @@ def window_attention_band(
         return total + (d_logits if null_keys else zero_unless(may_read, d_logits))
 
     total = CopyRing(arrived, copy_tile_pair).run_steps(
-        walk, add_tile_pair, constant(0.0, TILE, TILE)
+        tiles_per_program, add_tile_pair, constant(0.0, TILE, TILE)
     )
     write_square(total, strip.at[0], d_strip, (group, head, distance))
 

@@ -290,22 +290,22 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 
 
 def accumulate(
-    count: int, width: int, walk: Callable[..., Any]
+    count: int, width: int, computation: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
     """Runs a computation that adds up matrix products in accumulators (registers).
 
     Args:
       count: the number of accumulators, which are zero at first.
       width: the number of columns of an accumulator.
-      walk: the computation; its arguments are references to the accumulators.
+      computation: the computation; its arguments are references to the accumulators.
 
     Returns:
-      The values of the accumulators after the computation, and the result of `walk`.
+      The values of the accumulators after the computation, and the result of `computation`.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
-        """Returns the values of the accumulators `totals` after `walk`, and `walk`'s result."""
-        result = walk(*totals)
+        """Returns the values of the accumulators `totals` after `computation`, and its result."""
+        result = computation(*totals)
         return [total[...] for total in totals], result
 
     return pl.run_scoped(run_and_read, *[ACC((TILE, width), jnp.float32)] * count)

@@ -36,7 +36,7 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
-from brt.ops.window_attention.documents import reader_ends
+from brt.ops.window_attention.documents import next_document_starts
 from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
 from brt.ops.window_attention.gpu_launches import LAUNCHES, LaunchShape
 from brt.ops.window_attention.limits import Limits
@@ -52,7 +52,7 @@ _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16",
 # GPUs have less shared memory or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
 # A program of the kernel for the gradient of the bias sums over at most this many query tiles.
-MAX_WALK = 32
+MOST_TILES_PER_PROGRAM = 32
 
 
 def refusal(
@@ -195,7 +195,7 @@ class _Arguments(NamedTuple):
         band = LOG2E * jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
         tokens = self.q.shape[1]
         group = math.gcd(self.window, tokens // self.first.shape[1])
-        ends = reader_ends(self.first, tokens, self.window, group)
+        ends = next_document_starts(self.first, tokens, self.window, group)
         return WindowTileInputs(
             self.q, self.k, self.v, band, self.first, ends, self.dropout, **others
         )
@@ -270,12 +270,13 @@ def _bias_gradient(
     batch, tokens, heads, _ = arguments.q.shape
     launch = arguments.launch("band")
     rows = launch.rows
-    stretches, walk = arguments.window // rows + 1, math.gcd(tokens // rows, MAX_WALK)
-    groups = batch * (tokens // rows // walk)
+    stretches = arguments.window // rows + 1
+    tiles_per_program = math.gcd(tokens // rows, MOST_TILES_PER_PROGRAM)
+    groups = batch * (tokens // rows // tiles_per_program)
     shape = jax.ShapeDtypeStruct((groups, heads, stretches, rows, rows), jnp.float32)
     spec = pl.BlockSpec((None, None, None, rows, rows), lambda s, h, g: (g, h, s, 0, 0))
     (results,) = _call(
-        functools.partial(gpu_kernels.window_attention_band, walk=walk),
+        functools.partial(gpu_kernels.window_attention_band, tiles_per_program=tiles_per_program),
         arguments, settings, launch,
         (stretches, heads, groups), [(shape, spec)], products=2, **others,
     )  # fmt: skip

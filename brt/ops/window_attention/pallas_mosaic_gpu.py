@@ -30,7 +30,11 @@ from brt.ops.dispatch import output_residual
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
-from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
+from brt.ops.window_attention.pallas_gpu import (
+    MOST_TILES_PER_PROGRAM,
+    WindowGpuSettings,
+    shape_like,
+)
 
 # For each head size, `_SLOTS` has the number of slots for tiles in the shared memory of the forward
 # kernel and of the three backward kernels, which compute the gradients of the queries, of the keys
@@ -162,7 +166,7 @@ def _strips(
     window = bias.shape[1]
     length = window + 2 * TILE
 
-    def skew(bias: Array, before: int) -> Array:
+    def shifted_rows(bias: Array, before: int) -> Array:
         """Returns a strip [H, TILE, W + TILE], whose row r has the vector `bias` from column
         `before + r` on, and MASKED in all other columns.
 
@@ -177,10 +181,10 @@ def _strips(
         band = jnp.pad(bias, around, constant_values=MASKED)
         # The band of L numbers is repeated once for every row. If the repeated numbers are read as
         # rows of L - 1 numbers, the band begins one column later than in the row before.
-        skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
-        return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
+        shifted = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
+        return shifted.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
-    return skew(jnp.flip(bias, axis=1), 1 - nearest), skew(bias, nearest)
+    return shifted_rows(jnp.flip(bias, axis=1), 1 - nearest), shifted_rows(bias, nearest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -200,7 +204,7 @@ def _forward(
         "forward", arguments, settings,
         arguments.kernel_inputs(settings)._replace(transposed_strip=None), grid,
         [shape_like(arguments.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
-        {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
+        {"query_tile": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=settings.null_keys,
     )  # fmt: skip
     y, lse = (output_residual(x) for x in (y, lse.reshape(lanes, heads, tokens)))
@@ -231,7 +235,8 @@ def _queries_gradient(
     lanes, tokens, heads, _ = arguments.q.shape
     (d_q,) = _call(
         "queries", arguments, settings, inputs, (lanes, heads, tokens // TILE),
-        [shape_like(arguments.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
+        [shape_like(arguments.q)],
+        {"query_tile": "vectors", "output_gradient": "vectors", "row": "numbers"},
         {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=settings.null_keys,
     )  # fmt: skip
     return d_q
@@ -251,7 +256,8 @@ def _keys_gradients(
     d_k, d_v = _call(
         "keys", arguments, settings, inputs,
         (lanes, heads, tokens // TILE * vector_parts(arguments.k)),
-        [shape_like(arguments.k), shape_like(arguments.v)], {"own": "vectors", "theirs": "vectors"},
+        [shape_like(arguments.k), shape_like(arguments.v)],
+        {"key_tile": "vectors", "value_tile": "vectors"},
         {"q": "vectors", "gradient": "vectors", "strip": "square", "row": "numbers"},
     )  # fmt: skip
     return d_k, d_v
@@ -262,14 +268,14 @@ def _bias_gradient(
 ) -> Float[Array, "H W"]:
     """Returns the bias's gradient, from gradients of strip tiles over groups of query tiles."""
     lanes, tokens, heads, _ = arguments.q.shape
-    walk = math.gcd(tokens // TILE, MAX_WALK)
-    groups = lanes * (tokens // TILE // walk)
+    tiles_per_program = math.gcd(tokens // TILE, MOST_TILES_PER_PROGRAM)
+    groups = lanes * (tokens // TILE // tiles_per_program)
     names = "q", "gradient", "keys", "values"
     (results,) = _call(
         "band", arguments, settings, inputs, (groups, heads, inputs.strip.shape[2] // TILE),
         [jax.ShapeDtypeStruct((groups, *inputs.strip.shape), jnp.float32)],
         {"strip": "square"}, dict.fromkeys(names, "vectors") | {"row": "numbers"},
-        null_keys=settings.null_keys, walk=walk,
+        null_keys=settings.null_keys, tiles_per_program=tiles_per_program,
     )  # fmt: skip
     _, strip_vjp = jax.vjp(lambda bias: arguments.strips(settings)(bias)[0], arguments.bias)
     return strip_vjp(jnp.sum(results, axis=0))[0]

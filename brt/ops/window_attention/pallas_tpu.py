@@ -219,7 +219,7 @@ def _attend(
 def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
-    def existing(n: Array) -> Array:
+    def block_index(n: Array) -> Array:
         """Returns n, the index of the block that step n of a segment reads. The backward kernel has
         an additional step after the last block, which reads the last block once more.
         """
@@ -233,13 +233,13 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
         shape = (None, None, window, x.shape[3])
 
-        def group(h: Array) -> Array:
+        def key_head(h: Array) -> Array:
             """Returns h // members, the head of x that belongs to head h of the queries. Kernels
             cannot compute the operator //, because it also handles negative numbers.
             """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
-        return pl.BlockSpec(shape, lambda h, b, n, _: (b, group(h), place(n), 0))
+        return pl.BlockSpec(shape, lambda h, b, n, _: (b, key_head(h), place(n), 0))
 
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
         """Returns the block spec with which step n of a segment reads the row vector of its block
@@ -248,7 +248,7 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         if x is None:
             return None
         return pl.BlockSpec(
-            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, existing(n), 0, 0)
+            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, block_index(n), 0, 0)
         )
 
     def window_specs(x: WindowBlocks) -> WindowBlocks:
@@ -257,14 +257,14 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         """
         return WindowBlocks(
             block_spec(x.cached, jnp.zeros_like),
-            block_spec(x.before, lambda n: jnp.maximum(existing(n) - 1, 0)),
-            block_spec(x.own, existing),
+            block_spec(x.before, lambda n: jnp.maximum(block_index(n) - 1, 0)),
+            block_spec(x.own, block_index),
         )
 
     return WindowKernelInputs(
-        block_spec(inputs.q, existing), window_specs(inputs.keys), window_specs(inputs.values),
+        block_spec(inputs.q, block_index), window_specs(inputs.keys), window_specs(inputs.values),
         _head_spec(inputs.scale), _head_spec(inputs.tile), _head_spec(inputs.dropout),
-        None if inputs.gradient is None else block_spec(inputs.gradient, existing),
+        None if inputs.gradient is None else block_spec(inputs.gradient, block_index),
         row_spec(inputs.lse), row_spec(inputs.along),
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ class BlockDocuments(NamedTuple):
         """True if documents may start inside of a block."""
         return self.part % self.window != 0
 
-    def first_of(self, row: int) -> Array:
+    def document_start(self, row: int) -> Array:
         """Returns where the document of a row of the block starts, counted from the start of the
         block; negative numbers are in the previous block.
         """

@@ -74,7 +74,7 @@ class _LoadedBlocks(NamedTuple):
 def _load_blocks(
     documents: BlockDocuments, inputs: WindowKernelInputs, settings: WindowKernelSettings
 ) -> _LoadedBlocks:
-    start, seen = documents.n == 0, documents.first_of(0) < 0
+    start, seen = documents.n == 0, documents.document_start(0) < 0
     keys, values = (list(pair.previous_and_own(start)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
         keys = [l2_normalize_rows(x)[0].astype(x.dtype) for x in keys]
@@ -193,7 +193,7 @@ class _RowTile(NamedTuple):
           tile: [W, R], the bias of the block's first tile; None for no bias.
           documents: the starts of the documents, for the mask of keys of other documents.
         """
-        first = documents.first_of(self.all.start) if documents.start_inside else None
+        first = documents.document_start(self.all.start) if documents.start_inside else None
         results = self.folded_products(block.keys, own, block.unseen, first)
         return results if tile is None else results + self.rolled_bias(tile)
 
@@ -375,7 +375,7 @@ def _add_gradients(
     keys_sum[current, rows.current] += dot_float32(d_logit_parts[0], own, NN)
     values_sum[current, rows.current] += dot_float32(weight_parts[0], theirs, NN)
 
-    @pl.when(documents.first_of(rows.all.start if documents.start_inside else 0) < 0)
+    @pl.when(documents.document_start(rows.all.start if documents.start_inside else 0) < 0)
     def _add_to_previous() -> None:
         keys_sum[before, rows.before] += dot_float32(d_logit_parts[1], own, NN)
         values_sum[before, rows.before] += dot_float32(weight_parts[1], theirs, NN)

@@ -51,6 +51,6 @@ def predict(
     """
     hidden: Any = network.apply(
         {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,
-        rngs=None if dropout is None else {"dropout": dropout}, method="at",
+        rngs=None if dropout is None else {"dropout": dropout}, method="head_at_positions",
     )  # fmt: skip
     return hidden, encoder.readout(params)

@@ -95,8 +95,8 @@ def compare(
       CheckpointError: arrays or logits differ by more than rounding can explain.
     """
     checks = verify.tensor_checks({k: v for k, v in arrays.items() if k in exported}, exported)
-    yield verify.text(checks)
-    verify.check(checks)
+    yield verify.comparison_report(checks)
+    verify.refuse_changes(checks)
     rounding = max(verify.ROUNDING.get(check.dtype, 0.0) for check in checks)
     tokens = document(model)
     expected = transformers_logits(directory, tokens)

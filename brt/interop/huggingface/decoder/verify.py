@@ -46,8 +46,8 @@ def compare(
       CheckpointError: arrays, logits or tokens differ by more than rounding can explain.
     """
     checks = reports.tensor_checks(before, files.read_tensors(directory))
-    yield reports.text(checks)
-    reports.check(checks)
+    yield reports.comparison_report(checks)
+    reports.refuse_changes(checks)
     missing = [n for n in ("torch", "safetensors") if importlib.util.find_spec(n) is None]
     if missing:
         yield "logits and text: not compared; pip install torch, and --verify compares them"

@@ -120,8 +120,8 @@ def _compare(
     """
     # Only arrays that both models have are compared. `mismatches` has reported the others.
     checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
-    yield reports.text(checks)
-    reports.check(checks)
+    yield reports.comparison_report(checks)
+    reports.refuse_changes(checks)
     rounding = max(reports.ROUNDING.get(check.dtype, 0.0) for check in checks)
     x = verify.inputs(model.described)
     actual = verify.logits(reloaded.params, reloaded.described, x)

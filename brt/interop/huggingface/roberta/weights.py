@@ -44,7 +44,7 @@ _HEADS = {
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
-def table(described: Described) -> dict[str, str]:
+def parameter_names(described: Described) -> dict[str, str]:
     """Returns Hugging Face's name of each parameter of an encoder and its head, by brt's name.
 
     In both names, {i} stands for the index of a layer. The table may have names of parameters that
@@ -125,7 +125,9 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
       CheckpointError: an array is missing or has another shape.
     """
     initial = partial(_initial, described)
-    return match_arrays(arrays, table(described), initial, lambda ours: ours.startswith("head/"))
+    return match_arrays(
+        arrays, parameter_names(described), initial, lambda ours: ours.startswith("head/")
+    )
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
@@ -136,7 +138,7 @@ def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, 
       params: the parameters, with brt's names.
       described: the settings of the encoder, and the task of its head.
     """
-    known, model = table(described), described.model
+    known, model = parameter_names(described), described.model
     exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
         for ours, array in by_layer(params).items()

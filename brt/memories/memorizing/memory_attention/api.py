@@ -18,7 +18,7 @@ from brt.memories.memorizing.memory_attention import reference, xla
 from brt.memories.memorizing.memory_attention.retrieval import Search
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.grouped_heads import fold_members, unfold_members
+from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
 
 OP = Op(
     "memory_attention",
@@ -76,8 +76,8 @@ def memory_attention(
     keys, values = jax.lax.stop_gradient((keys, values))
     heads = queries.shape[2]
     found = dispatch.run(
-        OP, implementation, fold_members(queries, keys.shape[1]), keys, values, counts,
+        OP, implementation, heads_to_tokens(queries, keys.shape[1]), keys, values, counts,
         window=queries.shape[1] // counts.shape[1], size=size, neighbors=neighbors, search=search,
         null_keys=null_keys,
     )  # fmt: skip
-    return unfold_members(found, heads)
+    return tokens_to_heads(found, heads)

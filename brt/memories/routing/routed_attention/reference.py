@@ -8,7 +8,7 @@ heads, K of numbers of a head, and R of tokens of its cluster that a token reads
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.memories.routing.routed_attention.rings import Rings, RoutedTokens, places
+from brt.memories.routing.routed_attention.rings import Rings, RoutedTokens, readable_tokens
 from brt.ops.partial_attention import attend_to_part
 from brt.ops.softmax import MASKED
 
@@ -33,7 +33,7 @@ def routed_attention(
       attend_to_self: True if the nearest token that a token reads is the token itself; False if it
         is the token of the cluster before.
     """
-    visible = places(tokens, rings, document_start)
+    visible = readable_tokens(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]
     total = visible.groups.shape[-1]
     place = jnp.arange(total)

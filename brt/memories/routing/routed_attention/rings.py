@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.gathering import take
 
-NO_TOKEN = -1  # `Places.groups` has this number for a place without a token.
+NO_TOKEN = -1  # `ReadableTokens.groups` has this number for a place without a token.
 
 
 class Rings(NamedTuple):
@@ -41,7 +41,7 @@ class RoutedTokens(NamedTuple):
     clusters: Int[Array, "B T H"]
 
 
-class Places(NamedTuple):
+class ReadableTokens(NamedTuple):
     """All tokens that the tokens of a segment may read: the rings, followed by the segment.
 
     The tokens of a cluster stand in the order in which they were read.
@@ -64,8 +64,10 @@ def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
     return jnp.arange(size)[None, None, None] >= size - rings.filled[..., None]
 
 
-def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
-    """Returns the tokens of the rings, followed by the tokens of the segment, as `Places`.
+def readable_tokens(
+    tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]
+) -> ReadableTokens:
+    """Returns the tokens of the rings, followed by the tokens of the segment, as `ReadableTokens`.
 
     Args:
       tokens: the tokens of the segment.
@@ -85,7 +87,7 @@ def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"
         jnp.concatenate([r.reshape(*r.shape[:2], -1, r.shape[-1]), t.swapaxes(1, 2)], axis=2)
         for r, t in pairs
     )
-    return Places(keys, values, jnp.concatenate([ring_groups, token_groups], axis=2))
+    return ReadableTokens(keys, values, jnp.concatenate([ring_groups, token_groups], axis=2))
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
@@ -101,7 +103,7 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
       document_start: True where a block of the segment is the first of a document.
     """
     clusters, size = rings.keys.shape[2:4]
-    visible = places(tokens, rings, document_start)
+    visible = readable_tokens(tokens, rings, document_start)
     last = jnp.sum(document_start, axis=1, dtype=jnp.int32)
     wanted = last[:, None] * clusters + jnp.arange(clusters, dtype=jnp.int32)[None]
     wanted = wanted[:, None, :, None]

@@ -23,7 +23,7 @@ from brt.memories.routing.routed_attention.rings import (
     NO_TOKEN,
     Rings,
     RoutedTokens,
-    places,
+    readable_tokens,
 )
 from brt.ops.gathering import take
 from brt.ops.partial_attention import attend_to_part
@@ -67,7 +67,7 @@ def routed_attention(
       attend_to_self: True if the nearest token that a token reads is the token itself; False if it
         is the token of the cluster before.
     """
-    visible = places(tokens, rings, document_start)
+    visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
     # In every cluster of every document, one chunk may not be full. `chunks` is large enough for
