@@ -316,13 +316,14 @@ def test_rounded_weights_are_verified_within_their_rounding(export: Callable) ->
     assert "greedy text against brt: the same 32 tokens" in done.lines
 
 
+@pytest.mark.parametrize("kind", ["feedback", "windows by layer", "delta rule beside a window"])
 @of_torch
 def test_transformers_reads_the_exported_model(
-    export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    done = export(MODELS["feedback"])
+    done = export(MODELS[kind])
     auto = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     model, text = (
         a.from_pretrained(done.directory, trust_remote_code=True, local_files_only=True)
