@@ -17,8 +17,9 @@ from brt.ops.normalization import l2_normalize
 from brt.ops.softmax import masked_softmax
 from brt.ops.top_k import top_k
 
-# With `attend_to_self=False`, a token attends to itself only if it sees no other token. The token's
-# logit for itself is then this number, which is far below all other logits but not masked.
+# With `attend_to_self=False`, a token's logit for itself is replaced by this number, which is far
+# below all other logits but not masked. The token then attends to itself only if it sees no other
+# token.
 SELF = -1e9
 
 

@@ -102,8 +102,9 @@ def summed_matmul(
         array with all kernels stacked on axis 0.
       transposed: True if the first axis of each kernel, not the last, is the output. Only backward
         rules of `jax.custom_vjp` pass True.
-      as_bits: True if the inputs are floating-point results of `dispatch.output_residual`, which
-        stores arrays as integers with the same bits. The TPU kernel then reads these integers.
+      as_bits: True passes the inputs to the TPU kernel as integers with the same bits. This saves a
+        conversion if the inputs are results of `dispatch.output_residual`, which stores arrays of
+        floating-point numbers as such integers.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 

@@ -76,7 +76,8 @@ def shared_input_matmul(
 
     Args:
       x: the input, whose last axis the products sum over.
-      kernels: the weight arrays, [C, *outputs] or, if `transposed`, [*outputs, C].
+      kernels: the weight arrays, all of one shape: [C, *outputs] or, if `transposed`,
+        [*outputs, C].
       transposed: True if the products sum over the last axis of the weight arrays.
       relu: True returns max(product, 0), named so that rematerialized layers can save the result.
       where: an array in the shape of a product; each product is set to 0 where the entry of `where`
@@ -194,8 +195,9 @@ def summed_matmul(
       xs: the inputs, each [B, R, *inputs].
       kernels: the weight arrays, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each weight array, not the last, is the output.
-      as_bits: True if the inputs are floating-point results of `dispatch.output_residual`, which
-        stores arrays as integers with the same bits. The kernel then reads these integers.
+      as_bits: True passes the inputs to the kernel as integers with the same bits. This saves a
+        conversion if the inputs are results of `dispatch.output_residual`, which stores arrays of
+        floating-point numbers as such integers.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
     """
     wides = [HeadLayout.from_kernel(kernel, narrow_first=transposed) for kernel in kernels]

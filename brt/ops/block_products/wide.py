@@ -34,7 +34,8 @@ class HeadLayout(NamedTuple):
 
     The kernels read or write such an array as [A, B, H, R, K], where B is the number of lanes (rows
     of the batch) and R the number of rows (tokens) of a lane. The A * H * K columns are divided
-    into tiles, of which a step of the grid processes one.
+    into tiles. A step of the grid of `shared_input_matmul` writes one tile of its output; a step of
+    `summed_matmul` reads all columns of its inputs.
 
     Attributes:
       groups: A, the product of all axes before the heads.
@@ -65,10 +66,10 @@ class HeadLayout(NamedTuple):
         return cls(math.prod(first), heads, width, (heads, width))
 
     def with_tiles(self, columns: int) -> "HeadLayout":
-        """Returns the same layout with smaller tiles, each of at most `columns` columns.
+        """Returns the same layout with tiles of at most `columns` columns.
 
-        The columns of a tile are added up over its heads. If a head has more than `columns`
-        columns, each tile has a part of one head.
+        A tile has all columns of one or several heads. Only if a head has more than `columns`
+        columns, a tile has a part of the columns of one head.
         """
         if self.width > columns:
             return self._replace(tile=(1, math.gcd(self.width, columns)))
@@ -123,9 +124,9 @@ class Weights(NamedTuple):
     """The weight arrays of P products, in the form in which the TPU kernels read them.
 
     Attributes:
-      arrays: an array [1, A, H, C, K] for each product if `narrow_first`, and otherwise
-        [1, A, H, K, C]. If all weights are stacked in one array, whose first axis then has size P,
-        the list has this array P times.
+      arrays: P entries, one for each product. An entry is an array [1, A, H, C, K] if
+        `narrow_first`, and otherwise [1, A, H, K, C]. If the weights of all products are stacked in
+        one array, all P entries are this array, and its first axis has size P instead of 1.
       narrow_first: True if the axis C is before the axis K.
     """
 
@@ -177,7 +178,7 @@ class Weights(NamedTuple):
 
         Args:
           wide: the layout of the output.
-          narrow: C.
+          narrow: C, the size of a row of the input.
         """
         heads, columns = wide.tile
 
@@ -268,11 +269,11 @@ def refusal(
 
 
 def compiler_options(multiplications: int, *read: Array) -> dict[str, Any]:
-    """Returns the keyword arguments of `pl.pallas_call` for the compiler and the cost estimate.
+    """Returns the keyword arguments `compiler_params` and `cost_estimate` of `pl.pallas_call`.
 
     Args:
       multiplications: the number of multiplications of the kernel.
-      *read: the bfloat16 arrays that the kernel reads.
+      *read: the arrays that the kernel reads, whose sizes in bfloat16 the cost estimate counts.
     """
     return {
         "compiler_params": pltpu.CompilerParams(

@@ -57,8 +57,8 @@ MEMORY_SCAN = Op(
     OP.name,
     (
         Implementation("xla", xla.memory_scan),
-        # There are no Pallas kernels for the update of the memory, so the names of the kernels
-        # select the implementation in plain XLA.
+        # There are no Pallas kernels for the update of the memory. If a caller selects an
+        # implementation by the name of a kernel, plain XLA updates the memory.
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),

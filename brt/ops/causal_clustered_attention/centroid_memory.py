@@ -43,7 +43,8 @@ class CentroidMemory(NamedTuple):
       keys: [B, H, C, R, K], the R keys with the largest logits for the centroid, in descending
         order; zeros if there are fewer keys.
       values: [B, H, C, R, K], the values of these keys.
-      rest: float32 [B, H, C, K], the centroid's attention output over all other keys.
+      rest: float32 [B, H, C, K], the centroid's attention output over all other keys. The logit of
+        such a key k for centroid c is c.k + v |k|^2 / 2, with the centroid's variance v.
       lse: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
       filled: int32 [B], how many of the R slots hold a key. If the number is 0, the other arrays of
         this row of the batch have no meaning.

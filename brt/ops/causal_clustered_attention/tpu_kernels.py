@@ -51,7 +51,8 @@ class FarKernelInputs(NamedTuple):
       k, v: [W, K], keys and values of the previous block.
       kept_k, kept_v: [M, K], keys and values of centroid 0, then of centroid 1 and so on.
       rest: float32 [C, K], each centroid's weighted sum of the values that it does not keep.
-      rest_lse: [1, C], the log-sum-exps of these sums.
+      rest_lse: [1, C], for each centroid, the log-sum-exp of its logits of the keys whose values
+        are in this sum.
       labels: [1, W], the centroid of every query.
       gradient: [W, K], gradient of the output. This field and those below are None in the forward
         pass.

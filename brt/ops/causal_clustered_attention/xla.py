@@ -60,8 +60,8 @@ def memory_scan(
         This is the body of a scan over the blocks of the segment.
 
         Args:
-          past: the memory of this block, which is then emptied in rows of the batch in which the
-            block starts a document.
+          past: the memory that the scan hands to this block. In rows of the batch in which the
+            block starts a document, the block reads an empty memory instead.
           block: the keys and the values [B, H, W, K] of the previous block; and a mask that is
             False in rows of the batch in which this block starts a document.
         """

@@ -30,12 +30,12 @@ from brt.ops.softmax import MASKED
 SUBLANES = 8
 LIST_LENGTH = 32  # A sorted list of the largest logits has this many places.
 STEP_KEYS = LIST_LENGTH * SUBLANES  # One step of a loop over the keys processes this many keys.
-# A list of the positions of best keys has this number in places without a key. The number is
-# greater than all positions of keys.
+# If a cluster has fewer best keys than its list of their positions has places, this number fills
+# the other places. The number is greater than all positions of keys.
 NO_KEY = 2.0**24
 
 KeyLists = Float[Array, "32 8 C"]
-# An array of this type has one number for each cluster, which is equal in all sublanes.
+# An array of this type has one number for each cluster, and all 8 sublanes have the same numbers.
 PerCluster = Float[Array, "8 C"]
 
 
@@ -140,13 +140,12 @@ def best_threshold(
     bits = logits.shape[0].bit_length()
 
     def bisect(step: Any, position_limit: PerCluster) -> PerCluster:
-        """Returns the position limits after one step of a binary search, which decides one bit of
-        each limit.
+        """Returns the position limits after one step of a binary search for the largest limits with
+        which each cluster has at most `top_k` best keys.
 
-        The steps go from the highest bit to the lowest. `position_limit` has the limits with the
-        bits that earlier steps have decided. A bit is set if at most `top_k` keys are best keys
-        with the larger limit. The result of the last step is the largest limit with at most `top_k`
-        best keys.
+        Each step decides one bit of each limit, from the highest bit to the lowest. The bit is set
+        if the cluster still has at most `top_k` best keys with the larger limit. `position_limit`
+        has the bits that earlier steps have set.
         """
         further = position_limit + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(count_best(further) > top_k, position_limit, further)

@@ -42,10 +42,9 @@ class ClusteredKernelSettings(NamedTuple):
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def padding_multiple(self, tokens: int) -> int:
-        """Returns the number to a multiple of which `tokens` tokens are padded.
+        """Returns a number; an axis of `tokens` tokens must be padded to a multiple of this number.
 
-        The number is 128 if there are at most as many tokens as in a tile, and otherwise the size
-        of a tile.
+        The number is 128 if all tokens fit into one tile, and otherwise the size of a tile.
         """
         return self.tile if tokens > self.tile else LANES
 
@@ -210,8 +209,8 @@ def backward_kernel(
     dtype = inputs.queries.dtype
 
     def sum_gradients(i: Any, results: Array) -> Array:
-        """Returns `results`, the sum [C, E] of the output gradients of each cluster's members, plus
-        the output gradients of the i-th tile of queries.
+        """Returns `results`, the sum [C, E] of the output gradients of each cluster's members so
+        far, plus the output gradients of the i-th tile of queries.
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters).astype(dtype)

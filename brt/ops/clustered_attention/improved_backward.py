@@ -60,7 +60,8 @@ def backward_kernel(
       d_best: [R, K + E, C], the gradients of each cluster's best keys and of their values.
       d_best_transposed: [R, C, K + E], `d_best` with the last two axes exchanged.
       d_tokens: [X + 8, K + E], for each key and its value, the sum of the gradients from all
-        clusters whose best keys include this key.
+        clusters whose best keys include this key. Row X is for clusters with fewer best keys, whose
+        lists of positions are filled up with X.
       d_queries_exact: [K, T], the exact parts of the queries' gradients.
       rows: [2, 8 R, 128], dot products of 128 queries, each as eight partial sums in eight
         consecutive rows: first of the query and the R best keys, then of the gradient of the

@@ -130,8 +130,8 @@ def _choose_best_keys(
     threshold, position_limit = best_tpu.best_threshold(logits, values, counts, settings.top_k)
 
     def separate_best(step: Any) -> Array:
-        """Masks the logits of the best keys among the 256 keys of a step, and saves a bit for each
-        key, which is set for best keys.
+        """Replaces the logits of the best keys among the 256 keys of a step by MASKED, so that only
+        the logits of other keys remain. Saves a bit for each key, which is set for best keys.
 
         Returns, for each key, minus its position if it is a best key, and otherwise minus `NO_KEY`.
         The largest of these numbers are thus the positions of the best keys in ascending order.
@@ -220,8 +220,8 @@ def _gather_best_keys(
         places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
         def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
-            """Returns `words`, the bits of the group's best keys and values, after those that are
-            among the 128 keys of this step are filled in.
+            """Returns `words`, the bits of the group's best keys and their values, after filling in
+            the best keys that are among the 128 keys of this step.
             """
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [

@@ -28,7 +28,8 @@ class ImprovedKernelSettings(NamedTuple):
     """Static settings of the kernels.
 
     Attributes:
-      used: the number of clusters that queries belong to.
+      used: the number of clusters that queries may belong to; the kernels have `CLUSTERS` clusters,
+        of which all others are empty.
       top_k: the number of best keys of a cluster.
       mass_stop_gradient: True gives the total weight of the best keys no gradient.
       interpret: True runs the kernels on any device, slowly.
@@ -194,7 +195,8 @@ class QueryTile:
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
     def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
-        """Returns the softmax weights of the best keys of each query's cluster.
+        """Returns the weights of each query for the best keys of its cluster, from a softmax over
+        these keys alone.
 
         Args:
           logits: the logits of each query for the R best keys of its cluster.

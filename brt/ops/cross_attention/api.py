@@ -71,9 +71,9 @@ def attend(
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output. Padding is not read. The setting `mask_kv =
-        False`, as in the original code's T5, is an exception: padding then counts in the parts of
-        the attention that are no softmax.
+      keys, values: projections of the encoder's output. Padding is not read, except if
+        `config.mask_kv` is False, as in the original code's T5. Padding then counts in recurrences
+        and in the means of segments, but no softmax reads the keys of padding themselves.
       valid: False for padding; a source without valid positions gives zeros.
       parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
@@ -122,8 +122,8 @@ def prefill(
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
     """Returns the cache for decoding steps at target position t and later.
 
-    Only the kind `srformer` with `cache = "carry"` changes its cache, because this cache holds the
-    state of the recurrence at one position.
+    Only the kind `srformer` with the setting `cache = "carry"` changes its cache, because this
+    cache holds the state of the recurrence at one position.
 
     Args:
       cache: the cache from `prefill` or from an earlier call of `advance`.

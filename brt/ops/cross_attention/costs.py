@@ -78,8 +78,8 @@ def multiplications(
       w_on: for `srformer`, the arrays with which the weights W of the recurrence are multiplied:
         the values (kd^2 multiplications for k source positions and heads of size d, as in brt), or
         the products of keys and values of each of m segments (md^3, as in the paper).
-      heads: for `xl_memory`, the number of heads whose vectors its RNN concatenates; 0 for a memory
-        without an RNN. The other kinds do not use this number.
+      heads: for `xl_memory`, the number of heads, whose vectors its RNNs read as one vector; 0
+        leaves the RNNs out of the result. The other kinds do not use this number.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)

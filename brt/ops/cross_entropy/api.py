@@ -56,8 +56,8 @@ def token_scores(
       targets: the token to score at each position.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once. The TPU kernels
-        ignore this number.
+      chunk: the largest number of tokens of a row whose logits exist at once on a device. The TPU
+        kernels ignore this number.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 
@@ -91,8 +91,8 @@ def cross_entropy(
       mask: False where a target does not count.
       bias: float32, a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once. The TPU kernels
-        ignore this number.
+      chunk: the largest number of tokens of a row whose logits exist at once on a device. The TPU
+        kernels ignore this number.
       smoothing: the fraction of each target's probability that is distributed evenly over all
         tokens.
       implementation: the name of an implementation; None selects the best one that supports the

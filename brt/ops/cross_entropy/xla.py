@@ -41,8 +41,8 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    If the tokens of a row are divided among several devices, each chunk has `chunk` tokens from
-    each of these devices, so that every token stays on its device.
+    C is `chunk` times the number of devices among which the tokens of a row are divided. Each chunk
+    has `chunk` tokens of each of these devices, so every token stays on its device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -125,7 +125,7 @@ def token_scores(
       targets: the token to score at each position.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once.
+      chunk: the largest number of tokens of a row whose logits exist at once on a device.
     """
     chunk, product = (
         chunk_length(hidden.shape[1], chunk),
@@ -168,7 +168,7 @@ def cross_entropy(
       mask: False where a target does not count.
       bias: a bias of the logits, or None.
       scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once.
+      chunk: the largest number of tokens of a row whose logits exist at once on a device.
       smoothing: the fraction of each target's probability that is distributed evenly over all
         tokens.
     """
