@@ -1,7 +1,7 @@
-"""Activations of MLPs.
+"""Activations of MLPs, with a ReLU that saves only its output for the backward pass.
 
-The backward pass of ReLU needs only its output, which the next matrix product saves for its own
-gradient anyway.
+The next matrix product saves this output for its own gradient anyway, so the ReLU itself needs no
+memory.
 """
 
 from functools import partial

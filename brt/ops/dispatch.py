@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
       auto: the backends on which `auto` may select this implementation.
       backends: the backends on which this implementation can run.
       refusal: a function with the same arguments as `function`; returns the reason why `function`
-        cannot compute them, or None if it can.
+        does not support these arguments, or None if `function` does.
     """
 
     name: str

@@ -20,12 +20,18 @@ _BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns three numbers (runs, bits, register rows) whose product is `rows`, the number of rows
-    of a mask.
+    """Returns how the rows of a mask are split before `pack` packs them into 32-bit words.
 
-    The rows of a mask are split into runs of `bits` consecutive registers, with up to eight
-    register rows each. A run is packed into one register of words: bit j of a word belongs to the
-    j-th register of the run. A word uses `bits` of its 32 bits.
+    A vector register holds up to eight rows. The rows of a mask are split into groups of
+    consecutive registers. Each group is packed into one register of words: bit j of a word belongs
+    to the j-th register of the group.
+
+    Args:
+      rows: the number of rows of the mask.
+
+    Returns:
+      The number of groups; the number of registers of a group, which is the number of bits that a
+      word uses, at most 32; and the number of rows of a register. Their product is `rows`.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)
@@ -35,7 +41,7 @@ def bit_layout(rows: int) -> tuple[int, int, int]:
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
     """Returns the mask of each head as a matrix of 32-bit words; `unpack` inverts this function.
 
-    G is the number of runs times the number of register rows (see `bit_layout`).
+    Of the three numbers that `bit_layout` returns, G is the product of the first and the third.
     """
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)

@@ -56,7 +56,8 @@ def gate(
     - fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
     - lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
       section 3.5);
-    - gru: g s + (1 - g) z, with g computed from h and a bias of +1 (as in the original code).
+    - gru: g s + (1 - g) z, with g computed from h and a bias of +1, as in the original code of the
+      paper.
 
     Args:
       kind: 'fixed', 'lstm' or 'gru'.

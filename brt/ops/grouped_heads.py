@@ -170,7 +170,8 @@ def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> 
 def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:
     """Returns the gradients of keys or values for each head of keys.
 
-    The gradient of a head of keys is the sum of the gradients from the members of its group.
+    The gradient of a head of keys is the sum of the gradients from all heads of queries that share
+    this head of keys.
 
     Args:
       x: the gradients of the keys or values from each head of queries.

@@ -121,9 +121,9 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
     """Returns x / |x| * scale in x's dtype, where the norm is over the last axis.
 
-    `scale` has one number for each entry of the last axes of x before the last one; usually, this
-    is one axis, the heads. The backward pass computes the scale's gradient, in float32, from sums
-    that the gradient of x needs anyway.
+    The axes of `scale` are those axes of x that stand right before the last one, usually only the
+    axis of heads; each head then has a norm of its own. The backward pass computes the scale's
+    gradient, in float32, from sums that the gradient of x needs anyway.
     """
     return _unit_forward(x, scale)[0]
 

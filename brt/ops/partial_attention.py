@@ -1,4 +1,8 @@
-"""Softmax attention to a subset of the keys, and the combination of several such subsets.
+"""Softmax attention to a subset of the keys, and the combination of several such results.
+
+Attention to the window and attention to a memory, for example, are computed separately. The
+log-sum-exps of both then tell how to weight their outputs, so that the combination equals one
+softmax over all keys.
 
 In shapes, Q is the number of queries, S of keys of the subset, and K of numbers of a value; *B
 stands for any leading axes, such as the rows of the batch and the heads.
@@ -45,7 +49,7 @@ def attend_to_part(
     Args:
       logits: float32, `softmax.MASKED` where a key is not visible.
       values: the values of the keys.
-      dropout: applied to the weights.
+      dropout: dropout of the attention weights; None for no dropout.
     """
     return _forward(logits, values, dropout)[0]
 

@@ -26,8 +26,8 @@ def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.
     """
     exact = buckets // 2
     distances = np.maximum(distances, 0)
-    # The original code computes in float32; a float64 logarithm would change the limits of some
-    # buckets.
+    # The original code of the block-recurrent transformer computes the logarithm in float32. In
+    # float64, some buckets would begin at other distances.
     ratio = np.log(
         distances.astype(np.float32) / np.float32(exact) + np.finfo(np.float32).eps
     ) / np.float32(math.log(max_distance / exact))
@@ -129,7 +129,8 @@ def rotary_speeds(
       original_length: for "llama3", the number of tokens for which the model was first trained.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
-    # Pretrained models were trained with speeds in float32; the original code used float64.
+    # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
+    # The original code of the block-recurrent transformer, which multiplies by pi, uses float64.
     speeds = np.pi * speeds if times_pi else speeds.astype(np.float32).astype(np.float64)
     if scaling == "linear":
         speeds = speeds / factor

@@ -81,7 +81,8 @@ def bias_tile(
     offsets = (np.arange(period) + queries) % period - queries
     row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
     # `row` is repeated and then cut into one line for each query. The lines are one entry shorter
-    # than `row`, so line i + 1 begins one entry earlier in `row` than line i, as the offsets do.
+    # than `row`, so line i + 1 begins one entry earlier in `row` than line i. This is correct,
+    # because the offset of a key is one smaller for query i + 1 than for query i.
     lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
     return lines.reshape(-1, queries, period - 1)[:, :, :keys]
 

@@ -1,10 +1,10 @@
-"""Attention to the first tokens of a document, after they have left the window.
+"""Attention to the first tokens of a document (the sinks) after they have left the window.
 
-A pretrained decoder without a window attends strongly to the first tokens of its context, whatever
-they say (attention sinks, Xiao et al. 2023). If these tokens leave the window, such a model breaks.
-Their keys and values are therefore kept. A sink is seen at a distance as if it stood right before
-the window: token p of a document sees sink j at the distance min(p, W + S - 1) - j, where W is the
-window and S the number of sinks.
+A decoder that was pretrained without a window attends strongly to the first tokens of its context,
+whatever these tokens say (attention sinks, Xiao et al. 2023). If the tokens leave the window, such
+a model breaks. The keys and values of the first S tokens are therefore kept. A query sees them at
+distances as if they stood right before its window: token p of a document sees sink j at the
+distance min(p, F + S) - j, where F is the distance of the farthest key of a window.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, S of
 sinks, H of heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves

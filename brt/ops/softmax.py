@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float
 MASKED = -1e6
 # The softmax of every row has one more logit, of this value, which belongs to no key. The value is
 # far below real logits and far above MASKED. In a row without visible keys the additional logit
-# takes all the probability, and in other rows none, as in `safe_softmax` of the original code.
+# takes all the probability, and in other rows none. The original code of the block-recurrent
+# transformer does the same in its function `safe_softmax`.
 FLOOR = -1000.0
 
 

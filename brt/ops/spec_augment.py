@@ -23,8 +23,8 @@ def spec_augment(
     """Returns the features with random bands set to 0, which is the mean of normalized features.
 
     Each row of the batch draws its own bands. The width of a band is drawn uniformly from 0 to its
-    maximum, and a band of time covers at most half of the row's frames. The position is drawn
-    uniformly from all positions where the band fits.
+    maximum, and a band covers at most half of the row's frames or of the features. The position is
+    drawn uniformly from all positions where the band fits.
 
     Args:
       features: spectrograms of X frames with F features.

@@ -46,7 +46,9 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Returns the rows with random tokens masked, and the masked tokens as targets.
+    """Chooses random tokens of each row to predict, and replaces most of them in the input.
+
+    Of the chosen tokens, 80 % are replaced by the mask token and 10 % by random tokens.
 
     Args:
       tokens: the original tokens.

@@ -1,9 +1,10 @@
 """Matrix products inside a scan whose weight gradients are computed once, after the scan.
 
-The backward pass of a scan adds x_t^T dy_t to a weight's gradient at every step t. This is half of
-the serial work, in products too small to run efficiently, and nothing in the scan depends on the
-sum. Here, the backward scan only returns the pairs (x_t, dy_t), and one product over all steps
-computes the gradient from them.
+For a product y = x W, the backward pass of a scan computes two products at every step t: the
+gradient of x_t, and x_t^T dy_t, which it adds to the gradient of the weight W. The second product
+is too small to run efficiently, and no other step needs it. Here, the backward scan therefore only
+returns the pairs (x_t, dy_t), and one product over all steps computes the weight's gradient from
+the pairs.
 
 A `Tap` carries the pairs out of the scan. In the forward pass, a tap consists of zeros that nothing
 reads; in the backward pass, the "gradient" of the tap at step t is the pair (x_t, dy_t). Each use

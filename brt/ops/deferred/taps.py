@@ -42,9 +42,10 @@ class Tap(NamedTuple):
 
 
 class LayerTaps(NamedTuple):
-    """The taps of several layers, as separate arrays.
+    """The taps of the layers of a scan over layers, one tap for each layer.
 
-    Stacking the arrays of all layers, after those of all steps, would copy everything twice.
+    The arrays of a tap are stacks over all steps. They are not stacked over layers as well, because
+    this would copy all arrays a second time.
 
     Attributes:
       layers: the tap of each layer, for all steps.
@@ -125,10 +126,14 @@ def layer_taps(
 
 
 def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
-    """Returns the taps of one step as inputs `xs` of a scan over layers.
+    """Returns the taps of one step in the form in which a scan over layers needs them as its `xs`.
 
-    Each `LayerTaps` in the tree `taps` becomes one tap whose arrays have the layers on axis 0; all
-    other taps are unchanged.
+    Args:
+      taps: a tree that contains taps for a single layer and `LayerTaps` for several layers.
+
+    Returns:
+      The same tree, where each `LayerTaps` is replaced by one tap whose arrays have the layers on a
+      new axis 0.
     """
 
     def stack(x: Any) -> Any:
@@ -180,7 +185,10 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 def multiplies_separately(parts: int) -> bool:
-    """Returns True if `dot_of_parts` multiplies this many parts (inputs) separately instead of
-    concatenating them.
+    """Returns True if `dot_of_parts` multiplies each of its inputs separately instead of
+    concatenating the inputs, which is faster on some backends.
+
+    Args:
+      parts: the number of inputs.
     """
     return parts > 1 and dispatch.policy().multiplies_separately

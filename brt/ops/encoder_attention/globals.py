@@ -4,8 +4,8 @@ The tokens of a source are split into short blocks. Each block has a global toke
 vectors of its tokens, to which all tokens of the source attend. The last tokens, if they do not
 fill a block, belong to the last full block. A source shorter than a block has no global token.
 
-In shapes, B is the number of sources, T of tokens of a source, G of global tokens, H of heads, and
-K of numbers of a head.
+In shapes, B is the number of sources, T of tokens of a source, G of global tokens of a source
+without padding, H of heads, and K of numbers of a head.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from brt.ops.relative_bias import relative_buckets
 
 
 class GlobalBlocks(NamedTuple):
-    """The block that each token belongs to; each block of a source has one global token.
+    """The division of sources into blocks, each of which has one global token.
 
     Attributes:
       ids: int32 [B, T], the index of the token's block; -1 for padding, and for all tokens of a
         source without global tokens.
-      exist: bool [B, G], True for the blocks that the source has. The blocks that a short source
-        lacks are at the end.
+      exist: bool [B, G], True for the blocks that the source has. A source with padding may have
+        fewer than G blocks; the last entries are then False.
     """
 
     ids: Int[Array, "B T"]
@@ -47,7 +47,7 @@ class GlobalKeys(NamedTuple):
 
 
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
-    """Returns the block of `size` tokens that each token belongs to.
+    """Divides sources into blocks of `size` tokens; returns the block that each token belongs to.
 
     Args:
       mask: False for padding, which must be at the end of a row.

@@ -20,7 +20,7 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import FLOOR
 
-TILE_LOGITS = 1 << 22  # By default, at most this many logits exist at once.
+TILE_LOGITS = 1 << 22  # By default, a tile has at most this many logits on a device.
 
 
 def attend_part(

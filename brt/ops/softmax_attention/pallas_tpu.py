@@ -275,7 +275,9 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns the keys or values x, with zeros for the first half unless `seen` is True."""
+        """Returns the keys or values x. If `seen` is False, the queries must not read the first
+        half, which is replaced by zeros.
+        """
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 

@@ -1,3 +1,3 @@
-"""Weight gradients from the inputs and output gradients of the steps of a loop."""
+"""The gradient of a weight that all steps of a loop use, computed once, after the loop."""
 
 from brt.ops.weight_gradient.api import weight_gradient as weight_gradient

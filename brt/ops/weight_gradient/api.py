@@ -1,4 +1,8 @@
-"""Weight gradients of a loop, with a choice of implementations."""
+"""The gradient of a weight that all steps of a loop use, with a choice of implementations.
+
+The loop collects the inputs x and the output gradients dy of its products. The gradient of the
+weight is the sum of x^T dy over all steps, which is computed once, after the loop.
+"""
 
 from jaxtyping import Array, Float
 
@@ -38,9 +42,9 @@ def weight_gradient(
       dy: [N, *rows, *outputs], the gradient of the product in each step.
       inputs: the number of the weight's input axes.
       outputs: the number of the weight's output axes.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as unsigned integers with the
-        bits of x. A kernel may then read these integers, so that XLA makes no copy of x. The
-        argument x itself has a floating-point dtype in any case.
+      as_bits: True if x was computed by `dispatch.output_residual` from stored unsigned integers
+        that have the bits of x. A kernel may then read these integers, so that XLA makes no copy
+        of x. The argument x itself has a floating-point dtype in any case.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 

@@ -61,8 +61,8 @@ class _Side(NamedTuple):
         """Returns the layout of an array, divided into tiles.
 
         Args:
-          x: [N, *rows, *axes], the inputs or the output gradients of N steps.
-          axes: the number of axes in `axes`.
+          x: [N, *rows, *features], the inputs or the output gradients of N steps.
+          axes: the number of axes of `features`, which are also axes of the weight.
           most: the largest number of columns of a tile.
         """
         *others, width = x.shape[x.ndim - axes :]
@@ -74,7 +74,7 @@ class _Side(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
+        """The number of tiles into which the columns of this side are divided."""
         return math.prod(self.groups) // self.heads * (self.width // self.columns)
 
     @property

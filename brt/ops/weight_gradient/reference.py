@@ -1,4 +1,6 @@
-"""Reference implementation of weight gradients: one product for each step."""
+"""Reference implementation of the gradient of a weight that all steps of a loop use: the sum of one
+product for each step.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -1,5 +1,6 @@
-"""Weight gradients in plain XLA: one product over the arrays of all steps, copied into one
-array.
+"""The gradient of a weight that all steps of a loop use, in plain XLA: one product over all steps.
+
+XLA first copies the arrays of the steps into one array.
 """
 
 from jaxtyping import Array, Float
