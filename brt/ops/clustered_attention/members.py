@@ -91,7 +91,8 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     takes four times as long to sort pairs.
     """
     tokens = labels.shape[-1]
-    # Labels are at most T, so the largest combined number of label and position is T * T + T - 1.
+    # Label and position are combined to the number label * T + position. Labels are at most T, so
+    # the largest such number is T * T + T - 1.
     if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:
         return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.uint32)[None, None]
