@@ -126,8 +126,9 @@ def window_part(
         of a query. Slot c of a query is key c of the query's own block if the query sees this key,
         and otherwise key c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values instead
-        of being ignored, as the original code does at the start of a document.
+      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values, as in
+        the original code of the block-recurrent transformer. False excludes these keys from the
+        softmax.
       scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
       implementation: the name of an implementation; None selects the best one that supports the

@@ -1,6 +1,6 @@
 """The kernels of window attention as implementations of `brt.ops.local_attention`.
 
-In local attention, the window and the blocks that a layer reads differ in length. The kernels
+In local attention, the window and the blocks that a layer reads may differ in length. The kernels
 process blocks of as many tokens as the window has, so a document may start inside of such a block.
 """
 

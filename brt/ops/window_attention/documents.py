@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Int
 def with_cache_mask(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a version of `function` that takes a cache mask instead of the starts of documents.
 
-    The mask is True for each block of W tokens that may read the block before it.
+    The mask is True for each block of W tokens that may read the block before it. Kernels take the
+    starts, because documents may also start inside of a block.
 
     Args:
       function: an implementation of window attention, whose sixth argument is the place of the

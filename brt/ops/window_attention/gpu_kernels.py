@@ -31,10 +31,11 @@ class WindowTileInputs(NamedTuple):
     Attributes:
       q: [T, K], queries.
       keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
-      band: float32, the bias of each distance times log2(e), the farthest key first. On both sides,
-        the band is padded with MASKED, by the number of rows or columns of a tile.
+      band: float32, the bias of each distance times log2(e), the farthest key first. The band is
+        padded with MASKED on both sides, for keys of a tile that are outside of a query's window.
       first: int32 [D], for each part, the place of the first token of its document.
-      ends: int32 [E], for each group of keys, the place where the next document starts, or T.
+      ends: int32 [E], for each group of keys, the place where the next document starts; T if no
+        document starts after the keys.
       dropout: int8 [W, W], not zero for weights that dropout keeps.
       gradient: [T, K], gradient of the output.
       lse: [T], the log-sum-exp of each query's logits.
@@ -91,8 +92,9 @@ class WindowTiles(NamedTuple):
         """Returns the range of key tiles in the window of query tile i.
 
         The three results are the index of the first key tile of the window, the end of the range
-        (exclusive), and the index of the first key tile of the queries' document. The last one is
-        greater than the first one if the document starts within the window.
+        (exclusive), and the index of the first key tile of the window that is in the queries'
+        document. The last one is greater than the first one if the document starts within the
+        window.
         """
         begin, part = i * self.rows, self.inputs.q.shape[0] // self.inputs.first.shape[0]
         first = self.window + self.inputs.first[jax.lax.div(begin, part)]

@@ -39,8 +39,8 @@ class KernelLaunches(NamedTuple):
     band: LaunchShape
 
 
-# The keys are head sizes. With these launch parameters, the compiler for sm_90a (H100, H200) spills
-# no registers.
+# `LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for
+# sm_90a (H100, H200) spills no registers.
 LAUNCHES = {
     64: KernelLaunches(
         LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 3), LaunchShape(64, 128, 8, 3),

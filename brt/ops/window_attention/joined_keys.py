@@ -30,8 +30,8 @@ def with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
           cached: the keys and values of the tokens before the segment.
           keys, values: the keys and values of the segment; tokens are on axis 1.
           others: further arguments of `function`.
-          scale: [H], the norm to which the queries of each head are scaled, after which keys have
-            norm 1; None for no normalization.
+          scale: [H]; if not None, the keys are first scaled to norm 1, and the queries of head h to
+            norm scale[h].
           options: keyword arguments of `function`.
         """
         keys, values = (

@@ -31,8 +31,9 @@ def opaque_zero(n: Array) -> Array:
     """Returns zero, computed from `n` so that the compiler does not recognise it as a constant.
 
     If the compiler knows the index of an operand, it computes the descriptors of this operand for
-    all unrolled iterations of a loop in advance and keeps them in registers, which the matrix
-    products need. Callers use this zero as an index or add it to one.
+    all unrolled iterations of a loop in advance and keeps the descriptors in registers. The matrix
+    products need these registers. Callers therefore use this zero instead of the constant 0 as an
+    index, or add it to an index.
 
     Args:
       n: an index or a number of tiles, far smaller than 2**20.
@@ -91,6 +92,8 @@ class WindowMosaicInputs(NamedTuple):
     def query_tile_range(self, lane: Array, j: Array) -> tuple[Array, Array]:
         """Returns the range of query tiles of a lane that may read key tile j: the first index and
         the end (exclusive).
+
+        Key tiles are counted from the start of the block before the segment.
         """
         block = jax.lax.div(j, self.tiles_per_window)
         following = jnp.minimum(block, self.cache_mask.shape[1] - 1)

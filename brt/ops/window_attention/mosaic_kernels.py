@@ -281,7 +281,8 @@ def window_attention_band(
 
     Args:
       inputs: references to the inputs.
-      d_strip: output, the gradient of the strip.
+      d_strip: output, the gradient of the strip, [groups of query tiles, H, TILE, W + TILE], with
+        windows of W tokens.
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       tiles_per_program: the number of consecutive query tiles that a program sums over.
       strip: shared memory for the tile of the strip.

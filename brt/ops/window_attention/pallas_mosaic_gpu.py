@@ -40,7 +40,7 @@ from brt.ops.window_attention.pallas_gpu import (
 # kernel and of the three backward kernels, which compute the gradients of the queries, of the keys
 # and values, and of the bias ("band"). If there are two slots, copies fill one of them while the
 # kernel computes with the other. With these numbers, two programs share a multiprocessor, or one
-# program takes all of its shared memory.
+# program uses all shared memory of a multiprocessor.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
@@ -179,8 +179,9 @@ def _strips(
         """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
-        # The band of L numbers is repeated once for every row. If the repeated numbers are read as
-        # rows of L - 1 numbers, the band begins one column later than in the row before.
+        # The band has L = `length` numbers and is repeated once for every row. If the repeated
+        # numbers are read as rows of L - 1 numbers, the band begins in each row one column later
+        # than in the row before.
         shifted = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
         return shifted.reshape(-1, TILE, length - 1)[..., : window + TILE]
 

@@ -69,8 +69,8 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are those of `window_attention` in this module. `cache_mask` may also be the
-    argument `first`; the result does not depend on it.
+    The arguments are those of `window_attention` in this module, except that `cache_mask` may take
+    the place of `first`. The result depends only on `queries`, `cached` and `dropout`.
     """
     if reason := _LIMITS.refusal(queries, cached):
         return reason

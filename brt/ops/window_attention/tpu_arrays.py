@@ -33,8 +33,8 @@ class WindowBlocks(NamedTuple):
     def previous_and_own(self, first: Array) -> tuple[Array, Array]:
         """Returns the keys (or values) of the previous block and of the block being processed.
 
-        `first` is True if the latter is the first block of the segment; its previous block is then
-        the cached block.
+        `first` is True if the block being processed is the first block of the segment. The previous
+        block is then the cached block.
         """
         return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
 
@@ -116,7 +116,10 @@ class BlockDocuments(NamedTuple):
 
     def document_start(self, row: int) -> Array:
         """Returns where the document of a row of the block starts, counted from the start of the
-        block; negative numbers are in the previous block.
+        block.
+
+        The result is negative if the document starts before the block. `row` is the index of the
+        row in the block.
         """
         begin = self.n * self.window
         return self.first[self.lane, jax.lax.div(begin + row, jnp.int32(self.part))] - begin

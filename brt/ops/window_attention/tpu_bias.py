@@ -1,7 +1,7 @@
 """Pallas kernels for TPUs that compute the bias tile of window attention, and its gradient.
 
 A row is a query of a block of W tokens, and a slot is one of the W keys that the row sees: slot c
-is key c of the row's own block, or key c of the block before if the row does not see the former.
+is key c of the row's own block if the row sees this key, and otherwise key c of the block before.
 The tile has the bias of W slots for the first R rows of a block. Column r of the tile is the bias
 vector shifted by r slots. XLA would build such a tile by padding and slicing a repeated vector. The
 kernel instead rolls column r by each power of two in the binary representation of r; rolls by eight
@@ -30,8 +30,10 @@ def bias_tile(
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[Array, "H W R"]:
-    """Returns the bias of each slot and row. The key in slot c of row r is at the distance (r - c)
-    mod W, or W instead of 0 if a token does not see itself.
+    """Returns the bias of each slot and row.
+
+    The key in slot c of row r is at the distance (r - c) mod W, or W instead of 0 if a token does
+    not see itself.
 
     Args:
       bias: the bias of each head and distance, the nearest key first.

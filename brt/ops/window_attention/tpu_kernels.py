@@ -336,7 +336,9 @@ def backward_kernel(
             )
 
     d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
-    # In the additional step after the last block, the inputs still belong to the last block.
+    # The step writes the gradient of the keys of block n - 1, which are usually the keys of the
+    # previous block. In the additional step after the last block, however, the inputs are still
+    # those of the last block, so block n - 1 is the block that the inputs call their own.
     if inputs.scale is not None:
         block_keys, last = inputs.keys.previous_and_own(n == 0)
         d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]

@@ -42,8 +42,10 @@ _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
 def tile_rows(window: int) -> int:
-    """Returns the number of rows of a tile for windows of `window` tokens, which is a divisor of
-    `window`.
+    """Returns R, the number of rows (queries) of a tile, which is a divisor of the window.
+
+    Args:
+      window: the number of tokens of a window.
     """
     rows = window
     while rows % 2 == 0 and rows // 2 >= _MIN_ROWS and (rows == window or rows > _MAX_ROWS):
