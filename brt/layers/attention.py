@@ -56,9 +56,9 @@ from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part_step
 
-# The type of a function that adds attention to further keys. Its arguments are the scaled queries
-# [B, T, H, K] and their attention to the window. It returns the output [B, T, H, K] of attention to
-# the window and to the further keys together, with one softmax.
+# The type of a function that adds attention to keys beyond the window. Its arguments are the scaled
+# queries [B, T, H, K] and their attention to the window. It returns the output [B, T, H, K] of
+# attention to the window and to the keys beyond the window together, with one softmax.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -130,8 +130,8 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. Each
-        has its own product, because splitting one joint product would copy the parts.
+        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. Each of
+        these is a separate matrix product, because splitting a joint product would copy its parts.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
@@ -177,9 +177,9 @@ class TransformerBlock(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-        """Returns keys and values in which each head is repeated for all heads of queries that it
-        serves, for operations that need H heads of keys. With `SelfAttention.normalize_qk`, keys
-        are normalised only if `normalize` is True; otherwise the operation must normalise them.
+        """Returns keys and values with H heads: each head is repeated for all heads of queries that
+        it serves, as some operations need. With `SelfAttention.normalize_qk`, keys are normalised
+        only if `normalize` is True; otherwise the operation must normalise the keys.
         """
         if normalize or not self.model.attention.normalize_qk:
             keys = self.normalized_keys(keys)
@@ -207,7 +207,7 @@ class TransformerBlock(nn.Module):
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """Returns the factor of each head's queries: the absolute value of the parameter `name` for
-        normalised queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if that is 0.
+        normalised queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if the setting is 0.
         """
         m = self.model
         if m.attention.normalize_qk:

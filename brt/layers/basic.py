@@ -30,7 +30,7 @@ ZEROS = nn.initializers.zeros
 INTO_HEADS = ("embed", "heads", "head_dim")
 INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
-# These are the names of the axes [n, H, K] of the outputs of n attentions, where the heads are not
+# These are the names of the axes [n, H, K] of the outputs of n attentions if the heads are not
 # sharded over devices.
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 # This is the name of the random stream of dropout masks that all blocks of a segment share.
@@ -57,8 +57,8 @@ def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
     computing a block.
 
     Args:
-      largest: the largest number of steps in an iteration, as the user set it; 0 selects the
-        default of the backend.
+      largest: the largest number of steps in an iteration, usually the setting `Model.unroll`; 0
+        selects the default of the backend.
       steps: the number of steps of the scan.
       on_tpus, on_cpus: the default of TPUs and the default of CPUs; the default of GPUs is 1.
     """
@@ -68,7 +68,8 @@ def unrolled(largest: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
 
 @jax.custom_vjp
 def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-    """Returns `params` and x unchanged; the backward pass computes both gradients together.
+    """Returns the parameters `params` and the inputs x of a layer unchanged, and makes the backward
+    pass compute the gradients of both together.
 
     An optimization barrier makes the gradient of x, on which all lower layers depend, wait for the
     gradients of the layer's parameters. If the layers are not in a loop, a compiler would otherwise
@@ -98,7 +99,8 @@ def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
     Args:
       keep: the setting `Model.remat_keep`. "nothing" saves no results. "products" saves the results
         of all matrix products, and "products_with_weights" only the results of products with
-        weights. Both also save the outputs of kernels.
+        weights. Both also save the outputs of hand-written kernels, which
+        `dispatch.output_residual` has named.
     """
     policies = jax.checkpoint_policies
     if keep == "nothing":
@@ -133,14 +135,14 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
 def zero_for_states(init: Initializer) -> Initializer:
     """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions: the
     first half, for attention to tokens, is initialised by `init`, and the second half, for
-    attention to states, is zero.
+    attention to states, is zero. The initial layer then ignores the states.
     """
     return lambda *arguments: init(*arguments).at[1].set(0)
 
 
 def gate_bias(mean: float) -> Initializer:
-    """Returns a normal initialiser with this mean and the standard deviation of the authors' code
-    of Block-Recurrent Transformers, 0.1.
+    """Returns a normal initialiser of gate biases with this mean and the standard deviation 0.1, as
+    in the authors' code of Block-Recurrent Transformers.
     """
     normal = nn.initializers.normal(0.1)
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)

@@ -44,7 +44,8 @@ class ClusteredState(NamedTuple):
     cached block.
 
     In shapes, C is the number of centroids of a head and R the number of slots for keys of a
-    centroid. The fields after `window` are the fields of `CentroidMemory`, in the same order.
+    centroid. The fields after `window` correspond to the fields of `CentroidMemory`, in the same
+    order.
 
     Attributes:
       window: the keys and values of the last block, as in a sliding-window layer.
@@ -122,8 +123,8 @@ class ClusteredLayer(WindowLayer):
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
     window. Of these, the keys of the previous block are read exactly. Older keys are read through
-    the token's centroid, which keeps some of them and the sum of the others. Learned position
-    biases treat all keys that left the window like the farthest key of the window.
+    the token's centroid, which keeps some of these keys, and its attention output over all others.
+    Position biases treat all keys that left the window like the farthest key of the window.
 
     Attributes:
       model: the settings of the model, as the layer sees them (`Model.for_layer`).
@@ -133,10 +134,11 @@ class ClusteredLayer(WindowLayer):
 
     def setup(self) -> None:
         """Creates the module with attention and the MLP, the centroids and, if `Clustered.jensen`
-        is set, the standard deviations of the queries around each centroid.
+        is set, the learned standard deviations of the queries around each centroid.
 
-        With `Clustered.jensen`, the weights of the sums that centroids keep are corrected for the
-        variance of these queries (Jensen's inequality). The variance is the squared deviation.
+        The deviations correct the logits of a centroid for the keys that it does not keep, because
+        the centroid attends to these keys in place of queries that differ from it (Jensen's
+        inequality).
         """
         section = self.model.of(Clustered)
         m = self.model
@@ -197,8 +199,8 @@ class ClusteredLayer(WindowLayer):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention of all tokens to their window and to all tokens before it, with
-            one softmax.
+            """Returns the attention of all tokens to their window and to all tokens before the
+            window, with one softmax.
 
             Args:
               queries: the queries of the segment.
@@ -224,8 +226,8 @@ class ClusteredLayer(WindowLayer):
         def attend_beyond_window(
             queries: Float[Array, "B 1 H K"], part: AttentionPart
         ) -> Float[Array, "B 1 H K"]:
-            """Returns the attention of one token to its window and to all tokens before it, with
-            one softmax.
+            """Returns the attention of one token to its window and to all tokens before the window,
+            with one softmax.
 
             Args:
               queries: the query of the token.

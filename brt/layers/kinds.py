@@ -54,13 +54,14 @@ class LayerKind(NamedTuple):
     field `state` of their output. A layer may change its open block with every token, so a
     recurrence over tokens keeps its state in the open block.
 
-      x: vectors of tokens.
+      x: vectors of T tokens in each of B rows of the batch, with D = `Model.model_dim` numbers.
       state: the state of the layer before the segment or the block.
       document_start: True where a block is the first block of a document. The layer must not use
         anything that it read before such a block.
       feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
         all layers attend if `Model.feedback` is set; otherwise None.
-      summaries: the summaries [B, N, U, D] of the blocks that the layer below computed, or None.
+      summaries: the summaries [B, N, U, D] that the layer below computed, U vectors for each block,
+        or None.
       model_state: statistics that the layer learns without gradients, such as centroids; () for
         kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
       taps: accumulators of deferred weight gradients for a single block, or None.

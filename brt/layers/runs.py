@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
     @property
     def layer_kind(self) -> LayerKind:
-        """The `LayerKind` of the run's layers."""
+        """The registered `LayerKind`, which describes the kind of the run's layers."""
         return kinds.of(self.kind)
 
 

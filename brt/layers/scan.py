@@ -27,8 +27,8 @@ class Stream(NamedTuple):
     """The arrays that a layer passes to the layer above.
 
     Attributes:
-      x: [B, T, D], the vectors of T tokens in each of B rows of the batch; None in methods that
-        read no tokens, such as `begin_block`.
+      x: [B, T, D], the vectors of T tokens in each of B rows of the batch, of the model's width D;
+        None in methods that read no tokens, such as `begin_block`.
       summaries: [B, N, U, D], U vectors that summarise each of N blocks; None in models without
         summaries.
     """
@@ -38,8 +38,8 @@ class Stream(NamedTuple):
 
 
 def defers_gradients() -> bool:
-    """Returns True if the backend computes the weight gradients of a loop over blocks after the
-    loop; accelerators do so.
+    """Returns True if weight gradients of a loop over blocks are computed after the loop on this
+    backend (`brt.ops.deferred`), as on accelerators.
     """
     return dispatch.policy().defers_gradients
 
@@ -143,8 +143,8 @@ def _call_tied(
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
-        """Passes the layer's parameters and its inputs through `learned_at_once`, which makes the
-        backward pass compute their gradients together. Returns the parameters, and stores the
+        """Passes the layer's parameters and its inputs through `learned_at_once`, so that the
+        backward pass computes their gradients together. Returns the parameters, and stores the
         inputs for `call`.
         """
         params, x_tied = learned_at_once(params, (x, inputs["summaries"]))

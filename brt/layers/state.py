@@ -124,8 +124,9 @@ class LayerOutput(NamedTuple):
       x: the output vectors of the tokens; None if no tokens were read.
       state: the state after the tokens, or the open block.
       aux: auxiliary losses, metrics and the next model state.
-      summaries: summaries [B, N, U, D] of N blocks for the layer above. None if the layer computes
-        no summaries; the layer above then gets the summaries that this layer got.
+      summaries: summaries [B, N, U, D] for the layer above, U vectors for each of N blocks. None if
+        the layer computes no summaries; the layer above then gets the summaries that this layer
+        got.
     """
 
     x: Float[Array, "B T D"] | None
@@ -185,7 +186,8 @@ def zero_where_invalid(window: WindowState) -> WindowState:
     """Returns the window with zeros as keys and values in rows of the batch that have not read a
     block of their document.
 
-    The authors' code of Block-Recurrent Transformers attends to these zeros (null keys).
+    Like the authors' code of Block-Recurrent Transformers, models with null keys attend to these
+    zeros (`has_null_keys`).
     """
     keep = window.valid[:, None, None, None]
     return window._replace(
@@ -194,8 +196,8 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 
 
 def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
-    """Returns True for rows of the batch whose tokens may attend to the keys in `state`, which
-    belong to the block before the block that is read.
+    """Returns, for each row of the batch, True if the tokens of the next block may attend to the
+    keys in `state`, the keys of the tokens before that block.
     """
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
     return valid & model.sliding.cache

@@ -47,7 +47,7 @@ def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int)
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
         """Returns accumulators for those of the kernels called `names` that the layers have; None
-        if storing the accumulators would move more memory than gradients of each block do.
+        if accumulators would move more memory than adding up the gradients block by block.
 
         Args:
           names: names of parameters of the layers.

@@ -22,7 +22,7 @@ class WindowLayer(nn.Module):
     """A sliding-window layer: causal attention of each token to its window, followed by an MLP.
 
     Layers whose tokens also attend to keys beyond the window are subclasses. A subclass defines
-    `mix_step`, `__call__` and `end_block`, and inherits how a token is read.
+    `mix_step`, `__call__` and `end_block`, and inherits `begin_block` and `decode_step`.
 
     Attributes:
       model: the settings of the model, as the layer sees them (`Model.for_layer`).
@@ -68,7 +68,8 @@ class WindowLayer(nn.Module):
 
     def mix_step(self, state: Any, position: Int[Array, ""]) -> Mix | None:
         """Returns the function that adds attention to keys beyond the window to the attention of
-        one token, or None if the layer has no such keys. Subclasses with such keys override it.
+        one token, or None if the layer has no such keys. Subclasses with such keys override this
+        method.
 
         Args:
           state: the layer's state after the previous block.

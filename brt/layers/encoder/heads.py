@@ -89,8 +89,8 @@ class MaskedLanguageModel(nn.Module):
     """The head for masked language modeling, as in RoBERTa.
 
     The hidden vectors pass through the linear layer `dense`, the activation and `norm`. The logits
-    are the products of the result with the token embeddings, plus `logits_bias` [V]. The loss
-    computes the logits in chunks from `brt.models.encoder.readout`, because the logits of all
+    are the products of the result with the embeddings of the V tokens, plus `logits_bias` [V]. The
+    loss computes the logits in chunks from `brt.models.encoder.readout`, because the logits of all
     positions would need much memory.
     """
 

@@ -102,11 +102,11 @@ class Inputs(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
-    """Returns the sinusoidal position vectors (Vaswani et al. 2017, section 3.5) of positions 0 to
-    `length` - 1, float32.
+    """Returns the sinusoidal vectors (Vaswani et al. 2017, section 3.5) of the T = `length`
+    positions from 0 on, [T, D], float32.
 
-    The first half of a vector of `width` numbers has the sines and the second half the cosines. The
-    vectors are scaled so that the mean square of their numbers is 1.
+    The first half of a vector of D = `width` numbers has the sines and the second half the cosines.
+    The vectors are scaled so that the mean square of their numbers is 1.
     """
     speeds = 10_000.0 ** (-np.arange(width // 2) / (width // 2))
     angles = np.outer(np.arange(length), speeds)

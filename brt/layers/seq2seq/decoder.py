@@ -29,7 +29,7 @@ class TargetInputs(NamedTuple):
     Attributes:
       encoded: the encoder's outputs for the S source tokens.
       mask: True for source tokens, False for padding.
-      bias: the bias between target tokens, by head; None for no bias.
+      bias: T5's relative position bias between target tokens, by head; None in BART.
     """
 
     encoded: Float[Array, "B S D"]
@@ -43,7 +43,8 @@ class StepInputs(NamedTuple):
     Attributes:
       source: the caches of cross-attention to the source for all layers, with layers on axis 1.
       position: the position of the token in the targets.
-      bias: the bias between the token and every target position, by head; None for no bias.
+      bias: T5's relative position bias between the token and every target position, by head; None
+        in BART.
     """
 
     source: CrossCache

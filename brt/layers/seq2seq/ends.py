@@ -61,7 +61,9 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the output of the encoder or decoder, from the output x of the last layer."""
+        """Returns the output of the encoder or decoder, computed from the output x of its last
+        layer: normalised and with dropout in T5, unchanged in BART.
+        """
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)

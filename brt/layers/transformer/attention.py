@@ -74,11 +74,12 @@ class SharedInputs(NamedTuple):
 
     Attributes:
       valid: True for tokens, False for padding.
-      bias: the float32 bias of the logits. [H, T, T] for full attention; [H, W, 3 W] for local
-        attention, in which the W tokens of a block attend to their block and its two neighbours;
-        None for no bias.
-      distance_bias: the float32 bias of each distance (key minus query) from 1 - T to T - 1, for
-        kinds of attention that need the bias in this form; None for others.
+      bias: the float32 bias of the logits of Q queries and S keys. For full attention, Q = S = T.
+        For local attention, the Q = W tokens of a block attend to the S = 3 W tokens of the block
+        and its two neighbours. None for no bias.
+      distance_bias: the float32 bias of each of O = 2 T - 1 distances (position of the key minus
+        position of the query) from 1 - T to T - 1, for kinds of attention that need the bias in
+        this form; None for others.
       blocks: the division of the tokens into G blocks, each of which has a transient global token,
         the sum of its tokens (LongT5); None if there are no global tokens.
       global_bias: the float32 bias between tokens and the G global tokens; None if there are none.

@@ -131,14 +131,14 @@ class Residual(nn.Module):
     training: bool = False
 
     def before(self, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the input of a sub-layer: norm(x) if norms come first, otherwise x."""
+        """Returns the input of a sub-layer: norm(x) if `Block.norm_first` is True, otherwise x."""
         return norm(x) if self.block.norm_first else x
 
     def after(
         self, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
     ) -> Float[Array, "*B D"]:
-        """Returns the sum of x and dropout(y), where y is the output of a sub-layer. The sum is
-        normalised by `norm` unless norms come first.
+        """Returns the sum of x and dropout(y), where y is the output of a sub-layer. If
+        `Block.norm_first` is False, the sum is normalised by `norm`.
         """
         total = x + dropout(self, y, self.block.dropout)
         total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)

@@ -23,9 +23,11 @@ def stacked(
     The class has the fields of `layer`, and its parameters have the layers on axis 0. The methods
     of the class and of `layer` have the arguments (x, each, shared) and return (x, outputs):
 
-      x: arrays that each layer gets from the layer before; the class returns those of the last.
-      each, outputs: arrays that differ between layers. The methods of the class take and return
-        them with the layers on axis 0, and the methods of `layer` without this axis.
+      x: arrays that each layer gets from the layer before and changes. The methods of the class
+        return the arrays x of the last layer.
+      each, outputs: further arguments and results, which differ between layers. The methods of the
+        class take and return these arrays with the layers on axis 0, and the methods of `layer`
+        without this axis.
       shared: arrays that all layers read.
 
     The scan is a loop on CPUs and GPUs. On TPUs it is unrolled unless `remat` is True, because a

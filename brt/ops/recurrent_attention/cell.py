@@ -88,7 +88,7 @@ def state_kv(
     Args:
       weights: the cell's weights.
       vectors: float32, the states before the block.
-      normalize_qk: True if the keys are normalized.
+      normalize_qk: True normalizes the keys.
       dtype: dtype of the products and of the result.
     """
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)

@@ -2,11 +2,11 @@
 
 The grid is (head, lane); a lane is a row of the batch. A step normalizes the keys and queries of
 one head of the states of a lane, attends to the states and to the tokens of two blocks, and writes
-the outputs and the keys that tokens will read. The states' keys, both kinds of queries and values
-are one array, which one projection computes. The kernel reads this array without splitting it
-first, and the backward kernel writes the gradients as one array of the same form. As in window
-attention, the matrices of logits and weights are transposed, keys x states, and the backward pass
-recomputes the weights from the log-sum-exp.
+the outputs and the keys that tokens will read. One projection computes the states' keys, queries to
+states, queries to tokens, and values as one array. The kernel reads this array without splitting it
+first, and the backward kernel writes the gradients as one array of the same form. The matrices of
+logits and attention weights are transposed, keys x states, and the backward pass recomputes the
+weights from the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
 numbers, T of tokens of a segment, and N of its blocks of W tokens.
@@ -57,7 +57,8 @@ def refusal(
       vectors: [B, S, D], the states before the segment.
       cached: keys and values [B, W, H, K] of the tokens of the block before the segment.
       keys: [B, T, H, K], keys of the tokens of the segment.
-      attention: the name of the implementation of attention that the caller asks for.
+      attention: the name of the implementation of attention that the caller asks for. The kernels
+        compute attention themselves, so only None and "auto" are supported.
     """
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):

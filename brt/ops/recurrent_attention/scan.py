@@ -113,8 +113,9 @@ def state_update(
       before: keys and values of the tokens of the previous block.
       own: keys and values of the tokens of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: kernels taken from `weights` and the taps for their gradients, which
-        `state_scan` prepares once for all blocks; other callers leave both None.
+      kernels, taps: the kernels of the large products, taken from `weights`, and the taps for the
+        gradients of these kernels. `state_scan` prepares both once for all blocks; other callers
+        leave both None.
       kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
       tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
         update of the single layout (`CellWeights`), as in the original code; 'paper' bounds the

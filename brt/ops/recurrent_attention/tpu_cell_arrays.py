@@ -35,7 +35,8 @@ class CellKernelWeights(NamedTuple):
       gate: [1, D], bias of the fixed gate.
       projection: four arrays [D, K], for keys, queries to states, queries to tokens, and values.
       output: [2, K, D], projection of both attention outputs.
-      scales: [2, 128], the scales of both kinds of queries, repeated along the lanes of a register.
+      scales: [2, 128], the factors of the queries to states and of the queries to tokens, each
+        repeated along the lanes of a register.
       ids: [S, D], learned identities of the states; None in the backward pass.
       initial: [S, D], the states at the start of a document; None in the backward pass.
     """
@@ -63,8 +64,8 @@ class TokenBlocks(NamedTuple):
     own: Any
 
     def previous_and_own(self, first: Array) -> tuple[Array, Any]:
-        """Returns the tokens of the previous block as an array, and the tokens of this block as the
-        kernel's reference `own`.
+        """Returns the keys, or values, of the previous block as an array, and the keys, or values,
+        of this block as the kernel's reference `own`.
 
         Args:
           first: True for the first block of the segment, whose previous block is in the cache.
@@ -126,7 +127,8 @@ class CellKernelGradients(NamedTuple):
     sums over heads or blocks.
 
     Attributes:
-      projected: [4, S, K], the gradient of keys, both kinds of queries, and values of the states.
+      projected: [4, S, K], the gradient of keys, queries to states, queries to tokens, and values
+        of the states.
       update: [S, D], the gradient of the output projection's result.
       keys, values: two arrays [W, K] each, the gradients for the cached tokens and for this block's
         tokens.
@@ -134,7 +136,7 @@ class CellKernelGradients(NamedTuple):
       initial: [S, D], the gradient of the states at the start of a document.
       ids: [S, D], the gradient of the learned identities of the states.
       norm, gate: [1, D], the gradients of the norm's scale and of the gate's bias.
-      scales: [2, 128], the gradients of the scales of both kinds of queries.
+      scales: [2, 128], the gradients of `CellKernelWeights.scales`.
     """
 
     projected: Any

@@ -82,7 +82,7 @@ class CellGrid(NamedTuple):
         resting = 0 if self.backward else cached.shape[1] - 1
 
         def cache_index(b: Any, n: Any, h: Any, *_: Any) -> tuple:
-            """Returns the index, along B, H, W and K, of the block of the cache [B, H, W, K] that
+            """Returns the index, along B, H, W and K, of the part of the cache [B, H, W, K] that
             the step at position (b, n, h) of the grid reads.
             """
             return b, jax.lax.select(self.block_of_step(n) == 0, h, jnp.int32(resting)), 0, 0

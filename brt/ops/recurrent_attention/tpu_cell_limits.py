@@ -1,4 +1,8 @@
-"""A check whether the TPU kernel of the complete recurrent cell supports given inputs."""
+"""A check whether the TPU kernel of the complete recurrent cell supports given inputs.
+
+In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
+numbers, T of tokens of a segment, and W of tokens of a block.
+"""
 
 from typing import Any
 
@@ -33,9 +37,11 @@ def refusal(
       vectors: [B, S, D], the states before the segment.
       cached: keys and values [B, W, H, K] of the tokens of the block before the segment.
       keys: [B, T, H, K], keys of the tokens of the segment.
-      kind: the kind of gate.
-      taps: not None if the caller computes weight gradients after a scan over blocks.
-      attention: the name of the implementation of attention that the caller asks for.
+      kind: the kind of gate; only 'fixed' is supported.
+      taps: not None if the caller scans over blocks itself and computes weight gradients after the
+        scan, which the kernel does not support.
+      attention: the name of the implementation of attention that the caller asks for. The kernel
+        computes attention itself, so only None and "auto" are supported.
     """
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):

@@ -3,8 +3,8 @@
 The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. The states attend to
 each other and to the tokens of two blocks. Logits are keys x states.
 
-In shapes, S is the number of states, W of tokens of a block, K of numbers of a head, R of states of
-a tile, and X of keys.
+In shapes, B is the number of lanes, S of states, W of tokens of a block, K of numbers of a head, R
+of states of a tile, and X of keys.
 """
 
 import math
@@ -57,13 +57,16 @@ class StateKernelInputs(NamedTuple):
     The fields from `gradient` on are None in the forward pass.
 
     Attributes:
-      projected: [4, S, K], keys, both kinds of queries, and values of the states, not normalized.
-      scales: [2, 128], one number for each kind of queries, repeated: the length of the queries
-        after normalization, or without normalization a factor of the queries.
+      projected: [4, S, K], keys, queries to states, queries to tokens, and values of the states,
+        not normalized.
+      scales: [2, 128], one number for the queries to states and one for the queries to tokens, each
+        repeated: the length of the queries after normalization, or without normalization a factor
+        of the queries.
       keys, values: two arrays [W, K], for the tokens of the previous block and of this block.
       gradient: [2, S, K], gradient of `StateKernelOutputs.y`.
       d_states: two arrays [S, K], gradients of the state keys and values that tokens read.
-      y, lse: the fields of these names that the forward pass wrote to `StateKernelOutputs`.
+      y, lse: the outputs and the log-sum-exp of both attentions from the forward pass, as in
+        `StateKernelOutputs`.
     """
 
     projected: Any
@@ -81,7 +84,8 @@ class StateKernelOutputs(NamedTuple):
 
     Attributes:
       y: [2, S, K], outputs of attention to states and to tokens.
-      keys: [S, K], keys of the states that tokens read.
+      keys: [S, K], keys of the states, which the tokens read, too; normalized if
+        `StateKernelSettings.normalize_qk` is True.
       lse: [2, 1, S], log-sum-exp of both attentions.
     """
 

@@ -197,7 +197,8 @@ def step(
       config: settings of cross-attention.
     """
     batch, beams, length, heads, width = queries.shape
-    # If there is only one segment, all queries of a source read the same keys and values.
+    # If there is only one segment, all queries of a source read the same keys and values, so the
+    # axes of beams and positions are merged into one.
     if cache.keys.shape[1] == 1:
         positions = t[None]
         rows = queries.reshape(batch, 1, beams * length, heads, width).swapaxes(2, 3)

@@ -5,8 +5,8 @@ for example two heads of size 64. A step reads the keys and values of a source o
 the values by W, the matrix of the neurons' inputs. It computes the product K_j^T V_j of the keys
 and values of every segment j in VMEM, and runs the neurons over the segments. A step of the
 backward kernel repeats this computation, stores the membrane potentials in place of the products,
-and then processes the segments in reverse order. As in `xla`, the comparison of a potential with
-the threshold has no gradient.
+and then processes the segments in reverse order. As in `accumulate_fire`, the comparison of a
+potential with the threshold has no gradient.
 
 In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
 heads, and K of numbers of a head.

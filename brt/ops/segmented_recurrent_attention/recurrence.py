@@ -59,7 +59,8 @@ class RecurrentStates(NamedTuple):
 
 
 class NeuronMetrics(NamedTuple):
-    """Float32 numbers about the accumulate-and-fire neurons to log; None without neurons.
+    """Metrics of the accumulate-and-fire neurons to log, float32; all fields are None if
+    cross-attention has no neurons.
 
     Attributes:
       firing_rate: the fraction of entries of the states R above 0.

@@ -6,7 +6,7 @@ source positions of a segment (M * S >= X), T of target positions, N of beams of
 heads, and K of numbers of a head.
 
 If q target positions read m segments, position t reads segment t * m / q. The computation uses
-integers, because in float32 t * (m / q) gives another segment in every fortieth case.
+integers, because t * (m / q) in float32 gives a wrong segment in about one of forty cases.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,8 @@ A potential above the threshold fires: the state R_j of the segment is U_j / thr
 threshold is subtracted from the potential (the reset).
 
 In shapes, M is the number of segments, S of source positions of a segment, and K of numbers of a
-head. P is the total width of the heads of a group, 128. Their matrices K x K lie side by side as K
-x P.
+head. P is the total width of the heads of a group, 128 on TPUs. The matrices K x K of these heads
+lie side by side as one matrix K x P.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,7 @@
 """Segmented recurrent attention of all target positions of a batch, in plain XLA.
 
-A window is the keys and values that the queries of one segment read. There are two forms:
+A window is the keys and values that the queries of one segment read. Attention is computed in one
+of two forms:
 
   dense: every query is multiplied with the windows of all segments. Then the windows of all
     segments other than the query's own are masked. This is as much work as full attention.
@@ -128,7 +129,8 @@ def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -
 
     def needed_slots(segments: int) -> int:
         """Returns the number of slots that a row of a source with this many segments needs: the
-        largest number of queries of a segment, divided by the number of rows of a segment.
+        largest number of queries of a segment, divided by the number of rows of a segment and
+        rounded up.
         """
         stay = min(schedule.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
