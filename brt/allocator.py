@@ -62,7 +62,7 @@ def _huge_pages() -> bool:
     return False
 
 
-def run_in_place() -> None:
+def disable_async_dispatch() -> None:
     """Makes jax run CPU programs in the calling thread; must precede the first use of devices.
 
     In jax's own threads, every call of a program maps and clears a temporary buffer above 64 MB
@@ -89,7 +89,7 @@ def keep_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
-def search_rarely() -> None:
+def collect_garbage_rarely() -> None:
     """Makes Python collect cyclic garbage less often, and not at exit.
 
     Training steps create almost no garbage, but imports and traces by jax create millions of

@@ -68,7 +68,9 @@ def resolve(
     ]
     sources = {key: earlier_settings.without_removed(source) for key, source in sources.items()}
     task = _task(sources, base)
-    sources = {key: earlier_settings.of_one_task(source, task) for key, source in sources.items()}
+    sources = {
+        key: earlier_settings.without_other_tasks(source, task) for key, source in sources.items()
+    }
     sources, renamed = earlier_settings.with_current_names(sources)
     _check_names(sources, beside)
     macros = _macros(sources)

@@ -170,7 +170,7 @@ def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None)
     return resolved
 
 
-def variants(
+def section_and_variant_resolver(
     args: argparse.Namespace, section: str
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
     """Returns the bindings of a section by field, and a function that returns the config of a run.
@@ -265,9 +265,9 @@ def main(
       parser: the parser of the flags.
     """
     output.open_streams()
-    output.tell_failures_once()
-    allocator.search_rarely()
-    platforms.leave_compilers_alone()
+    output.silence_later_errors()
+    allocator.collect_garbage_rarely()
+    platforms.use_cpu_without_accelerator()
     # XLA's log is hidden, because it reports slow compilations as errors. Real failures raise
     # exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -278,7 +278,7 @@ def main(
         if function.__module__ == "__main__":
             allocator.use_huge_pages()
         allocator.keep_memory()
-        allocator.run_in_place()
+        allocator.disable_async_dispatch()
         code = function(arguments) or 0
         sys.stdout.flush()
     except Preempted as stop:
@@ -293,7 +293,7 @@ def main(
         code = 128 + 13  # Shells report this exit code if SIGPIPE ends a process.
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
-            code = _say(f"error: {durable.sentence(error)}", CheckpointError.exit_code)
+            code = _say(f"error: {durable.describe_error(error)}", CheckpointError.exit_code)
         elif allocator.exhausted(error):
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
         else:

@@ -15,12 +15,12 @@ from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
 from brt.config.model import PARTS
 from brt.config.names import (
+    class_field_types,
     current_names,
     default_of,
     derived_fields,
     field_types,
     has_section,
-    own_types,
     section_of,
     section_types,
     task_field,
@@ -58,7 +58,7 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
     others = {*SECTIONS, *PARTS}
     kinds |= {name: section for name, section in new.items() if name not in others}
     parts = {PARTS[name]: section for name, section in new.items() if name in PARTS}
-    placed = tuple(own for own in kinds.values() if any(own.places().values()))
+    placed = tuple(own for own in kinds.values() if any(own.layers_by_kind().values()))
     model = dataclasses.replace(base.model, **values.get("Model", {}), **parts, kinds=placed)
     core = {SECTIONS[name]: section for name, section in new.items() if name in SECTIONS}
     return dataclasses.replace(base, model=model, **core)
@@ -200,12 +200,12 @@ def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_removed(name):
         raise ConfigError(f"the saved config has {refusal(name, value)}")
     for current in RENAMED.get(name, (name,)):
-        if current not in own_types():
+        if current not in class_field_types():
             raise ConfigError(f"the saved config has {unknown_name(name)}")
         yield current, checked_field(current, value)
 
 
-def to_read_with(config: Config) -> Config:
+def without_written_paths(config: Config) -> Config:
     """Returns the config of a run for commands that only read the run.
 
     Somebody else may have made the run, so the result has the defaults of settings that name files
@@ -238,7 +238,7 @@ def config_values(config: Config) -> dict[str, Any]:
     so are settings that runs of this task do not have.
     """
     sections = {name: section_of(config, name) for name in section_types()}
-    known, result = own_types(), {}
+    known, result = class_field_types(), {}
     for name in field_types():
         own = field_name(name, config.training.task)
         section, _, field = own.partition(".")
@@ -276,7 +276,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     if name in MERGED:
         return converted(name, MERGED[name].type, value)
     own = task_field(name, task) if task else None
-    return converted(name, own_types()[own] if own else field_types()[name], value)
+    return converted(name, class_field_types()[own] if own else field_types()[name], value)
 
 
 def checked_field(name: str, value: Any) -> Any:
@@ -289,7 +289,7 @@ def checked_field(name: str, value: Any) -> Any:
     Raises:
       ConfigError: the value has another type.
     """
-    return converted(public_name(name), own_types()[name], value)
+    return converted(public_name(name), class_field_types()[name], value)
 
 
 def unknown_name(name: str) -> str:

@@ -53,7 +53,7 @@ def remedy(error: BaseException) -> str:
     return "make room there" if is_full(error) else "see to the disk"
 
 
-def shortage(directory: Path, error: BaseException) -> str:
+def describe_shortage(directory: Path, error: BaseException) -> str:
     """Returns a phrase that says which resource is used up: bytes, inodes or a quota.
 
     Args:
@@ -94,13 +94,13 @@ def free_space(directory: Path, error: BaseException) -> str:
     return f"perhaps a quota is used up, for {free}" if much and not quota else free
 
 
-def sentence(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Returns a sentence about an error of the storage, with the path and what the user can do."""
     where = error.filename and os.fsdecode(error.filename)
     if not is_full(error):
         what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
         return f"{what}; see to the disk, and run the same command again"
-    full = shortage(Path(where), error) if where else "the disk is full"
+    full = describe_shortage(Path(where), error) if where else "the disk is full"
     at = f" at {where}" if where else ""
     return f"{full}{at}; free some space and run the same command again"
 

@@ -71,7 +71,7 @@ def with_current_names(
     return changed, list(notes.values())
 
 
-def of_one_task(source: Source, task: str) -> Source:
+def without_other_tasks(source: Source, task: str) -> Source:
     """Returns the source without those bindings of earlier versions that belong to other tasks.
 
     Where `brt.config.shared` now has one setting for all tasks (`Data.train`), earlier versions had

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     from brt.evaluation import job
     from brt.training.start import saved_model
 
-    with processes.explained():
+    with processes.explain_peer_errors():
         workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
         config = command_line.resolve(args, base=config).config
         model = saved_model.load(workdir, checkpoint, config)

@@ -17,7 +17,7 @@ from brt import untrusted
 from brt.bindings import COMMAND_LINE
 from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
-from brt.macros import DEEPEST, MOST_STRINGS, Binding, Macro, Source
+from brt.macros import MAX_NESTING, MOST_STRINGS, Binding, Macro, Source
 
 _MOST_QUOTED = 100  # Errors quote at most this many characters of a text.
 LARGEST_FILE = 1 << 17  # A .gin file has at most this many bytes.
@@ -67,8 +67,8 @@ def read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]
             text = untrusted.read_file(path, LARGEST_FILE).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{shown} cannot be read: {error}") from error
-        if len(including) > DEEPEST:
-            raise ConfigError(f"{shown}: files include files more than {DEEPEST} deep")
+        if len(including) > MAX_NESTING:
+            raise ConfigError(f"{shown}: files include files more than {MAX_NESTING} deep")
         sources[key] = Source([], [])
         for statement, origin in _statements(text, shown):
             _add(statement, origin, key, path.parent, sources, (*including, key))
@@ -122,8 +122,8 @@ class _Grammar(config_parser.ConfigParser):
 
     def _maybe_parse_container(self) -> tuple[bool, Any]:
         outer, self._keys, self._depth = self._keys, set(), self._depth + 1
-        if self._depth > DEEPEST:
-            self._raise_syntax_error(f"brackets are nested more than {DEEPEST} deep")
+        if self._depth > MAX_NESTING:
+            self._raise_syntax_error(f"brackets are nested more than {MAX_NESTING} deep")
         result = super()._maybe_parse_container()
         self._keys, self._depth = outer, self._depth - 1
         return result

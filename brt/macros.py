@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
-DEEPEST = 50  # Macros, brackets, and included files may be nested at most this deeply.
+MAX_NESTING = 50  # Macros, brackets, and included files may be nested at most this deeply.
 MOST_STRINGS = 100  # At most this many strings, which Python concatenates, may be adjacent.
 # After its macros are replaced, a value may have at most this number of scalars and containers.
 MOST_VALUES = 10_000
@@ -100,8 +100,8 @@ def _size(
     if isinstance(value, Macro):
         if value.name in inside:
             raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
-        if len(inside) > DEEPEST:
-            raise ConfigError(f"{origin}: macros are nested more than {DEEPEST} deep")
+        if len(inside) > MAX_NESTING:
+            raise ConfigError(f"{origin}: macros are nested more than {MAX_NESTING} deep")
         if value.name not in sizes:
             defined = macros[value.name].value
             sizes[value.name] = _size(defined, macros, sizes, (*inside, value.name), origin)

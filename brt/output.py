@@ -39,7 +39,7 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def tell_failures_once() -> None:
+def silence_later_errors() -> None:
     """Silences the tracebacks that follow the first of several parallel errors.
 
     The first array that cannot be saved or read raises an error where brt waits for the result.

@@ -32,7 +32,7 @@ _COMPILERS = {
 }
 
 
-def leave_compilers_alone(devices: Path = Path("/dev")) -> None:
+def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
     """Makes jax use the CPU if this machine has a compiler for accelerators but no accelerator.
 
     The packages of brt[tpu-compile] and brt[gpu-compile] also compile for other machines. If they

@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> None:
     """Runs the points (runs) of a sweep, or lists them, or writes the report of their results."""
     if not args.gin_file:
         raise ConfigError("--gin_file names the sweep; give a file that binds Sweep")
-    bound, resolve = command_line.variants(args, "Sweep")
+    bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
     sweep = settings.from_bindings(bound)
     all_points = points.expand(sweep, resolve)
     chosen = points.choose(all_points, args.array_index)

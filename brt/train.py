@@ -35,7 +35,7 @@ def _train(args: argparse.Namespace) -> None:
     from brt.distributed import processes
     from brt.training import loop, run_summary
 
-    with processes.explained():
+    with processes.explain_peer_errors():
         config = _config(args)
         if args.dry_run:
             _shape(config, args)

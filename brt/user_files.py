@@ -42,7 +42,7 @@ def execute(path: str) -> None:
     _executed.append(str(file))
 
 
-def flags() -> list[str]:
+def import_flags() -> list[str]:
     """Returns the --import flags that make another command execute the same files."""
     return [f"--import={path}" for path in _executed]
 

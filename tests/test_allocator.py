@@ -31,7 +31,7 @@ import resource, statistics
 import jax, jax.numpy as jnp
 from brt import allocator
 allocator.keep_memory()
-allocator.run_in_place()
+allocator.disable_async_dispatch()
 def large(x):  # 96 MB that no fusion spares
     return jax.lax.fori_loop(0, 2, lambda i, y: y + i, jnp.full((24 << 20,), x))
 step = jax.jit(lambda x: jnp.sum(large(x)))
@@ -80,7 +80,7 @@ def test_the_users_own_setting_stands() -> None:
 @linux
 def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert faults(STEP) < 100
-    elsewhere = STEP.replace("allocator.run_in_place()\n", "")
+    elsewhere = STEP.replace("allocator.disable_async_dispatch()\n", "")
     # A process whose thread happens to keep its memory spares as much: one of ten does not.
     again = any(faults(elsewhere) > 10_000 for _ in range(10))
     assert again, "or there is nothing to spare any more"
@@ -89,7 +89,7 @@ def test_programs_that_run_in_place_map_no_pages_again() -> None:
 @linux
 def test_jax_s_own_variable_comes_first() -> None:
     program = (
-        "import jax\nfrom brt import allocator\nallocator.run_in_place()\n"
+        "import jax\nfrom brt import allocator\nallocator.disable_async_dispatch()\n"
         "print(jax.config.read('jax_cpu_enable_async_dispatch'))"
     )
     assert run(program).strip() == "False"

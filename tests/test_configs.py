@@ -15,7 +15,7 @@ from model_settings import with_settings
 
 from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
-from brt.config.names import has_section, own_types, section_of
+from brt.config.names import class_field_types, has_section, section_of
 from brt.training.state import initial_params, parameter_counts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def structure(model: Model) -> Model:
     places = {
         section.field_of(kind): tuple(i for i, other in enumerate(kinds) if other == kind)
         for section in model.kinds
-        for kind in section.places()
+        for kind in section.layers_by_kind()
     }
     own = {
         f"{section}.{field}": v for section, fields in sizes.items() for field, v in fields.items()
@@ -155,7 +155,7 @@ def test_a_row_is_the_pinned_run(row: str) -> None:
     """The fields of all sections are compared, which are more than the settings of the row."""
     config, usual = resolved(row), Config()
     found = {}
-    for name in own_types():
+    for name in class_field_types():
         section, _, field = name.partition(".")
         value = getattr(section_of(config, section), field)
         if value != getattr(section_of(usual, section), field):

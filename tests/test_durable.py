@@ -220,7 +220,7 @@ def test_bytes_inodes_and_quotas_are_told_apart(
          10**6, int(files * 10**6), int(files * 10**6), 0, 255)
     )  # fmt: skip
     monkeypatch.setattr(os, "statvfs", lambda path: found)
-    assert durable.shortage(Path("/none/x"), OSError(code, "")) == said
+    assert durable.describe_shortage(Path("/none/x"), OSError(code, "")) == said
     assert re.fullmatch(free, durable.free_space(Path("/none/x"), OSError(code, "")))
 
 

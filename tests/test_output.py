@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import threading
 from brt import output
-output.tell_failures_once()
+output.silence_later_errors()
 class Array:
     def __init__(self, text):
         self.text = text
@@ -28,7 +28,7 @@ def test_failures_of_threads_whose_loop_has_ended_are_not_printed() -> None:
 
 CLOSED = """
 from brt import output
-output.tell_failures_once()
+output.silence_later_errors()
 async def array(text):
     try:
         await forever

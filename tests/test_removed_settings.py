@@ -20,7 +20,7 @@ from brt.config import (
     Training,
 )
 from brt.config.merged import MERGED
-from brt.config.names import derived_fields, field_types, own_types
+from brt.config.names import class_field_types, derived_fields, field_types
 from brt.config.removed import REMOVED
 from brt.config_io import config_from_json, config_json, config_text, difference, unknown_name
 from brt.errors import ConfigError
@@ -37,7 +37,7 @@ def test_a_setting_is_removed_or_there() -> None:
     assert not (REMOVED.keys() | MERGED.keys()) & field_types().keys()
     assert not MERGED.keys() & REMOVED.keys()
     for earlier in MERGED.values():
-        assert earlier.into in own_types()
+        assert earlier.into in class_field_types()
 
 
 @pytest.mark.parametrize(("name", "value"), HOLDS)

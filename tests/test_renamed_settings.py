@@ -9,7 +9,7 @@ import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
 from brt.config import Config
 from brt.config.model import PARTS
-from brt.config.names import default_of, field_types, own_types, section_of
+from brt.config.names import class_field_types, default_of, field_types, section_of
 from brt.config.renamed import RENAMED
 from brt.config_io import config_from_json, config_json
 from brt.errors import ConfigError
@@ -32,7 +32,7 @@ def value_of(name: str) -> Any:
 
 
 def test_every_earlier_name_leads_to_a_present_one() -> None:
-    assert not RENAMED.keys() & own_types().keys()
+    assert not RENAMED.keys() & class_field_types().keys()
     assert {new for names in RENAMED.values() for new in names} <= field_types().keys()
 
 

@@ -137,7 +137,9 @@ def targets(place: Path) -> dict[str, Target]:
 def _sweep(path: Path) -> object:
     flags = command_line.parser(None)
     command_line.add_config_flags(flags)
-    bound, _ = command_line.variants(flags.parse_args([f"--gin_file={path}"]), "Sweep")
+    bound, _ = command_line.section_and_variant_resolver(
+        flags.parse_args([f"--gin_file={path}"]), "Sweep"
+    )
     return settings.from_bindings(bound)
 
 

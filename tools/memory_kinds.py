@@ -56,7 +56,7 @@ class Row(NamedTuple):
 def rows(gin_file: str) -> list[Row]:
     """The points of a sweep, in float32."""
     args = sweep.parser().parse_args([f"--gin_file={gin_file}"])
-    bound, resolve = command_line.variants(args, "Sweep")
+    bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
     found = []
     for point in points.expand(settings.from_bindings(bound), resolve):
         model = dataclasses.replace(

@@ -274,7 +274,7 @@ class CheckpointWriter:
         error = _system_error(error)
         # The free space is measured before the files of the failed save are removed, so that the
         # message says how full the disk was.
-        shortage = durable.shortage(self._directory, error)
+        shortage = durable.describe_shortage(self._directory, error)
         free = durable.free_space(self._directory, error)
         _discard(self._directory / f"{step}.partial")
         self._last_step, self._failed = None, True

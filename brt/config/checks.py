@@ -13,7 +13,7 @@ from brt.errors import ConfigError
 
 PART = "part:"  # The source 'part:0.05' of a held-out split is this share of the training rows.
 LARGEST = 2**31 - 1  # Settings that count are at most this number: indices and steps are int32.
-DEEPEST = 1024  # Models have at most this number of layers. Compiling more would take hours.
+MAX_LAYERS = 1024  # Models have at most this number of layers. Compiling more would take hours.
 
 
 def check(condition: bool, message: str) -> None:
@@ -88,12 +88,12 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
 
 
 def check_layers(section: object, *names: str) -> None:
-    """Refuses a section in which a named number of layers is not above 0 or exceeds `DEEPEST`."""
+    """Refuses a section in which a named number of layers is below 1 or exceeds `MAX_LAYERS`."""
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
-        if value > DEEPEST:
-            raise ConfigError(f"{name_of(section, name)} = {value} must be at most {DEEPEST:,}")
+        if value > MAX_LAYERS:
+            raise ConfigError(f"{name_of(section, name)} = {value} must be at most {MAX_LAYERS:,}")
 
 
 def _check_counts(section: object, name: str) -> None:

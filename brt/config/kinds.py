@@ -40,7 +40,7 @@ class KindSection:
     def __post_init__(self) -> None:
         check_finite(self)
 
-    def places(self) -> dict[str, tuple[int, ...]]:
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers that the section names, by the name of their kind:
         {"recurrent": (-3,)}.
         """
@@ -52,7 +52,7 @@ class KindSection:
         "Recurrence.layers".
 
         Args:
-          kind: the name of the kind, a key of `places`.
+          kind: the name of the kind, a key of `layers_by_kind`.
         """
         return f"{type(self).__name__}.layers"
 
@@ -104,7 +104,7 @@ def kind_sections() -> Mapping[str, type[KindSection]]:
     return _SECTIONS
 
 
-def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
+def layer_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
     """Returns the name of the kind of each layer of a model, lowest layer first.
 
     Layers that no section names have the kind "window".
@@ -133,6 +133,6 @@ def placed_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
 
 def _placements(kinds: tuple[Any, ...]) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
     for section in kinds:
-        for kind, indices in section.places().items():
+        for kind, indices in section.layers_by_kind().items():
             for index in indices:
                 yield section.field_of(kind), kind, index, indices

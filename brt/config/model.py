@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
 from brt.config.embedding import Embedding
 from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
-from brt.config.kinds import KindSection, placed_kinds
+from brt.config.kinds import KindSection, layer_kinds
 from brt.config.mlp import MLP
 from brt.config.norm import Norm
 from brt.config.rotary import Rotary
@@ -117,7 +117,7 @@ class Model:
         object.__setattr__(self, "kinds", ordered)
         types = [type(section) for section in ordered]
         check(len(set(types)) == len(types), f"Model.kinds has a section twice: {types}")
-        placed = placed_kinds(ordered, self.layers)
+        placed = layer_kinds(ordered, self.layers)
         check(
             not self.feedback or set(placed) != {"window"},
             "Model.feedback = True needs a recurrent layer; name one in Recurrence.layers",
@@ -129,7 +129,7 @@ class Model:
     def _check_windows(self) -> None:
         """Refuses windows that some kind of layers cannot have."""
         fixed = [section for section in self.kinds if not section.any_window]
-        others = {kind for section in fixed for kind in section.places()}
+        others = {kind for section in fixed for kind in section.layers_by_kind()}
         for layer, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True)):
             check(
                 window == self.block_length or kind not in others,
@@ -146,7 +146,7 @@ class Model:
         names = [
             f"{type(section).__name__}.layers"
             for section in plain
-            if any(section.places().values())
+            if any(section.layers_by_kind().values())
         ]
         check(
             not names or self.key_heads == self.heads,
@@ -230,7 +230,7 @@ class Model:
     @property
     def layer_types(self) -> tuple[str, ...]:
         """The name of the kind of every layer, lowest layer first: ("window", "recurrent", ...)."""
-        return placed_kinds(self.kinds, self.layers)
+        return layer_kinds(self.kinds, self.layers)
 
     def of(self, section: type[T]) -> T:
         """Returns the model's settings of a kind of layers.

@@ -78,7 +78,7 @@ def field_types() -> dict[str, Any]:
     return _setting_types(_kinds())
 
 
-def own_types() -> dict[str, Any]:
+def class_field_types() -> dict[str, Any]:
     """Returns the type of every field by its name: {"Seq2Seq.dropout": float, ...}.
 
     The result differs from that of `field_types` in two ways. Here, the names are those of the
@@ -135,7 +135,7 @@ def fields_of(name: str) -> list[str]:
     """Returns the names of the fields that a setting may stand for, one for each section that has
     the setting: ["Pairs.buckets", "Speech.buckets", ...] for "Data.buckets".
     """
-    return [own for own in field_names(name) if own in own_types()]
+    return [own for own in field_names(name) if own in class_field_types()]
 
 
 def task_field(name: str, task: str) -> str | None:
@@ -147,7 +147,7 @@ def task_field(name: str, task: str) -> str | None:
       task: the name of the task, such as "summarization".
     """
     own = field_name(name, task)
-    return own if own in own_types() else None
+    return own if own in class_field_types() else None
 
 
 def declaration(name: str) -> Setting:
@@ -187,4 +187,4 @@ def current_names(name: str) -> tuple[str, ...]:
     """
     if name in MERGED:
         return (public_name(MERGED[name].into),)
-    return RENAMED.get(name, (public_name(name) if name in own_types() else name,))
+    return RENAMED.get(name, (public_name(name) if name in class_field_types() else name,))

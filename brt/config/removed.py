@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from brt.config.names import own_types
+from brt.config.names import class_field_types
 
 
 class Removed(NamedTuple):
@@ -117,4 +117,4 @@ def is_removed(field: str) -> bool:
     `REMOVED` also contains fields that became derived (the data determine them). .gin files cannot
     set derived fields, but saved configs still contain them, so the result is False for them.
     """
-    return field in REMOVED and field not in own_types()
+    return field in REMOVED and field not in class_field_types()

@@ -360,7 +360,7 @@ def _wait_for_others_to_leave() -> None:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_peer_errors() -> Iterator[None]:
     """Context that raises PeerError if a collective operation fails because another process ended.
 
     If this process fails inside the context, it tells the other processes. At the end of the

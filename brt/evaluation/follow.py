@@ -15,7 +15,7 @@ from typing import Any
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
-from brt.config_io import to_read_with
+from brt.config_io import without_written_paths
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
 from brt.training import evaluations
@@ -88,7 +88,7 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
     waiter.reset()
-    return to_read_with(config)
+    return without_written_paths(config)
 
 
 class Follower:

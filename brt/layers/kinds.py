@@ -131,7 +131,7 @@ def register_kind(name: str, kind: LayerKind) -> None:
                 f"{section.__name__!r} cannot be the section of the kind {name!r}, because brt has "
                 "a section of this name; rename the class"
             )
-        if name not in (placed := section().places()):
+        if name not in (placed := section().layers_by_kind()):
             raise ConfigError(
                 f"the section {section.__name__} places layers of the kind "
                 f"{' and '.join(map(repr, placed))}, not of {name!r}; register one of these names"

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 from brt import durable, user_files
 from brt.errors import Preempted
 from brt.sweeping.directory import PointDirectory
-from brt.training.workdir import explained
+from brt.training.workdir import explain_write_errors
 
 _KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)
@@ -50,9 +50,9 @@ def start(
       jobs: the number of parallel jobs.
       lock: an open file that locks the point; the subprocess inherits the file.
     """
-    arguments = [*arguments, *user_files.flags()]
+    arguments = [*arguments, *user_files.import_flags()]
     with (
-        explained(directory.output),
+        explain_write_errors(directory.output),
         durable.open_file(directory.output, "ab", below=directory.path.parent) as output,
     ):
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  python -m {' '.join(arguments)}\n"

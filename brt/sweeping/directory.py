@@ -17,7 +17,13 @@ from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
 from brt.errors import ConfigError
 from brt.sweeping.points import Point
-from brt.training.workdir import Workdir, check_writable, explained, write_json, write_text
+from brt.training.workdir import (
+    Workdir,
+    check_writable,
+    explain_write_errors,
+    write_json,
+    write_text,
+)
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
@@ -130,7 +136,7 @@ class PointDirectory:
         """
         check_writable(self.path, below=self.path.parent)
         path = self.path / ".sweep.lock"
-        with explained(path), contextlib.ExitStack() as stack:
+        with explain_write_errors(path), contextlib.ExitStack() as stack:
             file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
             try:
                 # The result, False if the file system does not support locks, is ignored, because

@@ -120,7 +120,7 @@ def _report_lock(workdir: Path) -> Iterator[None]:
     """Lets one process at a time write the report: jobs of a SLURM array may end simultaneously."""
     path = workdir / ".report.lock"
     with contextlib.ExitStack() as stack:
-        with workdirs.explained(path):
+        with workdirs.explain_write_errors(path):
             file = stack.enter_context(durable.open_file(path, "ab"))
             locks.acquire(file, wait=True)
             durable.remove_abandoned(workdir)

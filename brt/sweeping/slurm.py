@@ -51,7 +51,7 @@ def script(
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
-    flags += [*user_files.flags(), f"--workdir={workdir}"]
+    flags += [*user_files.import_flags(), f"--workdir={workdir}"]
     logs = workdir.absolute() / "slurm"
     try:
         more = shlex.split(options)

@@ -145,7 +145,7 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
     }
     path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
     extra = "" if importlib.util.find_spec("tensorboard") else "  # pip install 'brt[tensorboard]'"
-    imports = "".join(f" {shlex.quote(flag)}" for flag in user_files.flags())
+    imports = "".join(f" {shlex.quote(flag)}" for flag in user_files.import_flags())
     commands = [
         *(command + imports for command in _next_steps(run, path)),
         f"python -m brt.inspect --workdir={path}{imports}",

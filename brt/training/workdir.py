@@ -143,7 +143,7 @@ def create(path: Path) -> Workdir:
       CheckpointError: the storage fails.
     """
     workdir = Workdir(path)
-    with explained(path):
+    with explain_write_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
         workdir.checkpoints.mkdir(exist_ok=True)
@@ -167,7 +167,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
       ConfigError: the directory cannot be created or written, or is reached by a link.
       CheckpointError: the storage fails.
     """
-    with explained(directory):
+    with explain_write_errors(directory):
         (below or directory).mkdir(parents=True, exist_ok=True)
         with durable.directory(directory, below=below, make=True):
             tempfile.TemporaryFile(dir=directory).close()
@@ -181,7 +181,7 @@ def refuse_links(workdir: Workdir) -> None:
     the workdir, would follow links.
     """
     path = workdir.path
-    with explained(path):
+    with explain_write_errors(path):
         top = [file for file in path.iterdir() if file.is_symlink() and _is_of_run(file.name)]
         inside = itertools.chain.from_iterable(
             map(durable.links, (*_directories(workdir), workdir.heartbeat))
@@ -254,7 +254,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
     """
     path = workdir.path / ".lock"
     with contextlib.ExitStack() as stack:
-        with explained(workdir.path):
+        with explain_write_errors(workdir.path):
             file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
             holder = _acquire(workdir, path, file, warn)
             if holder:
@@ -266,7 +266,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
         def empty() -> None:
             """Empties the lock file, which shows that the trainer was not killed."""
-            with explained(path), permitted(path):
+            with explain_write_errors(path), permission_errors_as_checkpoint_errors(path):
                 file.truncate(0)
 
         stack.enter_context(closing(empty))
@@ -323,7 +323,7 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
       ConfigError: the file cannot be written at this place.
       CheckpointError: the storage fails, or permission was withdrawn.
     """
-    with explained(path), permitted(path):
+    with explain_write_errors(path), permission_errors_as_checkpoint_errors(path):
         durable.write(path, content, below=below)
 
 
@@ -340,7 +340,7 @@ def _takeover(holder: str) -> str:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
     Args:
@@ -357,7 +357,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def permitted(path: Path) -> Iterator[None]:
+def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
     """Context that turns a PermissionError into a CheckpointError.
 
     The path was writable when the run started, so the same command may succeed after the permission
@@ -390,7 +390,7 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
             "link, or replace it with its target"
         )
     if durable.is_full(error):
-        why = f"{error.strerror} ({durable.shortage(path, error)})"
+        why = f"{error.strerror} ({durable.describe_shortage(path, error)})"
         return CheckpointError(f"cannot write to {path}: {why}; make room there")
     if durable.storage_fails(error):
         return CheckpointError(

@@ -243,7 +243,7 @@ def _failures_are_told_once() -> Iterator[None]:
     tests.
     """
     hook = sys.unraisablehook
-    output.tell_failures_once()
+    output.silence_later_errors()
     yield
     sys.unraisablehook = hook
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from brt.platforms import leave_compilers_alone
+from brt.platforms import use_cpu_without_accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHED = """
@@ -87,10 +87,10 @@ def test_compilers_of_machines_elsewhere_are_not_asked_for_devices(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
     for name in files:
         (tmp_path / name).touch()
-    leave_compilers_alone(tmp_path)
+    use_cpu_without_accelerator(tmp_path)
     assert os.environ.get("JAX_PLATFORMS") == platforms
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    leave_compilers_alone(tmp_path)
+    use_cpu_without_accelerator(tmp_path)
     assert os.environ["JAX_PLATFORMS"] == "tpu", "what a person asked for stays"
 
 

@@ -50,7 +50,7 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     processes.wait_for_all("b")
     processes.check_same({"config": "x"})
-    with pytest.raises(KeyError), processes.explained():
+    with pytest.raises(KeyError), processes.explain_peer_errors():
         raise KeyError("bugs stay what they are")
 
 

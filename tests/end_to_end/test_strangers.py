@@ -27,7 +27,7 @@ from brt import command_line, sweep, train, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
-from brt.config.names import own_types, section_types
+from brt.config.names import class_field_types, section_types
 from brt.config_io import config_from_json, config_json
 from brt.sweeping import directory, points
 from brt.sweeping import settings as sweeps
@@ -100,7 +100,7 @@ def _fresh(trace: Trace) -> Iterator[None]:
 
 def is_text(name: str) -> bool:
     """Returns True if any text is a valid value of the setting."""
-    return own_types()[name] in (str, tuple[str, ...])
+    return class_field_types()[name] in (str, tuple[str, ...])
 
 
 def path_of(name: str) -> str:
@@ -112,7 +112,7 @@ def path_of(name: str) -> str:
 def with_text(config: Config, name: str, text: str) -> Config:
     """The config with a text in a setting of one or of several."""
     section, _, field = name.partition(".")
-    value = text if own_types()[name] is str else (text,)
+    value = text if class_field_types()[name] is str else (text,)
     attribute = SECTIONS[section]
     changed = dataclasses.replace(getattr(config, attribute), **{field: value})
     return dataclasses.replace(config, **{attribute: changed})
@@ -121,7 +121,7 @@ def with_text(config: Config, name: str, text: str) -> Config:
 def trapped(config: Config, trap: Path) -> Config:
     """The config with every path naming one of its own in `trap`, and trackers asked for."""
     for name in (
-        *filter(path_of, own_types()),
+        *filter(path_of, class_field_types()),
         "Logging.wandb_project",
         "Logging.mlflow_experiment",
     ):
@@ -140,7 +140,7 @@ def snapshot(place: Path) -> dict[str, bytes | None]:
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and directories for settings to name."""
     found = tmp_path_factory.mktemp("trap")
-    for name in filter(path_of, own_types()):
+    for name in filter(path_of, class_field_types()):
         if path_of(name) == "written":
             (found / name / "programs").mkdir(parents=True)
             (found / name / "xla").mkdir()
@@ -186,13 +186,13 @@ def test_every_setting_of_a_path_says_so() -> None:
         Sentences.header Sentences.labels Kernels.use
         CrossAttention.without CrossAttention.count_padding_in
     """.split()
-    silent = {name for name in filter(is_text, own_types()) if not path_of(name)}
+    silent = {name for name in filter(is_text, class_field_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
 
 
 def test_the_trap_is_in_every_path_of_a_config(foreign: Path, trap: Path) -> None:
     saved = json.loads((foreign / "config.json").read_text())
-    for name in filter(path_of, own_types()):
+    for name in filter(path_of, class_field_types()):
         section, _, field = name.partition(".")
         assert str(trap / name) in str(saved[section][field]), name
 
@@ -293,7 +293,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
     (tmp_path / "a.gin").write_text("Sweep.grid = {'Training.seed': (1, 2)}\n")
     flags = [f"--gin_file={tmp_path / 'a.gin'}", f"--workdir={tmp_path / 'sweep'}", "--report"]
     arguments = sweep.parser().parse_args(flags)
-    bound, resolve = command_line.variants(arguments, "Sweep")
+    bound, resolve = command_line.section_and_variant_resolver(arguments, "Sweep")
     for point in points.expand(sweeps.from_bindings(bound), resolve):
         shutil.copytree(foreign, tmp_path / "sweep" / point.directory)
         place = directory.PointDirectory(tmp_path / "sweep" / point.directory)

@@ -39,7 +39,7 @@ def test_a_file_places_its_kind_by_its_own_section(tmp_path: Path) -> None:
     args = train.parser().parse_args([f"--import={LAYERS}", *bindings])
     model = command_line.resolve(args).config.model
     assert model.layer_types[:3] == ("window", "echo", "window")
-    assert user_files.flags() == [f"--import={LAYERS}"]
+    assert user_files.import_flags() == [f"--import={LAYERS}"]
 
 
 def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name:
 def test_every_kind_but_the_window_has_a_section_that_places_it() -> None:
     for name, kind in KINDS.items():
         assert (kind.section is None) == (name == "window")
-        assert kind.section is None or name in kind.section().places()
+        assert kind.section is None or name in kind.section().layers_by_kind()
 
 
 def test_what_is_forgotten_is_as_if_nothing_had_been_read() -> None:

@@ -18,7 +18,7 @@ def main() -> None:
     flags.add(parser)
     args = parser.parse_args()
     flags.start(args)
-    with processes.explained():
+    with processes.explain_peer_errors():
         train(args.place)
 
 

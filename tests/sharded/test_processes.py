@@ -232,7 +232,7 @@ from brt.distributed import flags, processes
 parser = argparse.ArgumentParser()
 flags.add(parser)
 flags.start(parser.parse_args())
-with processes.explained():
+with processes.explain_peer_errors():
     processes.wait_for_all("end")
     if not processes.is_first():
         leave = jax.distributed.shutdown

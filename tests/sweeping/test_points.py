@@ -20,7 +20,7 @@ Names = Callable[..., list[str]]
 def expanded(sweeps: Sweeps, text: str, *flags: str) -> list[points.Point]:
     sweeps.write(text)
     args = sweep.parser().parse_args(["--gin_file=sweep.gin", *flags])
-    bound, resolve = command_line.variants(args, "Sweep")
+    bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
     return points.expand(settings.from_bindings(bound), resolve)
 
 

@@ -33,7 +33,7 @@ def config(
     tmp_path: Path, case: str = "window", optimizer: str = "adamw", **training: Any
 ) -> Config:
     made = with_optimizer(CASES[case](tmp_path), optimizer, STEPS)
-    kinds = tuple(kind for kind in made.model.kinds if any(kind.places().values()))
+    kinds = tuple(kind for kind in made.model.kinds if any(kind.layers_by_kind().values()))
     return dataclasses.replace(
         made,
         model=dataclasses.replace(made.model, kinds=kinds),

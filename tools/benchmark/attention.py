@@ -113,7 +113,7 @@ def main() -> None:
     if args.serve:
         serve(args.serve, sizes, args.only.split(","))
         return
-    platforms.leave_compilers_alone()  # processes inherit it
+    platforms.use_cpu_without_accelerator()  # processes inherit it
     there = [name for name in FRAMEWORKS if importlib.util.find_spec(name)]
     absent = {name: "is not installed" for name in FRAMEWORKS if name not in there}
     workers = [Worker(name, sizes, args.only) for name in there]

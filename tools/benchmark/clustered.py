@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--plot", help="draw times and errors to this file")
     args = parser.parse_args()
     allocator.keep_memory()
-    allocator.run_in_place()
+    allocator.disable_async_dispatch()
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, float32\n")
     kinds = operations(args.clusters, args.top_k)

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     allocator.keep_memory()
-    allocator.run_in_place()
+    allocator.disable_async_dispatch()
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, float32\n")
     found = {"computed": computed(), "decode": [], "train": []}

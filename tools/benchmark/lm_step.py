@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     allocator.keep_memory()
-    allocator.run_in_place()
+    allocator.disable_async_dispatch()
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     names = list(SIZES) if args.size == "all" else [args.size]

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     allocator.keep_memory()
-    allocator.run_in_place()
+    allocator.disable_async_dispatch()
     runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}\n")

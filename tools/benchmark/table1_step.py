@@ -77,7 +77,7 @@ def main() -> None:
     if BASELINE not in names:
         parser.error(f"--models needs {BASELINE}, which the others are divided by")
     allocator.keep_memory()
-    allocator.run_in_place()
+    allocator.disable_async_dispatch()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
     contestants = {name: Contestant(*row(name, size, args.tokens)) for name in names}
     for i in range(args.rounds):

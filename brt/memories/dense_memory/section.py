@@ -32,7 +32,7 @@ class DenseMemory(KindSection):
         super().__post_init__()
         check_positive(self, "size")
 
-    def places(self) -> dict[str, tuple[int, ...]]:
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers of each kind, by the name of the kind.
 
         All layers of the section are of one kind, which the setting `gate` selects.

@@ -46,13 +46,13 @@ class GatedDeltaNet(KindSection):
         dim = model.head_dim
         return self.heads or model.heads, self.key_dim or dim, self.value_dim or dim
 
-    def places(self) -> dict[str, tuple[int, ...]]:
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers of each kind, by the name of the kind."""
         return {_ALONE: self.layers, _BESIDE: self.window_layers}
 
     def field_of(self, kind: str) -> str:
         """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
-        a key of `places`.
+        a key of `layers_by_kind`.
         """
         return f"GatedDeltaNet.{'window_layers' if kind == _BESIDE else 'layers'}"
 

@@ -41,13 +41,13 @@ class Summaries(KindSection):
             f"Summaries.long_increment = {self.long_increment}",
         )
 
-    def places(self) -> dict[str, tuple[int, ...]]:
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers of each kind, by the name of the kind."""
         return {_SHORT: self.layers, _LONG: self.long_layers}
 
     def field_of(self, kind: str) -> str:
         """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
-        a key of `places`.
+        a key of `layers_by_kind`.
         """
         return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
 
@@ -56,7 +56,7 @@ class Summaries(KindSection):
 
         Positions must not be rotary, and `Model.feedback` must not be set.
         """
-        for kind, layers in self.places().items():
+        for kind, layers in self.layers_by_kind().items():
             check(
                 not layers or model.positions != "rotary",
                 "Model.positions = 'rotary' has no positions for the vectors of "

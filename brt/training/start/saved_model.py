@@ -12,7 +12,7 @@ from brt import tasks
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config
-from brt.config_io import config_from_json, to_read_with
+from brt.config_io import config_from_json, without_written_paths
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
 from brt.interop.huggingface.causal import reading
@@ -89,7 +89,7 @@ def load_config(
             f"brt.convert --from=hf {workdir} --to=brt OUT, and name OUT"
         )
     checkpoint = checkpoints.find(run.checkpoints, step)
-    return run, checkpoint, to_read_with(config_from_json(checkpoint.meta["config"]))
+    return run, checkpoint, without_written_paths(config_from_json(checkpoint.meta["config"]))
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
@@ -184,7 +184,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
-    trained, requested = (getattr(to_read_with(c), task.data) for c in configs)
+    trained, requested = (getattr(without_written_paths(c), task.data) for c in configs)
     # The section of speech data has no setting `tokenizer`.
     name = getattr(requested, "tokenizer", "")
     if name != getattr(trained, "tokenizer", ""):

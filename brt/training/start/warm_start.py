@@ -103,7 +103,7 @@ def with_model(config: Config, weights: Weights) -> Config:
     if isinstance(requested, Model):
         types = kind_sections().values()
         kinds = (_merged(requested.of(kind), trained.of(kind), where) for kind in types)
-        changes["kinds"] = tuple(kind for kind in kinds if any(kind.places().values()))
+        changes["kinds"] = tuple(kind for kind in kinds if any(kind.layers_by_kind().values()))
         for field in PARTS.values():
             changes[field] = _merged(getattr(requested, field), getattr(trained, field), where)
     model = dataclasses.replace(trained, **changes)

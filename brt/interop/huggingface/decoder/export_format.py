@@ -66,7 +66,7 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     """
     model = trained.model
     for section in model.kinds:
-        for kind, layers in section.places().items():
+        for kind, layers in section.layers_by_kind().items():
             if kind not in KINDS and layers:
                 raise CheckpointError(
                     f"{section.field_of(kind)} = {layers} cannot be exported, because the PyTorch "
