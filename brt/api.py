@@ -296,7 +296,7 @@ class Model:
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
         if lost := losses.lost_bytes(tokenizer, text):
-            raise DataError(losses.described(lost, len(text.encode()), 0))
+            raise DataError(losses.loss_message(lost, len(text.encode()), 0))
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     if file:
         name = "the standard input" if file == "-" else file
         data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
-        unpacked = contents.without_containers(name, data)
+        unpacked = contents.refuse_containers(name, data)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, unpacked)))
     # Python represents bytes that the locale cannot decode by these characters.
     elif prompt and re.search("[\udc80-\udcff]", prompt):

@@ -21,7 +21,7 @@ def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
     return -(-lengths // window)
 
 
-def per_segment(segment_length: int, window: int) -> int:
+def blocks_per_segment(segment_length: int, window: int) -> int:
     """Returns the number of blocks in a segment.
 
     Args:

@@ -28,7 +28,7 @@ MANIFEST = manifests.CORPUS
 READING = 2
 # This seed determines the sample of text that a tokenizer is trained on.
 SEED = 0
-NAMED = 3  # `described` returns this number of document names for each split.
+NAMED = 3  # `describe_splits` returns this number of document names for each split.
 
 _KIND = {
     "key": str,
@@ -143,7 +143,7 @@ def prepared_split(
     return prepared(section, split_hashes, build, only=split, **more)
 
 
-def say_left_out(
+def print_unread_files(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
     """Prints to stderr which files in the directories of sources are not read.
@@ -160,7 +160,9 @@ def say_left_out(
             say(line, show)
 
 
-def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
+def describe_splits(
+    directory: Path, splits: Mapping[str, Any], unit: str
+) -> dict[str, dict[str, Any]]:
     """Returns a JSON description of each split, by the name of the split.
 
     A description contains the number of rows or documents, the size in bytes, the first few names,

@@ -14,7 +14,7 @@ from brt.data.quarantine import BadRecord
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
 
 
-class Sign(NamedTuple):
+class FileSignature(NamedTuple):
     """The bytes by which a kind of file is recognised, and the error message about such a file.
 
     Attributes:
@@ -35,35 +35,38 @@ _UNPACK = "unpack it, and name the text files in it"
 _PLAIN = "save it as plain text"
 _TABLE = "write its text to a .jsonl, .csv or .parquet file"
 _PANDOC = "extract its text, for example with `pandoc {file} -t plain -o {stem}.txt`"
-SIGNS = (
-    Sign(b"mimetypeapplication/epub+zip", "an EPUB book", _PANDOC, 30),
-    Sign(b"mimetypeapplication/vnd.oasis", "an OpenDocument file", _PANDOC, 30),
-    Sign(b"PAR1", "a Parquet file", "name it {stem}.parquet"),
-    Sign(b"%PDF-", "a PDF file", "extract its text with `pdftotext {file} {stem}.txt`"),
-    Sign(b"\x1f\x8b\x08", "compressed by gzip", "name it {whole}.gz"),
-    Sign(b"\xfd7zXZ\0", "compressed by xz", "name it {whole}.xz"),
-    Sign(b"\x28\xb5\x2f\xfd", "compressed by zstd", "name it {whole}.zst"),
-    Sign(b"BZh91AY&SY", "compressed by bzip2", "unpack it with `bunzip2 {file}`"),
-    Sign(b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    Sign(b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
-    Sign(b"ustar", "a tar archive", "unpack it with `tar -xf {file}`, and name its files", 257),
-    Sign(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document", _PLAIN),
-    Sign(b"{\\rtf", "an RTF document", _PLAIN),
-    Sign(b"BOOKMOBI", "a Mobipocket book", _PLAIN, 60),
-    Sign(b"AT&TFORM", "a DjVu file", "extract its text with `djvutxt {file} {stem}.txt`"),
-    Sign(b"%!PS", "a PostScript file", "extract its text with `ps2ascii {file} {stem}.txt`"),
-    Sign(b"SQLite format 3\0", "a SQLite database", _TABLE),
-    Sign(b"ARROW1", "an Arrow file", _TABLE),
-    Sign(b"\x89HDF\r\n", "an HDF5 file", _TABLE),
-    Sign(b"\x93NUMPY", "a NumPy array", _TABLE),
-    Sign(b"Obj\x01", "an Avro file", _TABLE),
-    Sign(b"\x89PNG\r\n", "a picture", "leave it out"),
-    Sign(b"\xff\xd8\xff", "a picture", "leave it out"),
-    Sign(b"\x7fELF", "a program", "leave it out"),
-    Sign(b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS, not the file itself",
-         "fetch the file with `git lfs pull`"),
-    Sign(b"/annex/objects/", "a pointer of git-annex, not the file itself",
-         "fetch the file with `git annex get {file}`"),
+SIGNATURES = (
+    FileSignature(b"mimetypeapplication/epub+zip", "an EPUB book", _PANDOC, 30),
+    FileSignature(b"mimetypeapplication/vnd.oasis", "an OpenDocument file", _PANDOC, 30),
+    FileSignature(b"PAR1", "a Parquet file", "name it {stem}.parquet"),
+    FileSignature(b"%PDF-", "a PDF file", "extract its text with `pdftotext {file} {stem}.txt`"),
+    FileSignature(b"\x1f\x8b\x08", "compressed by gzip", "name it {whole}.gz"),
+    FileSignature(b"\xfd7zXZ\0", "compressed by xz", "name it {whole}.xz"),
+    FileSignature(b"\x28\xb5\x2f\xfd", "compressed by zstd", "name it {whole}.zst"),
+    FileSignature(b"BZh91AY&SY", "compressed by bzip2", "unpack it with `bunzip2 {file}`"),
+    FileSignature(b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    FileSignature(b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
+    FileSignature(b"ustar", "a tar archive",
+                  "unpack it with `tar -xf {file}`, and name its files", 257),
+    FileSignature(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document", _PLAIN),
+    FileSignature(b"{\\rtf", "an RTF document", _PLAIN),
+    FileSignature(b"BOOKMOBI", "a Mobipocket book", _PLAIN, 60),
+    FileSignature(b"AT&TFORM", "a DjVu file", "extract its text with `djvutxt {file} {stem}.txt`"),
+    FileSignature(b"%!PS", "a PostScript file",
+                  "extract its text with `ps2ascii {file} {stem}.txt`"),
+    FileSignature(b"SQLite format 3\0", "a SQLite database", _TABLE),
+    FileSignature(b"ARROW1", "an Arrow file", _TABLE),
+    FileSignature(b"\x89HDF\r\n", "an HDF5 file", _TABLE),
+    FileSignature(b"\x93NUMPY", "a NumPy array", _TABLE),
+    FileSignature(b"Obj\x01", "an Avro file", _TABLE),
+    FileSignature(b"\x89PNG\r\n", "a picture", "leave it out"),
+    FileSignature(b"\xff\xd8\xff", "a picture", "leave it out"),
+    FileSignature(b"\x7fELF", "a program", "leave it out"),
+    FileSignature(b"version https://git-lfs.github.com/spec/",
+                  "a pointer of Git LFS, not the file itself",
+                  "fetch the file with `git lfs pull`"),
+    FileSignature(b"/annex/objects/", "a pointer of git-annex, not the file itself",
+                  "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
 # UTF-32 comes first, because its little-endian byte order mark begins with UTF-16's.
@@ -80,19 +83,19 @@ def refuse(name: str, head: bytes) -> None:
       name: the file's name, for the error message.
       head: the first `HEAD` bytes of the file, or all bytes of a shorter file.
     """
-    if (detected := _sign(head) or _wide(head)) is None:
+    if (detected := _known_signature(head) or _wide(head)) is None:
         return
     what, remedy = detected
-    whole = name[: len(name) - len(endings.packing(name))]
+    whole = name[: len(name) - len(endings.compression_suffix(name))]
     stem = whole.rpartition(".")[0] if "." in whole.rpartition("/")[2] else whole
     file, whole, stem = map(shlex.quote, (name, whole, stem))
     raise BadRecord(f"{name} is {what}; {remedy.format(file=file, whole=whole, stem=stem)}")
 
 
-def _sign(head: bytes) -> tuple[str, str] | None:
-    for sign in SIGNS:
-        if head.startswith(sign.start, sign.offset):
-            return sign.what, sign.remedy
+def _known_signature(head: bytes) -> tuple[str, str] | None:
+    for signature in SIGNATURES:
+        if head.startswith(signature.start, signature.offset):
+            return signature.what, signature.remedy
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         if any(part in head for part in _OFFICE):
             return "a Microsoft Office document", _PLAIN

@@ -27,7 +27,7 @@ def text(file: File) -> Iterator[bytes]:
         detects, such as a PDF.
       DataError: the file cannot be read.
     """
-    return without_containers(file.name, content(file))
+    return refuse_containers(file.name, content(file))
 
 
 def small_text(path: Path) -> str:
@@ -46,7 +46,7 @@ def small_text(path: Path) -> str:
     return "".join(plain_text.read(name, data))
 
 
-def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
+def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
     """Yields bytes unchanged; raises BadRecord if they begin like a file that is not text.
 
     Args:
@@ -79,7 +79,7 @@ def content(file: File) -> Iterator[bytes]:
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise BadRecord(
             f"{file.name} is truncated or damaged ({error}); fetch or compress it again, or take "
-            f"{endings.packing(file.path.name)} off its name if it is not compressed"
+            f"{endings.compression_suffix(file.path.name)} off its name if it is not compressed"
         ) from error
     except OSError as error:
         raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
@@ -145,7 +145,7 @@ def too_large(name: str, max_bytes: int) -> DataError:
 
 
 def _decompressed(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
-    match endings.packing(file.path.name):
+    match endings.compression_suffix(file.path.name):
         case ".zst":
             yield from _zstd(file, raw)
         case ".gz":

@@ -87,7 +87,11 @@ def _read_file(
                 """Returns an iterator over the text of the file, in chunks."""
                 return _text(file, kind, errors, max_bytes)
 
-            if not bad.most or bad.tried(lambda: deque(text(), maxlen=0), file.name) is not None:
+            def read_all() -> deque[str]:
+                """Reads the whole text, and discards it."""
+                return deque(text(), maxlen=0)
+
+            if not bad.most or bad.call_and_collect(read_all, file.name) is not None:
                 yield Document(file.name, text())
 
 
@@ -100,7 +104,7 @@ def _text(file: File, kind: str, errors: str, max_bytes: int) -> Iterator[str]:
             "markup"
         )
     data = contents.text(file)
-    if endings.packing(file.path.name):
+    if endings.compression_suffix(file.path.name):
         data = contents.no_more_than(max_bytes, file.name, data)
     return _with_text(file.name, plain_text.read(file.name, data, errors, plain_text.REPLACE))
 
@@ -115,7 +119,7 @@ def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Do
         if not has_text and not bad.knows(file.name):
             raise plain_text.no_text(file.name)
     except BadRecord as error:
-        bad.take(error, file.name)
+        bad.collect(error, file.name)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Defines the meaning of file name suffixes: the compression and the format of a file.
 
-The case of letters does not matter. Other modules call `kind` and `packing` instead of inspecting
-suffixes themselves.
+The case of letters does not matter. Other modules call `kind` and `compression_suffix` instead of
+inspecting suffixes themselves.
 """
 
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -28,14 +28,14 @@ DOCUMENTS = (*TEXT, *RECORDS)
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
-def packing(name: str) -> str:
+def compression_suffix(name: str) -> str:
     """Returns the compression suffix of a file name, such as ".gz"; "" without compression."""
     return next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
 
 
-def inner(name: str) -> str:
+def without_compression(name: str) -> str:
     """Returns the file name in lower case without its compression suffix."""
-    return name.lower().removesuffix(packing(name))
+    return name.lower().removesuffix(compression_suffix(name))
 
 
 def kind(name: str) -> str:
@@ -43,7 +43,7 @@ def kind(name: str) -> str:
 
     Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
     """
-    name_inside = inner(name)
+    name_inside = without_compression(name)
     if ".array_record" in name_inside:
         return "array_record"
     matches = (kind for kind, endings in KINDS.items() if name_inside.endswith(endings))

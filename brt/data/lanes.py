@@ -38,7 +38,7 @@ class LaneReader(Reader):
     window: int
 
     def __post_init__(self) -> None:
-        blocks.per_segment(self.segment_length, self.window)
+        blocks.blocks_per_segment(self.segment_length, self.window)
 
     def __getitem__(self, step: int) -> Batch:
         document, block, begins = self._blocks(step, self.lanes)
@@ -200,7 +200,7 @@ def evaluation_batches(
       A tuple: a batch; and, for each of the B lanes and the N blocks of a segment, the index of the
       block's document, int32 [B, N], which is -1 for padding.
     """
-    count = blocks.per_segment(segment_length, window)
+    count = blocks.blocks_per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max
     lengths = np.minimum(store.lengths, limit)
     counts = blocks.block_counts(lengths, window)

@@ -94,7 +94,7 @@ def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
     return max(lost, int(len(known) < len(ids)))
 
 
-def described(lost: int, size: int, unknown: int) -> str:
+def loss_message(lost: int, size: int, unknown: int) -> str:
     """Returns a clause of a message about the number of bytes that a tokenizer loses; "" for none.
 
     Args:

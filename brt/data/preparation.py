@@ -65,7 +65,7 @@ class Dataset(NamedTuple):
         """Returns a JSON description of each split, by name: the number of documents, the size in
         bytes, the names of some documents, the hash of the content, and the source files.
         """
-        return cache.described(self.directory, self.splits, "documents")
+        return cache.describe_splits(self.directory, self.splits, "documents")
 
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
@@ -97,7 +97,7 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
           facts: the settings and sources that the manifest will have.
         """
         plan = Plan(data)
-        cache.say_left_out(data, SPLITS, sources.left_out, progress)
+        cache.print_unread_files(data, SPLITS, sources.left_out, progress)
         tokenizer, described = _make_tokenizer(data, plan, place, progress)
         written = _write(plan, plan.splits, tokenizer, place, facts, progress)
         return {**written, "tokenizer": described}
@@ -210,7 +210,7 @@ def _write(
 def _lost(store: TokenStore) -> str:
     """Returns a clause about the bytes of a split that the tokenizer loses; "" for none."""
     unknown = store.manifest.get("unknown_tokens", 0)
-    return losses.described(store.lost_bytes, int(store.bytes.sum()), unknown)
+    return losses.loss_message(store.lost_bytes, int(store.bytes.sum()), unknown)
 
 
 def _say_quarantined(directory: Path, progress: bool) -> None:

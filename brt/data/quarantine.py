@@ -39,7 +39,7 @@ class Quarantine:
         """Returns True if an error of this file was collected before."""
         return any(entry["file"] == file for entry in self._found.values())
 
-    def take(self, error: BadRecord, file: str, **place: int) -> None:
+    def collect(self, error: BadRecord, file: str, **place: int) -> None:
         """Collects the error of a bad record, or raises an error if the limit is exceeded.
 
         Args:
@@ -61,13 +61,13 @@ class Quarantine:
                 f"{self.most}; the last is this: {error}"
             )
 
-    def tried(self, read: Callable[[], T], file: str, **place: int) -> T | None:
+    def call_and_collect(self, read: Callable[[], T], file: str, **place: int) -> T | None:
         """Calls a function, and collects its error if it raises BadRecord.
 
         Args:
           read: function that reads a record.
           file: the name of the file.
-          place: the number of the line or record; see `take`.
+          place: the number of the line or record; see `collect`.
 
         Returns:
           The result of `read`; None if an error was collected.
@@ -78,7 +78,7 @@ class Quarantine:
         try:
             return read()
         except BadRecord as error:
-            self.take(error, file, **place)
+            self.collect(error, file, **place)
             return None
 
     def write(self, directory: Path) -> None:

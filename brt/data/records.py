@@ -35,7 +35,7 @@ def json_texts(
     """
     for record in json_files.read(file, errors=errors, max_bytes=max_bytes):
         read = partial(_json_text, record, field, errors)
-        if (text := bad.tried(read, file.name, line=record.number)) is not None:
+        if (text := bad.call_and_collect(read, file.name, line=record.number)) is not None:
             yield record.name, text
 
 
@@ -50,7 +50,7 @@ def table_texts(file: File, *, field: str, errors: str, bad: Quarantine) -> Iter
     """
     for number, row in enumerate(tables.rows(file)):
         read = partial(_row_text, row, field, errors)
-        if (text := bad.tried(read, file.name, record=number)) is not None:
+        if (text := bad.call_and_collect(read, file.name, record=number)) is not None:
             yield row.name, text
 
 
@@ -80,7 +80,7 @@ def array_record_texts(
                     raise contents.too_large(name, max_bytes)
                 is_json = record.lstrip()[:1] == b"{"
                 read = partial(_record_text, name, record, is_json, field, errors)
-                if (text := bad.tried(read, file.name, record=i)) is not None:
+                if (text := bad.call_and_collect(read, file.name, record=i)) is not None:
                     yield name, text
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, DataError):
@@ -100,7 +100,7 @@ def tfds_texts(source: str, *, field: str, errors: str, bad: Quarantine) -> Iter
     for i, example in enumerate(sources.tfds_data(source).examples):
         name = f"{source}:{i}"
         read = partial(_example_text, name, example, field, errors)
-        if (text := bad.tried(read, source, record=i)) is not None:
+        if (text := bad.call_and_collect(read, source, record=i)) is not None:
             yield name, text
 
 

@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from brt.config import Mesh
+from brt.config import Mesh as MeshSettings
 from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
@@ -23,12 +23,12 @@ from brt.errors import ConfigError
 # A mapping of this type lists sizes that must be divisible by the number of devices that shard
 # them. It maps the name of an array's axis, as in RULES, to the name of a setting and the setting's
 # value, for example {"heads": ("Model.heads", 8)}.
-Needs = Mapping[str, tuple[str, int]]
+DivisibleSizes = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 
 
-def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
+def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
     """Returns the number of devices along each axis of the mesh, by the axis's name.
 
     An axis whose setting is -1 gets all remaining devices: its size is the number of devices
@@ -67,13 +67,14 @@ def nearest(wanted: int, number: int) -> int:
 
 
 def build(
-    mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
+    mesh: MeshSettings, needs: DivisibleSizes, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
     """Returns the JAX mesh that the settings describe, made of the first devices of a list.
 
     Args:
       mesh: the settings of the mesh, which give the number of devices along each axis.
-      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
+      needs: sizes that must be divisible by the number of devices that shard them; see
+        `DivisibleSizes`.
       devices: the list of devices; None stands for all devices.
 
     Raises:
@@ -82,23 +83,24 @@ def build(
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
-    if problem := misfit(shape, needs):
+    if problem := describe_indivisible_size(shape, needs):
         raise ConfigError(problem)
     used = math.prod(shape.values())
     check_all_take_part(used, devices)
-    partition_spec = mesh_utils.create_device_mesh(
+    device_array = mesh_utils.create_device_mesh(
         tuple(shape.values()), devices[:used], allow_split_physical_axes=True
     )
-    return jax.sharding.Mesh(partition_spec, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return jax.sharding.Mesh(device_array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
+def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
     """Returns an error message about a size that is not divisible by the number of devices that
     shard it; None if all sizes are divisible.
 
     Args:
       shape: the number of devices along each axis of the mesh, by the axis's name.
-      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
+      needs: sizes that must be divisible by the number of devices that shard them; see
+        `DivisibleSizes`.
     """
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
@@ -183,16 +185,18 @@ def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
 
-def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
+def global_array(
+    mesh: jax.sharding.Mesh, x: np.ndarray, lane_indices: Sequence[int], lanes: int
+) -> Array:
     """Returns the global array of all lanes, to which every process contributes its own rows.
 
     Args:
       mesh: the mesh over which the lanes are sharded.
       x: the rows of this process, one for each of its lanes.
-      own: the index of each row of x in the global array, as `local_lanes` returns them.
+      lane_indices: the index of each row of x in the global array, as `local_lanes` returns them.
       lanes: the number of lanes of all processes, which is the length of the global array.
     """
-    row = {lane: place for place, lane in enumerate(own)}
+    row = {lane: place for place, lane in enumerate(lane_indices)}
 
     def rows_of_device(cut: tuple[slice, ...]) -> np.ndarray:
         """Returns the rows of one device of this process. The first element of `cut` is the range
@@ -203,7 +207,7 @@ def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lan
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), rows_of_device)
 
 
-def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
+def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettings:
     """Returns the settings of a mesh with which a trained run can be evaluated on the devices of
     this machine.
 
@@ -213,19 +217,20 @@ def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
 
     Args:
       mesh: the settings of the mesh with which the run was trained.
-      needs: sizes that must be divisible by the number of devices that shard them; see `Needs`.
+      needs: sizes that must be divisible by the number of devices that shard them; see
+        `DivisibleSizes`.
     """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}
     count = math.prod(inner.values())
     candidates = [mesh] if -1 not in vars(mesh).values() else []
-    candidates += [Mesh(data=devices // count, **inner)] if devices % count == 0 else []
-    candidates += [Mesh(fsdp=devices)] if count > 1 or processes.several() else []
+    candidates += [MeshSettings(data=devices // count, **inner)] if devices % count == 0 else []
+    candidates += [MeshSettings(fsdp=devices)] if count > 1 or processes.several() else []
     for candidate in candidates:
         shape = {axis: getattr(candidate, axis) for axis in AXES}
         used = math.prod(shape.values())
         needed = {name: need for name, need in needs.items() if name == "heads"}
         alone = not processes.several() and used <= devices
-        if (alone or used == devices) and not misfit(shape, needed):
+        if (alone or used == devices) and not describe_indivisible_size(shape, needed):
             return candidate
-    return Mesh()
+    return MeshSettings()

@@ -17,10 +17,11 @@ class AgreedRequest:
     """A request to one process, such as a signal to stop, that all processes carry out at the same
     step.
 
-    Every process calls `due` equally often, for example once per step. The process that receives a
-    request publishes the request. A thread of each process then publishes how often its process has
-    called `due`. If the largest of these numbers is n, all processes carry out the request at their
-    call number n + 1. They call `done` afterwards, and then another request may follow.
+    Every process calls `reason_if_due` equally often, for example once per step. The process that
+    receives a request publishes the request. A thread of each process then publishes how often its
+    process has called `reason_if_due`. If the largest of these numbers is n, all processes carry
+    out the request at their call number n + 1. They call `done` afterwards, and then another
+    request may follow.
 
     Args:
       name: the name of the request, which must be equal on all processes.
@@ -46,7 +47,7 @@ class AgreedRequest:
         self._thread = threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True)
         self._thread.start()
 
-    def due(self) -> str | None:
+    def reason_if_due(self) -> str | None:
         """Returns the reason of the request if this process must carry out the request now, and
         None otherwise. All processes must call the method equally often.
 
@@ -73,7 +74,7 @@ class AgreedRequest:
         self._done.set()
 
     def close(self) -> None:
-        """Stops the thread; `due` must not be called any more.
+        """Stops the thread; `reason_if_due` must not be called any more.
 
         The method waits for the thread, because Python aborts if it exits while a thread is inside
         the code of the key-value service (see `hanging.leave`).
@@ -114,14 +115,15 @@ class AgreedRequest:
         return None
 
     def _agree(self, reason: str) -> None:
-        """Agrees with the other processes on the call of `due` at which all act."""
+        """Agrees with the other processes on the call of `reason_if_due` at which all act."""
         with self._lock:
             self._frozen = True
             calls = self._calls
         try:
             self._last_call = max(int(n) for n in gather(self._name, str(calls)))
             self.reason = reason
-        # The error is stored, so that the next call of `due` raises it in the thread of the caller.
+        # The error is stored, so that the next call of `reason_if_due` raises it in the thread of
+        # the caller.
         except PeerError as error:
             self._lost = error
         finally:

@@ -82,7 +82,7 @@ class SplitEvaluator:
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
-        reading = progress.shown(evaluator.total, f"reading {self._split}", evaluator.unit)
+        reading = progress.display(evaluator.total, f"reading {self._split}", evaluator.unit)
         with reading as update, model.on_devices():
             result = evaluator(model.variables, Control(progress=update))
         self._check_finite(result, model)

@@ -11,7 +11,7 @@ LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes be
 
 
 @contextlib.contextmanager
-def shown(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
+def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
     """Context that shows on stderr how much of some work is done, as a bar or as lines.
 
     A terminal shows a bar. Otherwise at most one line per minute is printed, the first after a

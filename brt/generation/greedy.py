@@ -59,10 +59,10 @@ def greedy_search(
         """Returns the most likely next token of each source; `length` is not used."""
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
-    return one_text(decoder, state, likeliest, batch=batch, decoding=decoding)
+    return generate_texts(decoder, state, likeliest, batch=batch, decoding=decoding)
 
 
-def one_text(
+def generate_texts(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
     """Generates one text for each source, token by token.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Decoding, Sampling
 from brt.generation.decoder import TextDecoder
-from brt.generation.greedy import one_text
+from brt.generation.greedy import generate_texts
 from brt.generation.hypotheses import Hypotheses
 
 
@@ -81,4 +81,4 @@ def sample(
         """
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
-    return one_text(decoder, state, draw, batch=batch, decoding=decoding)
+    return generate_texts(decoder, state, draw, batch=batch, decoding=decoding)

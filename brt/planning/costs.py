@@ -140,33 +140,33 @@ def costs(text: str, chip: str = "") -> Costs:
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown = set()
-    for computation, one, times in module.run():
-        kind = one.operation.removesuffix("-start")
+    for computation, instruction, times in module.executed_instructions():
+        kind = instruction.operation.removesuffix("-start")
         if kind in COLLECTIVES:
             before = collectives[kind]
-            size = before.bytes + times * _result_bytes(one)
+            size = before.bytes + times * _result_bytes(instruction)
             collectives[kind] = CollectiveCost(before.times + times, size)
             continue
-        cost = _cost(module, computation, one, chip)
+        cost = _cost(module, computation, instruction, chip)
         if any(cost):
-            source = one.source or _neighbour(module, computation, one)
+            source = instruction.source or _neighbour(module, computation, instruction)
             part = part_of(source)
             parts[part] = parts[part].plus(cost, times)
-            key = part, *_group_key(one, source)
+            key = part, *_group_key(instruction, source)
             group = groups.get(key, InstructionGroup(*key, 0, Cost()))
             groups[key] = group._replace(
                 times=group.times + times, cost=group.cost.plus(cost, times)
             )
             if not cost.cycles:
-                unknown |= schedules.kernels(one.attributes)
+                unknown |= schedules.kernels(instruction.attributes)
     ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
     return Costs(dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered))
 
 
-def _group_key(one: Instruction, source: str) -> tuple[str, str, str]:
+def _group_key(instruction: Instruction, source: str) -> tuple[str, str, str]:
     """Returns operation, result and source without the numbers that distinguish layers."""
-    name = re.sub(r"(\.\d+)+$", "", one.name)
-    result = re.sub(r"\{[^{}]*\}", "", one.type)
+    name = re.sub(r"(\.\d+)+$", "", instruction.name)
+    result = re.sub(r"\{[^{}]*\}", "", instruction.type)
     return name, result, re.sub(r"\d+", "#", source.split(";")[0])
 
 
@@ -179,36 +179,36 @@ def part_of(source: str) -> str:
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
 
 
-def _result_bytes(one: Instruction) -> int:
+def _result_bytes(instruction: Instruction) -> int:
     """Returns the bytes of an instruction's results.
 
     The type of an asynchronous start lists operands first, then results, then contexts.
     """
-    result_shapes, count = one.shapes, len(one.operands)
-    if one.operation.endswith("-start") and one.operation != "all-reduce-start":
+    result_shapes, count = instruction.shapes, len(instruction.operands)
+    if instruction.operation.endswith("-start") and instruction.operation != "all-reduce-start":
         result_shapes = result_shapes[count : 2 * count]
     return sum(shape.bytes for shape in result_shapes)
 
 
-def _neighbour(module: Module, computation: str, one: Instruction) -> str:
+def _neighbour(module: Module, computation: str, instruction: Instruction) -> str:
     """Returns the path of names of an operand or user, for an instruction without a path."""
     inside = module.computations[computation]
-    for operand in one.operands:
+    for operand in instruction.operands:
         if operand in inside and inside[operand].source:
             return inside[operand].source
-    users = (other for other in inside.values() if one.name in other.operands)
+    users = (other for other in inside.values() if instruction.name in other.operands)
     return next((user.source for user in users if user.source), "")
 
 
-def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
+def _cost(module: Module, computation: str, instruction: Instruction, chip: str = "") -> Cost:
     # The cost of an asynchronous operation is counted at its start instruction.
-    done = one.operation.endswith("-done")
-    if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
+    done = instruction.operation.endswith("-done")
+    if done or instruction.operation in _FREE or "AllocateBuffer" in instruction.attributes:
         return Cost()
-    flops = products.flops(module, computation, one)
-    large, anywhere = (traffic(module, computation, one, flag) for flag in (False, True))
-    cycles = float(one.cycles)
-    if not cycles and (scheduled := schedules.cycles(one.attributes, chip)):
+    flops = products.flops(module, computation, instruction)
+    large, anywhere = (traffic(module, computation, instruction, flag) for flag in (False, True))
+    cycles = float(instruction.cycles)
+    if not cycles and (scheduled := schedules.cycles(instruction.attributes, chip)):
         cycles = max(scheduled, *_least(flops, large, chip))
     return Cost(flops, large, cycles, anywhere)
 

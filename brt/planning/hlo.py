@@ -151,7 +151,9 @@ class Module:
                 return int(instruction.body)
         return 1
 
-    def run(self, computation: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
+    def executed_instructions(
+        self, computation: str = "", times: int = 1
+    ) -> Iterator[tuple[str, Instruction, int]]:
         """Yields every instruction that a computation executes, with its number of executions.
 
         The instructions in the computation's loops, branches and calls are included. Instructions
@@ -166,18 +168,18 @@ class Module:
           its number of executions.
         """
         computation = computation or self.entry
-        for one in self.computations[computation].values():
-            if one.operation == "while":
-                body = one.called("body") or ""
-                yield from self.run(body, times * self.trip_count(one))
-            elif one.operation == "conditional":
+        for instruction in self.computations[computation].values():
+            if instruction.operation == "while":
+                body = instruction.called("body") or ""
+                yield from self.executed_instructions(body, times * self.trip_count(instruction))
+            elif instruction.operation == "conditional":
                 for branch in re.findall(r"(?:branch_computations=\{|_computation=)%?([\w.\-]+)",
-                                         one.attributes):  # fmt: skip
-                    yield from self.run(branch, times)
-            elif one.operation == "call":
-                yield from self.run(one.called("to_apply") or "", times)
+                                         instruction.attributes):  # fmt: skip
+                    yield from self.executed_instructions(branch, times)
+            elif instruction.operation == "call":
+                yield from self.executed_instructions(instruction.called("to_apply") or "", times)
             else:
-                yield computation, one, times
+                yield computation, instruction, times
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from brt import jax_versions, tasks
 from brt.config import Config
 from brt.config import Mesh as MeshConfig
-from brt.distributed.mesh import AXES, misfit
+from brt.distributed.mesh import AXES, describe_indivisible_size
 from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.planning.costs import Costs, costs
@@ -134,7 +134,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
-    state = shapes.abstract
+    state = shapes.state_shapes
     step_costs = costs(compiled.as_text(), topology.chip.name if topology.chip else "")
     arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -236,7 +236,7 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
                 if rest or not sequence:
                     continue
                 shape = dict(zip(AXES, (data, fsdp, tensor, sequence), strict=True))
-                if not misfit(shape, needs):
+                if not describe_indivisible_size(shape, needs):
                     meshes.append(MeshConfig(**shape))
     return meshes
 
@@ -281,13 +281,13 @@ def sweep(
     if not plans:
         raise last
 
-    def sort_key(one: Plan) -> tuple[bool, float, int]:
+    def sort_key(plan: Plan) -> tuple[bool, float, int]:
         """Returns the key of a plan by which plans are sorted.
 
         Plans that fit into memory come first, then plans with a shorter step at the chip's peak
         rates, then plans that need less memory.
         """
-        return one.fits is False, one.step_seconds.get("roofline", 0.0), one.peak
+        return plan.fits is False, plan.step_seconds.get("roofline", 0.0), plan.peak
 
     return sorted(plans, key=sort_key)
 

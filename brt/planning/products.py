@@ -6,59 +6,61 @@ from brt.planning import schedules
 from brt.planning.hlo import Instruction, Module, shapes
 
 
-def flops(module: Module, computation: str, one: Instruction) -> float:
+def flops(module: Module, computation: str, instruction: Instruction) -> float:
     """Returns the FLOPs of the matrix products of an instruction; the products inside of a fusion
     are included.
 
     Args:
       module: the module.
       computation: the name of the computation that contains the instruction.
-      one: the instruction.
+      instruction: the instruction.
     """
-    if one.operation == "fusion":
-        called = one.called("calls") or ""
+    if instruction.operation == "fusion":
+        called = instruction.called("calls") or ""
         fused = module.computations[called].values()
         return sum(flops(module, called, inner) for inner in fused)
-    if _is_product(one):
-        return _product(module, computation, one)
+    if _is_product(instruction):
+        return _product(module, computation, instruction)
     # A custom call of a Pallas kernel states the kernel's FLOPs. The call may also be in a fusion,
     # which writes the kernel's result into a part of an array.
-    return schedules.flops(one.attributes) if one.operation == "custom-call" else 0.0
-
-
-def _is_product(one: Instruction) -> bool:
-    """Returns True for matrix products; on GPUs most of them are calls of cuBLAS."""
-    return one.operation in ("dot", "convolution") or (
-        one.operation == "custom-call" and "cublas" in one.attributes
+    return (
+        schedules.flops(instruction.attributes) if instruction.operation == "custom-call" else 0.0
     )
 
 
-def _product(module: Module, computation: str, one: Instruction) -> float:
+def _is_product(instruction: Instruction) -> bool:
+    """Returns True for matrix products; on GPUs most of them are calls of cuBLAS."""
+    return instruction.operation in ("dot", "convolution") or (
+        instruction.operation == "custom-call" and "cublas" in instruction.attributes
+    )
+
+
+def _product(module: Module, computation: str, instruction: Instruction) -> float:
     """Returns the FLOPs of a matrix product, which may be expressed as a convolution."""
     inside = module.computations[computation]
-    left, right = (shapes(inside[o].type)[0].dimensions for o in one.operands[:2])
+    left, right = (shapes(inside[o].type)[0].dimensions for o in instruction.operands[:2])
     out = 1
-    for dimension in one.shapes[0].dimensions:
+    for dimension in instruction.shapes[0].dimensions:
         out *= dimension
-    if one.operation != "convolution":
+    if instruction.operation != "convolution":
         pattern = r'lhs_contracting_dim(?:ension)?s(?:"?[=:])[\[{]([\d,"]*)[\]}]'
-        contracted = re.search(pattern, one.attributes)
+        contracted = re.search(pattern, instruction.attributes)
         for axis in re.findall(r"\d+", contracted[1] if contracted else ""):
             out *= left[int(axis)]
         return 2.0 * out
-    return 2.0 * out * _summands(one, left, right)
+    return 2.0 * out * _summands(instruction, left, right)
 
 
-def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+def _summands(instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
     """Returns the mean number of products that a convolution sums for one result.
 
     TPU compilers express batched matrix products as convolutions whose windows consist mostly of
     padding, which costs nothing.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if not labels:
         return 1.0
-    window = re.search(r"window=\{([^}]*)\}", one.attributes)
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     text = window[1] if window else ""
 
     def window_numbers(key: str, default: str) -> list[str]:
@@ -82,7 +84,7 @@ def _summands(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
         if length == 1:
             continue
         input_length = left[labels[1].index(str(axis))]
-        results = one.shapes[0].dimensions[labels[3].index(str(axis))]
+        results = instruction.shapes[0].dimensions[labels[3].index(str(axis))]
         first, stride = int(pads[axis].split("_")[0]), int(strides[axis])
         dilation, step = int(dilations[axis]), int(window_dilations[axis])
         if results * length > 1 << 20:

@@ -35,7 +35,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cycles": total.cycles if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
-        "instructions": [_flat(one) for one in plan.costs.instructions[:_MOST_LISTED]],
+        "instructions": [_flat(group) for group in plan.costs.instructions[:_MOST_LISTED]],
         "collectives": {kind: cost._asdict() for kind, cost in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
         "step_seconds": times,

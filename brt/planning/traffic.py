@@ -10,45 +10,49 @@ _SLICES = "slice", "dynamic-slice"
 _STARTS = {"copy-start": 0, "slice-start": 1}
 
 
-def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) -> int:
+def traffic(module: Module, computation: str, instruction: Instruction, anywhere: bool) -> int:
     """Returns the bytes that an instruction reads and writes.
 
     Args:
       module: the module of the instruction.
       computation: the name of the computation that has the instruction.
-      one: the instruction.
+      instruction: the instruction.
       anywhere: True counts the bytes in all memories, False only those in the main memory (HBM).
     """
     inside = module.computations[computation]
-    sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
-    if anywhere and (one.operation in _STARTS or _copies_between_memories(one, sources)):
+    sources = [shapes(inside[o].type) if o in inside else [] for o in instruction.operands]
+    if anywhere and (
+        instruction.operation in _STARTS or _copies_between_memories(instruction, sources)
+    ):
         return 0
     read = [
         0 if not anywhere and all(x.on_chip for x in source) else sum(x.bytes for x in source)
         for source in sources
     ]
-    written = [0 if shape.on_chip and not anywhere else shape.bytes for shape in one.shapes]
-    if one.operation == "fusion":
-        called = one.called("calls") or ""
+    written = [0 if shape.on_chip and not anywhere else shape.bytes for shape in instruction.shapes]
+    if instruction.operation == "fusion":
+        called = instruction.called("calls") or ""
         for i, part in _slices(module, called).items():
             read[i] = min(read[i], part)
         for i, update in enumerate(_updates(module, called)):
             written[i] = written[i] if update is None else min(written[i], update)
-    elif one.operation in _STARTS:
-        result = one.shapes[_STARTS[one.operation]]
+    elif instruction.operation in _STARTS:
+        result = instruction.shapes[_STARTS[instruction.operation]]
         read, written = [min(read[0], result.bytes)], [0 if result.on_chip else result.bytes]
-    elif one.operation in _SLICES:
-        read = [min(read[0], size(one.type))]
-    elif one.operation == "dynamic-update-slice":
-        update = size(inside[one.operands[1]].type)
+    elif instruction.operation in _SLICES:
+        read = [min(read[0], size(instruction.type))]
+    elif instruction.operation == "dynamic-update-slice":
+        update = size(inside[instruction.operands[1]].type)
         read, written = [read[1]], [min(written[0], update)]
     return sum(read) + sum(written)
 
 
-def _copies_between_memories(one: Instruction, sources: list[list[Shape]]) -> bool:
+def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]]) -> bool:
     """Returns True if an instruction copies an array from one memory to another."""
-    memories = {shape.on_chip for shape in (*one.shapes, *(x for group in sources for x in group))}
-    return one.operation == "copy" and len(memories) == 2
+    memories = {
+        shape.on_chip for shape in (*instruction.shapes, *(x for group in sources for x in group))
+    }
+    return instruction.operation == "copy" and len(memories) == 2
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
@@ -58,16 +62,20 @@ def _slices(module: Module, called: str) -> dict[int, int]:
     """
     inside = module.computations[called].values()
     sizes = {
-        int(one.body): _sliced(module, called, one.name)
-        for one in inside
-        if one.operation == "parameter"
+        int(instruction.body): _sliced(module, called, instruction.name)
+        for instruction in inside
+        if instruction.operation == "parameter"
     }
     return {index: size for index, size in sizes.items() if size is not None}
 
 
 def _sliced(module: Module, computation: str, name: str) -> int | None:
     """Returns the bytes of the slices of an array that are read; None if all of it is read."""
-    users = [one for one in module.computations[computation].values() if name in one.operands]
+    users = [
+        instruction
+        for instruction in module.computations[computation].values()
+        if name in instruction.operands
+    ]
     parts: list[int | None] = [None] if not users else []
     for user in users:
         if user.operation == "bitcast":
@@ -87,7 +95,7 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 def _updates(module: Module, called: str) -> list[int | None]:
     """Returns the bytes that a fusion writes of each result updated in place; None for others."""
     inside = module.computations[called]
-    root = next(one for one in inside.values() if one.is_root)
+    root = next(instruction for instruction in inside.values() if instruction.is_root)
     results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
     sizes: list[int | None] = []
     for result in results:

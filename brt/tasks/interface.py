@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.data import tokenizers
 from brt.data.readers import Reader
-from brt.distributed.mesh import Needs
+from brt.distributed.mesh import DivisibleSizes
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
@@ -114,7 +114,7 @@ class Task(abc.ABC):
     def reader(self, config: Config, dataset: Dataset) -> Reader:
         """Returns the reader that yields the training batch of each step."""
 
-    def sharded_sizes(self, config: Config) -> Needs:
+    def sharded_sizes(self, config: Config) -> DivisibleSizes:
         """Returns the settings whose values the mesh of devices has to divide.
 
         The keys are names of array axes, such as "heads", which are sharded over an axis of the

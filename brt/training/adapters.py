@@ -3,7 +3,7 @@
 An adapter consists of two small matrices, A and B, whose product is added to a kernel. The matrices
 for the kernel `stack/window_0/tokens/keys` are the parameters
 `adapters/stack/window_0/tokens/keys/a` and `.../b`. The code of models knows nothing of adapters:
-`merged` adds the products to the kernels before the parameters are passed to a model.
+`merge_into_kernels` adds the products to the kernels before the parameters are passed to a model.
 """
 
 import zlib
@@ -25,7 +25,7 @@ _KEY = 2
 ROOT = "adapters"  # The factors of all adapters are below this name in the tree of parameters.
 
 
-def added(params: PyTree, config: Config, key: Array) -> PyTree:
+def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
     """Returns the parameters of a model together with the initial values of its adapters.
 
     A has the shape [in, rank] and normal elements with the variance 1 / in. B has the shape
@@ -58,7 +58,7 @@ def added(params: PyTree, config: Config, key: Array) -> PyTree:
     return {**params, **unflatten_dict(factors, sep="/")}
 
 
-def merged(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
+def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
     """Returns the parameters of the model, in which each kernel with an adapter has become
     kernel + alpha / rank * A B.
 

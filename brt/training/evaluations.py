@@ -73,7 +73,7 @@ def write(
     step: int,
     split: str,
     result: EvaluationResult,
-    tell: Callable[[Evaluated], object] = lambda evaluated: None,
+    on_report: Callable[[Evaluated], object] = lambda evaluated: None,
 ) -> Evaluated:
     """Writes the files of an evaluation, and returns the evaluation's report.
 
@@ -85,7 +85,7 @@ def write(
       step: the step of the evaluated checkpoint.
       split: the evaluated split.
       result: the result that the evaluator returned.
-      tell: a function that is called with the report before the files are written, so that the
+      on_report: a function that is called with the report before the files are written, so that the
         user sees the report even if writing fails.
 
     Raises:
@@ -98,7 +98,7 @@ def write(
     evaluated = Evaluated(report, text, f"step {step}: {split} {result.summary}")
     if not processes.is_first():
         return evaluated
-    tell(evaluated)
+    on_report(evaluated)
     check_writable(directory, below=workdir.path)
     for kind, rows in result.rows.items():
         lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)

@@ -52,7 +52,7 @@ def report(session: Session) -> None:
     step, every = session.completed, session.run.config.training.log_every
     reported = step == session.steps or step % every == 0
     if step == session.first + 1 and step % every:
-        session.progress.began(step, session.accumulator.bits_per_token())
+        session.progress.report_first_step(step, session.accumulator.bits_per_token())
     if not reported:
         return
     session.accumulator.flush()

@@ -135,18 +135,18 @@ def open_files(
     if checkpoint:
         with phases.during("restoring", start):
             restored = reader.restore(
-                workdir.checkpoints, run.abstract, start, checkpoint=checkpoint
+                workdir.checkpoints, run.state_shapes, start, checkpoint=checkpoint
             )
     _check_processes_agree(run, restored.step if restored else None, provenance)
     if restored:
         data_manifest.check_unchanged(workdir, run.dataset.described())
-    constant = constant_arrays(config, run.abstract)
+    constant = constant_arrays(config, run.state_shapes)
     writer.freeze(constant, start if restored else None)
     # The disk must have space for two checkpoints, or for one if Checkpoint.keep is 1. Checkpoints
     # share the files of constant arrays.
     saves = min(settings.keep, 2)
     sizes = {
-        name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.abstract).items()
+        name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.state_shapes).items()
     }
     once = sum(sizes[name] for name in constant)
     check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once))
@@ -214,7 +214,7 @@ def _find_again(
         checkpoint = checkpoints.newest(workdir.path, warned)
     if checkpoint is None:
         return None, None
-    changes = config_changes.compare(checkpoint, run.config, run.abstract, allowed)
+    changes = config_changes.compare(checkpoint, run.config, run.state_shapes, allowed)
     for line in changes.lines:
         reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
     return checkpoint, changes
@@ -248,7 +248,7 @@ def _open_batches(
     stack.callback(batches.close)
     if restored:
         saved = restored.meta["data"]
-        position = config_changes.data_position(saved, batches.get_state(), changes)
+        position = config_changes.resumed_data_position(saved, batches.get_state(), changes)
         if position != saved:
             progress.message(
                 "from here on documents are read in another order; some may be read twice"
@@ -272,10 +272,14 @@ def _write_description(
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)
     progress.message(startup.describe(run, workdir))
-    for note in (startup.idle_devices(run), startup.replicated_keys(run), startup.own_rates(run)):
+    for note in (
+        startup.idle_devices(run),
+        startup.replicated_keys(run),
+        startup.describe_rate_factors(run),
+    ):
         if note:
             progress.message(note)
-    params = run.abstract.params
+    params = run.state_shapes.params
     progress.note(parameter_overview.get_parameter_overview(params, include_stats=False))
 
 

@@ -105,7 +105,7 @@ class Progress:
         )
         self._show_metrics(step, metrics)
 
-    def began(self, step: int, bits_per_token: float) -> None:
+    def report_first_step(self, step: int, bits_per_token: float) -> None:
         """Shows the loss of the first step, so that the user need not wait for the first report.
 
         Args:

@@ -69,7 +69,7 @@ class Requests:
         The result is the same on all processes.
         """
         self._phases.progressed()
-        return self._agreed[0].due() if self._agreed else self._stop.requested
+        return self._agreed[0].reason_if_due() if self._agreed else self._stop.requested
 
     def checkpoint(self) -> bool:
         """Returns True if the user requested a checkpoint.
@@ -82,7 +82,7 @@ class Requests:
             consequence = "the run stops after the next evaluation" if self._evaluates else _NEVER
             self._say(f"{STOP}: {consequence}")
         if self._agreed:
-            return bool(self._agreed[1].due())
+            return bool(self._agreed[1].reason_if_due())
         return looks and self._exists(CHECKPOINT)
 
     def checkpoint_done(self, step: int) -> None:

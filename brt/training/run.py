@@ -36,12 +36,12 @@ class Shapes(NamedTuple):
     Attributes:
       mesh: the devices.
       optimizer: the optimizer.
-      abstract: the train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) as arrays.
+      state_shapes: the train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) as arrays.
     """
 
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
-    abstract: TrainState
+    state_shapes: TrainState
 
 
 class Run(NamedTuple):
@@ -53,7 +53,8 @@ class Run(NamedTuple):
       dataset: the splits of the data, and the tokenizer.
       reader: reads the batches of the training data.
       weights: the weights that Training.init_from names; None if the setting is empty.
-      mesh, optimizer, abstract: devices, optimizer, and shapes of the train state; see `Shapes`.
+      mesh, optimizer, state_shapes: devices, optimizer, and shapes of the train state; see
+        `Shapes`.
     """
 
     config: Config
@@ -63,7 +64,7 @@ class Run(NamedTuple):
     weights: Weights | None
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
-    abstract: TrainState
+    state_shapes: TrainState
 
 
 def build(
@@ -118,12 +119,12 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     trainable.check(shapes.params, config.training.trainable)
     rates.check(trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer)
-    abstract = jax.tree.map(
+    state_shapes = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         state_shardings(mesh, config, shapes, axes),
     )
-    return Shapes(mesh, optimizer, abstract)
+    return Shapes(mesh, optimizer, state_shapes)
 
 
 def prepare(
@@ -177,7 +178,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
       CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
       NonFiniteError: the weights hold NaN or infinity.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
     with meshes.use(run.mesh):
         create = jax.jit(
@@ -257,7 +258,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         processes it is the number of lanes of one process.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
         """Returns the train state after a step, and the step's metrics.
@@ -293,7 +294,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     limit = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(mesh))
     limits = (limit,) if skips_spikes(config) else ()
     with meshes.use(mesh):
-        inputs = step_inputs(shapes.abstract)
+        inputs = step_inputs(shapes.state_shapes)
         return jitted.lower(*inputs, jax.tree.map(with_all_lanes, batch), key, *limits)
 
 
@@ -329,7 +330,7 @@ class CompiledStep:
     def prepare(self, batch: Any) -> None:
         """Compiles the step for batches with the shapes of `batch`, unless that was done before."""
         if (shape := _shape(batch)) not in self._compiled:
-            shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
+            shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.state_shapes)
             lowered = lowered_step(self._run.config, shapes, batch)
             self._compiled[shape] = lowered.compile(compilation.options())
             # All processes start the step together, because a process that waits in a collective

@@ -28,7 +28,7 @@ Baseline = tuple[str, float]
 
 def parameters(run: Run | Shapes) -> str:
     """Returns a table, as text, of all parameters of a run with their shapes and sizes."""
-    return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
+    return parameter_overview.get_parameter_overview(run.state_shapes.params, include_stats=False)
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
@@ -40,14 +40,14 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
       directory: the run directory, whose free disk space is reported; None for the current
         directory.
     """
-    total, non_embedding = parameter_counts(run.abstract.params)
+    total, non_embedding = parameter_counts(run.state_shapes.params)
     return {
         "parameters": total,
         "parameters_non_embedding": non_embedding,
-        "parameter_bytes": tree_utils.required_bytes(run.abstract.params),
-        "optimizer_bytes": tree_utils.required_bytes(run.abstract.optimizer),
-        "state_bytes": tree_utils.required_bytes(run.abstract.carry),
-        "checkpoint_bytes": tree_utils.required_bytes(run.abstract),
+        "parameter_bytes": tree_utils.required_bytes(run.state_shapes.params),
+        "optimizer_bytes": tree_utils.required_bytes(run.state_shapes.optimizer),
+        "state_bytes": tree_utils.required_bytes(run.state_shapes.carry),
+        "checkpoint_bytes": tree_utils.required_bytes(run.state_shapes),
         "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
         **(_data_sizes(run) if isinstance(run, Run) else {}),
         "devices": run.mesh.size,

@@ -186,7 +186,7 @@ class Session(OpenRun):
             if checkpoint is None:
                 self.state, meter = runs.new_state(self.run, lambda line: None), None
             else:
-                restored = reader.restore(directory, self.run.abstract, checkpoint=checkpoint)
+                restored = reader.restore(directory, self.run.state_shapes, checkpoint=checkpoint)
                 self.state, meter = restored.state, restored.meta["meter"]
             target = int(self.state.step)
             self.progress.message(self.bad_steps.record_rollback(step, reason, target))

@@ -16,16 +16,16 @@ def describe(run: Run, workdir: Workdir) -> str:
 
     The line gives the memory of the train state, without activations.
     """
-    total, non_embedding = parameter_counts(run.abstract.params)
+    total, non_embedding = parameter_counts(run.state_shapes.params)
     tokens = run.reader.positions(run.reader.largest())
     patterns = trainable.patterns(run.config)
-    count_trained, _ = parameter_counts(trainable.split(run.abstract.params, patterns)[0])
+    count_trained, _ = parameter_counts(trainable.split(run.state_shapes.params, patterns)[0])
     trained = f", {short(count_trained)} of all are trained" if patterns else ""
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
     device, count = run.mesh.local_mesh.devices.flat[0], run.mesh.size
     available = _memory(device)
     of_memory = f" of {short(available)}B on each device" if available else ""
-    memory = f"{short(tree_utils.required_bytes(run.abstract))}B{of_memory}"
+    memory = f"{short(tree_utils.required_bytes(run.state_shapes))}B{of_memory}"
     return (
         f"{count} device{'s' * (count > 1)} ({device.device_kind}), {short(total)} parameters "
         f"({short(non_embedding)} without the embedding{trained}), "
@@ -61,11 +61,11 @@ def replicated_keys(run: Run) -> str:
     )
 
 
-def own_rates(run: Run) -> str:
+def describe_rate_factors(run: Run) -> str:
     """Returns a message that lists the factors of Optimizer.rates, by which learning rates and
     weight decays are multiplied; "" if there are none.
     """
-    trained, _ = trainable.split(run.abstract.params, trainable.patterns(run.config))
+    trained, _ = trainable.split(run.state_shapes.params, trainable.patterns(run.config))
     return rates.describe(trained, run.config.optimizer)
 
 

@@ -50,7 +50,7 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """
     key = jax.random.key(config.training.seed) if key is None else key
     params = tasks.from_config(config).initial_params(config, key)
-    return adapters.added(params, config, key)
+    return adapters.with_new_adapters(params, config, key)
 
 
 def merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
@@ -66,7 +66,7 @@ def merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
 
 @partial(jax.jit, static_argnums=0)
 def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
-    return adapters.merged(params, config.adapter, parameter_axes(config))
+    return adapters.merge_into_kernels(params, config.adapter, parameter_axes(config))
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:

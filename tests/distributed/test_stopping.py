@@ -61,7 +61,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
         look = 0
         while len(done[index]) < 3:
             time.sleep(0.001 * (1 + 3 * index))  # one is slower
-            if processes[index].due():
+            if processes[index].reason_if_due():
                 done[index].append(look)
                 if index == 0:
                     files.clear()
@@ -94,7 +94,7 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
     monkeypatch.setattr(threading, "excepthook", failures.append)
     process = stopping.AgreedRequest("stop", lambda: "SIGTERM", lambda reason: None)
     with pytest.raises(PeerError, match="coordinator is gone"):
-        while process.due() is None:
+        while process.reason_if_due() is None:
             time.sleep(0.01)
     process.close()
     assert not failures, "no traceback of a thread"

@@ -141,7 +141,7 @@ def keep_compiled() -> None:
     )
 
     def copy(run: Any, say: Callable[[str], object] = print) -> Any:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
         return jax.device_put(jax.tree.map(np.array, first(run, say)), shardings)
 
     new_state = runs.new_state

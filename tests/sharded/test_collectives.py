@@ -34,7 +34,7 @@ def lowered(
     section = dataclasses.replace(config.optimizer, state=state)
     with factored():
         run = runs.build(dataclasses.replace(config, mesh=mesh, optimizer=section), progress=False)
-    shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
+    shapes = runs.Shapes(run.mesh, run.optimizer, run.state_shapes)
     return runs.lowered_step(run.config, shapes, run.reader.largest())
 
 

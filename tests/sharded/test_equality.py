@@ -78,7 +78,7 @@ def test_replicas_may_share_what_the_optimizer_remembers(
     assert worst(found, nats) < TOLERANCE
     assert worst(after.params, state.params) < TOLERANCE
     run = runs.build(dataclasses.replace(config, mesh=MESHES[mesh]), progress=False)
-    moments = [x for x in jax.tree.leaves(run.abstract.optimizer) if x.size > 512]
+    moments = [x for x in jax.tree.leaves(run.state_shapes.optimizer) if x.size > 512]
     assert moments and all(
         math.prod(x.sharding.shard_shape(x.shape)) * run.mesh.shape["data"] == x.size
         for x in moments

@@ -110,9 +110,11 @@ def test_adapters_and_named_parameters_are_trained(
 def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
     made = config(tmp_path)
     run = runs.build(made, progress=False)
-    factors = jax.tree.leaves(adapters.split(run.abstract.params)[1])
+    factors = jax.tree.leaves(adapters.split(run.state_shapes.params)[1])
     size = sum(leaf.size for leaf in factors)
-    moments = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.optimizer) if leaf.ndim > 1)
+    moments = sum(
+        leaf.size for leaf in jax.tree.leaves(run.state_shapes.optimizer) if leaf.ndim > 1
+    )
     assert moments == 2 * size
     assert f"{short(size)} of all are trained" in startup.describe(run, Workdir(tmp_path))
 

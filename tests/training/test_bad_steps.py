@@ -327,7 +327,7 @@ def test_who_stops_compiles_what_who_goes_back_does(poisoned: Callable) -> None:
 
     def program(**changes: object) -> str:
         run = runs.build(with_training(**changes), progress=False)
-        shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
+        shapes = runs.Shapes(run.mesh, run.optimizer, run.state_shapes)
         return runs.lowered_step(run.config, shapes, run.reader.largest()).as_text()
 
     plain = program()

@@ -32,7 +32,7 @@ def test_the_start_is_told_in_a_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "_memory", lambda device: None)
-    total = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
+    total = sum(leaf.size for leaf in jax.tree.leaves(run.state_shapes.params))
     line = startup.describe(run, workdir.Workdir(tmp_path))
     assert line.startswith(f"2 devices (cpu), {total / 1000:.1f}k parameters (")
     assert f"), {2 * LENGTH} tokens a step, {DOCUMENTS * LENGTH} an epoch, train state " in line

@@ -128,12 +128,12 @@ def test_the_factors_are_said_at_the_start(tmp_path: Path) -> None:
     run = runs.build(run_config(tmp_path, (("*gate_bias", 10.0, 0.0),)), progress=False)
     size = sum(
         leaf.size
-        for path, leaf in flatten_dict(run.abstract.params, sep="/").items()
+        for path, leaf in flatten_dict(run.state_shapes.params, sep="/").items()
         if path.endswith("gate_bias")
     )
     said = f"learning rate x 10 and weight decay x 0 for {size:,} parameters"
-    assert startup.own_rates(run) == f"Optimizer.rates: {said}"
-    assert not startup.own_rates(runs.build(run_config(tmp_path, ()), progress=False))
+    assert startup.describe_rate_factors(run) == f"Optimizer.rates: {said}"
+    assert not startup.describe_rate_factors(runs.build(run_config(tmp_path, ()), progress=False))
 
 
 @pytest.mark.slow

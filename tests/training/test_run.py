@@ -39,7 +39,7 @@ class Trained(NamedTuple):
     start: Any
 
     def state(self, **changes: object) -> Any:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.run.abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.run.state_shapes)
         return jax.device_put(self.start._replace(**changes), shardings)
 
     def results(self) -> tuple:
@@ -117,7 +117,7 @@ def test_accumulated_gradients_on_eight_devices_equal_one_pass_on_one(trained: C
 @pytest.mark.slow
 def test_an_optimizer_in_the_hosts_memory_does_the_same(trained: Callable) -> None:
     run = trained("adafactor", 1, dropout=0.1, offload=True)
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.run.abstract.optimizer)}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.run.state_shapes.optimizer)}
     assert kinds == {"pinned_host"}
     assert_close(run.results(), trained("adafactor", 1, dropout=0.1).results())
 

@@ -28,7 +28,7 @@ def shown_on(tmp_path: Path) -> Callable[[int], str]:
             Progress(900, log=tmp_path / "log.txt", stream=stream) as progress,
         ):
             progress.step(1)
-            progress.began(1, 7.91)
+            progress.report_first_step(1, 7.91)
         text = os.read(ours, 100_000).decode()
         os.close(ours)
         return text
@@ -48,6 +48,6 @@ def test_one_of_unknown_width_has_lines(shown_on: Callable[[int], str]) -> None:
 def test_no_terminal_has_lines_and_the_log_too(tmp_path: Path) -> None:
     stream = io.StringIO()
     with Progress(900, log=tmp_path / "log.txt", stream=stream) as progress:
-        progress.began(1, 7.91)
+        progress.report_first_step(1, 7.91)
     assert stream.getvalue() == "step 1/900  train 7.91 bits/token\n"
     assert (tmp_path / "log.txt").read_text().endswith("  step 1/900  train 7.91 bits/token\n")

@@ -64,7 +64,7 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path: Any) -> None:
     frozen = config(tmp_path, "adamw")
     whole = dataclasses.replace(frozen, training=dataclasses.replace(frozen.training, trainable=()))
     sizes = [
-        sum(x.size for x in jax.tree.leaves(runs.build(one, progress=False).abstract.optimizer))
+        sum(x.size for x in jax.tree.leaves(runs.build(one, progress=False).state_shapes.optimizer))
         for one in (frozen, whole)
     ]
     assert sizes[0] < 0.7 * sizes[1]

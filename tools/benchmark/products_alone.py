@@ -34,7 +34,7 @@ class Product(NamedTuple):
 def products(text: str) -> Counter[Product]:
     """How often a module of XLA's CPU backend, as `compiled.as_text()` gives it, runs each."""
     module, found = Module(text), Counter()
-    for computation, outer, times in module.run():
+    for computation, outer, times in module.executed_instructions():
         fused = outer.called("calls") if outer.operation == "fusion" else None
         inside = module.computations[fused or computation]
         for one in inside.values() if fused else [outer]:

@@ -44,7 +44,7 @@ class Contestant:
         shapes = runs.compute_shapes(config)
         batch = random_batch(self.model, training.batch_size, training.segment_length)
         self.step = runs.lowered_step(config, shapes, batch).compile(compilation.options())
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
         init = partial(initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
             self.state = jax.jit(init, out_shardings=shardings)()

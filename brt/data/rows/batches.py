@@ -74,7 +74,7 @@ class RowReader(Reader):
         """Number of batches that together contain every row once."""
         return -(-len(self.store) // self.batch_size)
 
-    def once(self, limit: int = 0) -> Iterator[Any]:
+    def one_epoch(self, limit: int = 0) -> Iterator[Any]:
         """Yields batches that together contain every row once.
 
         Args:
@@ -99,7 +99,8 @@ class RowReader(Reader):
           limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.
           settings: further attributes of the reader.
         """
-        yield from cls(store=store, batch_size=batch_size, shuffle=False, **settings).once(limit)
+        reader = cls(store=store, batch_size=batch_size, shuffle=False, **settings)
+        yield from reader.one_epoch(limit)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class RowCorpus(Generic[Encoder, Store]):
         """Returns a JSON description of each split, by name: the number of rows, the size in bytes,
         the hash of the content, and the source files.
         """
-        return cache.described(self.directory, self.splits, self.rows)
+        return cache.describe_splits(self.directory, self.splits, self.rows)
 
 
 class Preparation(abc.ABC):
@@ -262,7 +262,7 @@ class Preparation(abc.ABC):
         """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        cache.say_left_out(self.section, SPLITS, self.left_out, self.progress)
+        cache.print_unread_files(self.section, SPLITS, self.left_out, self.progress)
         described = self.begin(directory)
         splits = [split for split in SPLITS if getattr(self.section, split)]
         return {**self._write(splits, directory), **described}

@@ -59,7 +59,7 @@ def tables(
         yield Table(source, _tfds(source))
         return
     for file in sources.files(source, formats):
-        ending = endings.inner(file.path.name)
+        ending = endings.without_compression(file.path.name)
         if not ending.endswith(formats):
             raise DataError(
                 f"{file.name} ends in none of {', '.join(formats)}; all may be compressed "
@@ -130,7 +130,7 @@ def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
             yield Row(record.name, {}, "is not a JSON object")
 
 
-def text(value: Any, column: str = "") -> str:
+def text_value(value: Any, column: str = "") -> str:
     """Returns the value of a column as a text, without a byte order mark at its start.
 
     Args:
@@ -155,7 +155,7 @@ def text(value: Any, column: str = "") -> str:
     return value.removeprefix(plain_text.MARK)
 
 
-def name(value: Any, number: int) -> str:
+def row_id(value: Any, number: int) -> str:
     """Returns the id of a row as a text, or the row's number if the id is missing.
 
     Args:
@@ -163,14 +163,14 @@ def name(value: Any, number: int) -> str:
       number: the number of the row.
 
     Raises:
-      ValueError: the id is a text that cannot be used; see `text`.
+      ValueError: the id is a text that cannot be used; see `text_value`.
     """
     if value is None or value != value:  # A column of floats represents a missing id by NaN.
         return str(number)
     # pandas writes integer ids as floats if some are missing.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value) if isinstance(value, int | float) else text(value, "id")
+    return str(value) if isinstance(value, int | float) else text_value(value, "id")
 
 
 class Unread(NamedTuple):
@@ -281,7 +281,7 @@ def _unpacked(file: File) -> Any:
     """Returns the path of a Parquet file, or its content if the whole file is compressed."""
     import pyarrow as pa
 
-    if not endings.packing(file.path.name):
+    if not endings.compression_suffix(file.path.name):
         return file.path
     data = contents.no_more_than(untrusted.LARGEST, file.name, contents.content(file))
     return pa.BufferReader(b"".join(data))

@@ -15,7 +15,7 @@ from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import Tokenizer
-from brt.distributed.mesh import Needs
+from brt.distributed.mesh import DivisibleSizes
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportableModel, ExportSource
@@ -160,7 +160,7 @@ class LanguageModeling(Task):
         """Returns the names of the axes of each array in the carry."""
         return distillation.with_teacher_axes(config, state_axes(config.model))
 
-    def sharded_sizes(self, config: Config) -> Needs:
+    def sharded_sizes(self, config: Config) -> DivisibleSizes:
         """Returns the sizes that the mesh of devices has to divide, including the number of blocks
         in a segment; see `Task.sharded_sizes`.
         """

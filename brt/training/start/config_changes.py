@@ -84,7 +84,10 @@ def check_resumable(
 
 
 def compare(
-    checkpoint: VerifiedCheckpoint, config: Config, abstract: TrainState, allowed: Collection[str]
+    checkpoint: VerifiedCheckpoint,
+    config: Config,
+    state_shapes: TrainState,
+    allowed: Collection[str],
 ) -> ConfigChanges:
     """Returns the differences between the config of a checkpoint and the config of the resuming
     run.
@@ -92,7 +95,7 @@ def compare(
     Args:
       checkpoint: the checkpoint.
       config: the config of the run.
-      abstract: shapes and dtypes of the run's train state.
+      state_shapes: shapes and dtypes of the run's train state.
       allowed: settings that the user allows to change; see `check_resumable`.
 
     Raises:
@@ -102,7 +105,7 @@ def compare(
     saved = config_from_json(checkpoint.meta["config"])
     lines = check_resumable(saved, config, allowed)
     names = [name for name, *_ in difference(saved, config) if not may_change(name)]
-    arrays = tree_utils.describe(tree_utils.named(abstract))
+    arrays = tree_utils.describe(tree_utils.named(state_shapes))
     if names and (differences := tree_utils.differences(checkpoint.meta["arrays"], arrays)):
         raise ConfigError(
             f"{' and '.join(names)} cannot change in a run, not even with "
@@ -126,7 +129,7 @@ def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> li
     return [*earlier, *([now] if changes.lines else [])]
 
 
-def data_position(
+def resumed_data_position(
     saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
 ) -> dict[str, Any]:
     """Returns the position in the data from which a resumed run continues to read batches.

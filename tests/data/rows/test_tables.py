@@ -253,4 +253,4 @@ def test_numbers_of_parquet_are_numbers_and_other_types_are_named(tmp_path):
     (row,) = table.rows
     assert (row.values["f"], row.values["b"], row.values["none"]) == (0.5, True, None)
     with pytest.raises(ValueError, match=r"has struct<a: string>, not text, in 's'"):
-        tables.text(row.values["s"], "s")
+        tables.text_value(row.values["s"], "s")

@@ -70,7 +70,7 @@ class Parity(Task):
 
     def evaluator(self, request):
         rows = self.reader(request.config, request.dataset, request.split)
-        return Evaluator(self, request.config, next(rows.once(256)))
+        return Evaluator(self, request.config, next(rows.one_epoch(256)))
 
     def writer(self, config, variables, tokenizer):
         def write(_, prompt, options):

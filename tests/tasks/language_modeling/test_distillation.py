@@ -107,12 +107,12 @@ def test_the_teacher_never_changes_and_the_model_learns_from_it(place: Path) -> 
 
 def test_the_teacher_is_stored_once(place: Path) -> None:
     run = runs.build(config(place, 48), progress=False)
-    constant = constant_arrays(run.config, run.abstract)
-    everything = tree_utils.named(run.abstract)
+    constant = constant_arrays(run.config, run.state_shapes)
+    everything = tree_utils.named(run.state_shapes)
     assert constant
     assert set(constant) == {n for n in everything if n.startswith(f"model_state/{TEACHER}/")}
     plain = runs.build(config(place, 0), progress=False)
-    assert not constant_arrays(plain.config, plain.abstract)
+    assert not constant_arrays(plain.config, plain.state_shapes)
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def probe_report(
       tokens: approximate number of tokens to read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
-    if lost := losses.described(store.lost_bytes, int(store.bytes.sum()), 0):
+    if lost := losses.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
         raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:
         donor = None

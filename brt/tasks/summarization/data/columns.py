@@ -129,7 +129,7 @@ def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
         target = _text(row.values, columns.target)
         _check("" if source.strip() else "has an empty document")
         _check("" if target.strip() else "has an empty summary")
-        name = tables.name(row.values.get(columns.id), number)
+        name = tables.row_id(row.values.get(columns.id), number)
     except ValueError as problem:
         return BadRow(row.name, str(problem))
     return Pair(row.name, name, source, target)
@@ -148,7 +148,8 @@ def _source(values: Mapping[str, Any], columns: Columns) -> str:
         raise ValueError(f"has {len(utterances)} utterances and {len(speakers)} speakers")
     turns = zip(speakers, utterances, strict=True)
     return " ".join(
-        f"{tables.text(who, SPEAKER)}: {tables.text(what, 'utt')}" for who, what in turns
+        f"{tables.text_value(who, SPEAKER)}: {tables.text_value(what, 'utt')}"
+        for who, what in turns
     )
 
 
@@ -157,5 +158,5 @@ def _text(values: Mapping[str, Any], column: str) -> str:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
     if isinstance(value, list):  # A list of texts contains paragraphs or sentences.
-        return "\n".join(tables.text(part, column) for part in value)
-    return tables.text(value, column)
+        return "\n".join(tables.text_value(part, column) for part in value)
+    return tables.text_value(value, column)

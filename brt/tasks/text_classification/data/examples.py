@@ -121,7 +121,7 @@ def _example(
     texts = []
     for name in columns.texts:
         try:
-            text = tables.text(row.values.get(name), name)
+            text = tables.text_value(row.values.get(name), name)
         except ValueError as error:
             return BadRow(row.name, str(error))
         if not text.strip():
@@ -133,7 +133,7 @@ def _example(
     except ValueError as error:
         return BadRow(row.name, f"{error} in '{columns.label}'")
     try:
-        id = tables.name(row.values.get(columns.id), count)
+        id = tables.row_id(row.values.get(columns.id), count)
     except ValueError as error:
         return BadRow(row.name, str(error))
     return Example(row.name, id, tuple(texts), label)
@@ -148,7 +148,7 @@ def _class(value: Any) -> str:
         )
     if value is None or value == "":
         raise ValueError("has no label")
-    return str(value) if isinstance(value, int) else tables.text(value)
+    return str(value) if isinstance(value, int) else tables.text_value(value)
 
 
 def _number(value: Any) -> float:
