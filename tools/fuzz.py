@@ -128,7 +128,7 @@ def targets(place: Path) -> dict[str, Target]:
     add("a.tsv", "file\ttranscript\nb.wav\tyes\n", lambda path: tables.rows(str(path)))
     add("kaldi/text", "id-1 yes\nid-2 no\n", kaldi.table)
     row = b"\0BFM " + b"".join(b"\4" + n.to_bytes(4, "little") for n in (2, 3)) + bytes(24)
-    add("a.ark", row, lambda path: kaldi.matrix(f"{path}:0"))
+    add("a.ark", row, lambda path: kaldi.read_matrix(f"{path}:0"))
     save_file({"a": np.ones((2, 3), np.float32)}, place / "m.safetensors")
     found["m.safetensors"] = Target(place / "m.safetensors", files.read_file)
     return found

@@ -47,15 +47,15 @@ class HeadEvaluator(abc.ABC):
       request: the split, and True in `compare_exact` if it is also evaluated with exact attention.
 
     Attributes:
-      summary: name and format of the metric with exact attention, which is appended to the phrase
-        that summarises the result.
+      compared_metric: name and format of the metric whose value with exact attention is appended
+        to the phrase that summarises the result.
       sampled: number of rows that `sample` reads.
       task: the task of the model.
       dataset: the opened data.
       store: rows of the split.
     """
 
-    summary: ClassVar[tuple[str, str]]
+    compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8
     unit, partial = "row", False
 
@@ -166,7 +166,7 @@ class HeadEvaluator(abc.ABC):
         return self.summarize(config, dict(sorted(outputs.items())), timed)
 
     def _report(self, results: list[HeadResult]) -> EvaluationResult:
-        first, (name, form) = results[0], self.summary
+        first, (name, form) = results[0], self.compared_metric
         report = {**first.metrics, "trained_with": self._trained}
         summary = first.summary
         for other in results[1:]:

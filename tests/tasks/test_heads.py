@@ -169,7 +169,7 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     alone = forward(config, params)
     best, nothing, nats = {}, {}, 0.0
     for row in range(len(store)):
-        question, start, stop, *targets = store.row(row)
+        question, start, stop, *targets = store.window(row)
         size = int(store.lengths[row])
         ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
         logits = alone(ids, (jnp.arange(160) < size)[None], jax.random.key(0))
@@ -211,7 +211,7 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
     assert evaluation.best_answer(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
-    found = evaluation.scores(rows)
+    found = evaluation.average_scores(rows)
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
 
 

@@ -53,7 +53,7 @@ class AnswerEvaluator(HeadEvaluator):
     neither do questions that were left out when the data were prepared.
     """
 
-    summary = "exact_match", "exact match {:.2f} %"
+    compared_metric = "exact_match", "exact match {:.2f} %"
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
         super().__init__(task, request)
@@ -127,7 +127,7 @@ class AnswerEvaluator(HeadEvaluator):
         nats = sum(window.nats for group in windows.values() for window in group)
         metrics = {
             "attention": config.attention.kind,
-            **scores(rows),
+            **average_scores(rows),
             "windows": len(outputs),
             "bits_per_place": nats / math.log(2) / max(2 * len(outputs), 1),
             "left_out": store.manifest["rows"]["bad"],
@@ -183,7 +183,7 @@ def best_answer(
     return {**answer, "no_answer_score": no_answer_score}
 
 
-def scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
     The names are "exact_match" and "f1"; "questions" is the number of questions. If some questions

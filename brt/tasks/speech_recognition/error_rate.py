@@ -34,7 +34,7 @@ class Errors(NamedTuple):
         return self.count / max(self.reference, 1)
 
 
-def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
+def count_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
     """Counts the fewest edits that turn a reference into a hypothesis.
 
     Args:
@@ -45,6 +45,6 @@ def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
 
-def total(counts: Iterable[Errors]) -> Errors:
+def sum_errors(counts: Iterable[Errors]) -> Errors:
     """Returns the sums of the counts of several transcripts; all sums are 0 for no transcripts."""
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

@@ -22,7 +22,7 @@ from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult
 from brt.tasks.speech_recognition.data.batches import SpeechReader
 from brt.tasks.speech_recognition.data.vocabulary import units
-from brt.tasks.speech_recognition.error_rate import Errors, errors, total
+from brt.tasks.speech_recognition.error_rate import Errors, count_errors, sum_errors
 from brt.types import SpeechBatch
 
 
@@ -35,16 +35,16 @@ class Transcript(NamedTuple):
       reference: the true transcript.
       hypothesis: the transcript that was decoded from the model's output.
       nats: -log p of the reference, according to the model.
-      tokens, words: numbers of edits that turn the reference into the hypothesis, counted in tokens
-        and in words.
+      token_errors, word_errors: numbers of edits that turn the reference into the hypothesis,
+        counted in tokens and in words.
     """
 
     id: str
     reference: str
     hypothesis: str
     nats: float
-    tokens: Errors
-    words: Errors
+    token_errors: Errors
+    word_errors: Errors
 
 
 class TranscriptEvaluator(HeadEvaluator):
@@ -54,7 +54,7 @@ class TranscriptEvaluator(HeadEvaluator):
     otherwise greedily (from the most likely token of each frame).
     """
 
-    summary, sampled = ("token_error_rate", "{:.2f} %"), 1
+    compared_metric, sampled = ("token_error_rate", "{:.2f} %"), 1
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
         super().__init__(task, request)
@@ -124,8 +124,8 @@ class TranscriptEvaluator(HeadEvaluator):
         said, heard = self.store.transcripts[row], vocabulary.decode(best.tokens)
         return Transcript(
             id=self.store.ids[row], reference=said, hypothesis=heard, nats=nats,
-            tokens=errors(units(said, vocabulary.unit), units(heard, vocabulary.unit)),
-            words=errors(said.split(), heard.split()),
+            token_errors=count_errors(units(said, vocabulary.unit), units(heard, vocabulary.unit)),
+            word_errors=count_errors(said.split(), heard.split()),
         )  # fmt: skip
 
     def _metrics(
@@ -137,7 +137,8 @@ class TranscriptEvaluator(HeadEvaluator):
         -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
         byte. Tokens that do not occur in training are scored as the unknown token.
         """
-        tokens, words = total(t.tokens for t in transcripts), total(t.words for t in transcripts)
+        tokens = sum_errors(t.token_errors for t in transcripts)
+        words = sum_errors(t.word_errors for t in transcripts)
         bits = sum(t.nats for t in transcripts) / math.log(2)
         audio = float(self.store.seconds[rows].sum())
         size = sum(len(t.reference.encode()) for t in transcripts)
@@ -189,7 +190,7 @@ def shown(transcript: Transcript) -> str:
     """Returns the reference and the hypothesis of a transcript as lines of text for people."""
     t = transcript
     return (
-        f"{t.id}: {t.tokens.count} errors in {t.tokens.reference} tokens\n"
+        f"{t.id}: {t.token_errors.count} errors in {t.token_errors.reference} tokens\n"
         f"  said:  {t.reference or '(nothing)'}\n  heard: {t.hypothesis or '(nothing)'}"
     )
 
@@ -200,6 +201,6 @@ def _row(t: Transcript) -> dict[str, Any]:
         "reference": t.reference,
         "hypothesis": t.hypothesis,
         "nats": t.nats,
-        "token_errors": t.tokens._asdict(),
-        "word_errors": t.words._asdict(),
+        "token_errors": t.token_errors._asdict(),
+        "word_errors": t.word_errors._asdict(),
     }

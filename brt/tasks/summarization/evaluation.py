@@ -48,7 +48,7 @@ class SummaryEvaluator:
         summaries = self._summarizer(variables.params, self._store, control)
         if summaries is None:
             return None
-        scored = scores.score(summaries, self._protocol)
+        scored = scores.score_summaries(summaries, self._protocol)
         rouge = scored.report["rouge"]["rougeL"]["f1"]
         return EvaluationResult(
             {**metrics, **scored.report},

@@ -25,12 +25,12 @@ class Prediction(NamedTuple):
     Attributes:
       hidden: [B, T, D], the decoder's last hidden vectors, from which each token of a summary is
         predicted.
-      out: parameters that map the hidden vectors to logits.
+      readout: parameters that map the hidden vectors to logits.
       metrics: scalars that training logs, by name.
     """
 
     hidden: Float[Array, "B T D"]
-    out: Readout
+    readout: Readout
     metrics: dict[str, Float[Array, ""]]
 
 

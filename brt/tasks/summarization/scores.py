@@ -47,7 +47,7 @@ class ScoredSummaries(NamedTuple):
       protocol: the definition of the scores.
       scores: for each summary, its scores by name (such as "rougeL"), in [0, 1].
       report: metrics of all summaries together as JSON, with scores in percent. The docstring of
-        the function `score` lists the entries.
+        the function `score_summaries` lists the entries.
     """
 
     summaries: list[Summary]
@@ -56,7 +56,7 @@ class ScoredSummaries(NamedTuple):
     report: dict[str, Any]
 
 
-def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
+def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
     """Computes the ROUGE scores of generated summaries, and a report about all of them.
 
     The report has these entries; scores and shares are percentages:
@@ -106,7 +106,7 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
             "prediction": summary.prediction,
             "reference": summary.reference,
             "rouge_protocol": scored.protocol.name,
-            **{name: _percentages(score) for name, score in scores.items()},
+            **{name: _percentages(score_summaries) for name, score_summaries in scores.items()},
             "source_tokens": summary.source_tokens,
             "cut_tokens": summary.cut_tokens,
             "prediction_tokens": summary.prediction_tokens,

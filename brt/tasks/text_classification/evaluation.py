@@ -66,7 +66,7 @@ class SentenceEvaluator(HeadEvaluator):
 
     @staticmethod
     @abc.abstractmethod
-    def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
+    def predictions(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
         """Converts the model's logits [B, C] to the predictions that are scored, such as the log
         probabilities of C labels.
         """
@@ -84,12 +84,12 @@ class SentenceEvaluator(HeadEvaluator):
         """
 
     @abc.abstractmethod
-    def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
         """Compares the predictions for rows with the true labels or numbers in the store.
 
         Args:
-          order: the index in the store of each row of `outputs`.
-          outputs: for each of N rows, the C predicted values, from the method `outputs`.
+          order: the index in the store of each row of `predictions`.
+          predictions: for each of N rows, the C predicted values, from the method `predictions`.
 
         Returns:
           The metrics of all rows, and the prediction for each row.
@@ -107,7 +107,7 @@ class SentenceEvaluator(HeadEvaluator):
         ) -> tuple[Float[Array, "B C"], Float[Array, " B"]]:
             """Returns the predictions and the training loss of each row."""
             logits = self.task.predict(config, params, batch)
-            return self.outputs(logits), self.nats(logits, batch)
+            return self.predictions(logits), self.nats(logits, batch)
 
         return read
 
@@ -179,13 +179,13 @@ class Classifier(SentenceEvaluator):
     neither do rows that were left out when the data were prepared. Long rows were then cut.
     """
 
-    bits, score_name, summary = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
+    bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
     forms = {
         "accuracy": "{:.2f} %", "f1": "{:.2f} %", "matthews": "{:.4f}", "bits_per_label": "{:.4f}",
     }  # fmt: skip
 
     @staticmethod
-    def outputs(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
+    def predictions(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
         """Returns the log probabilities of the labels: the log-softmax of the model's logits."""
         return jax.nn.log_softmax(logits)
 
@@ -195,27 +195,27 @@ class Classifier(SentenceEvaluator):
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets[:, 0])
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
-    def score(self, order: list[int], outputs: Float[np.ndarray, "N C"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
         """Compares the most likely label of each row with the true label.
 
         Args:
-          order: the index in the store of each row of `outputs`.
-          outputs: for each of N rows, the log probabilities of the C labels.
+          order: the index in the store of each row of `predictions`.
+          predictions: for each of N rows, the log probabilities of the C labels.
 
         Returns:
           Accuracy and, for two labels, F1 in percent, Matthews correlation from -1 to 1, and the
           prediction for each row.
         """
         labels, true = self.store.labels, self.store.targets[order]
-        guesses = np.argmax(outputs, axis=1)
-        metrics = scores(confusion.confusion(true, guesses, len(labels)), labels)
+        guesses = np.argmax(predictions, axis=1)
+        metrics = metrics_from_confusion(confusion.confusion(true, guesses, len(labels)), labels)
         rows = [
             {
                 "label": labels[label],
                 "prediction": labels[guess],
                 "probabilities": np.exp(log_probs).round(6).tolist(),
             }
-            for label, guess, log_probs in zip(true, guesses, outputs, strict=True)
+            for label, guess, log_probs in zip(true, guesses, predictions, strict=True)
         ]
         shown = [
             f"{r['label']}, guessed {r['prediction']} ({max(r['probabilities']):.0%})" for r in rows
@@ -233,14 +233,18 @@ class Regressor(SentenceEvaluator):
     prepared.
     """
 
-    bits, score_name, summary = "bits_per_number", "pearson", ("pearson", "Pearson {:.2f} %")
+    bits, score_name, compared_metric = (
+        "bits_per_number",
+        "pearson",
+        ("pearson", "Pearson {:.2f} %"),
+    )
     forms = {
         "pearson": "{:.2f} %", "spearman": "{:.2f} %", "root_mean_square_error": "{:.3f}",
         "bits_per_number": "{:.4f}",
     }  # fmt: skip
 
     @staticmethod
-    def outputs(logits: Float[Array, "B 1"]) -> Float[Array, "B 1"]:
+    def predictions(logits: Float[Array, "B 1"]) -> Float[Array, "B 1"]:
         """Returns the logits, which are the predicted numbers."""
         return logits
 
@@ -253,18 +257,18 @@ class Regressor(SentenceEvaluator):
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
-    def score(self, order: list[int], outputs: Float[np.ndarray, "N 1"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N 1"]) -> SentenceScores:
         """Compares the predicted number of each row with the true number.
 
         Args:
-          order: the index in the store of each row of `outputs`.
-          outputs: for each of N rows, the predicted number.
+          order: the index in the store of each row of `predictions`.
+          predictions: for each of N rows, the predicted number.
 
         Returns:
           Pearson's and Spearman's correlation of predictions and true numbers in percent, the root
           mean square error of the predictions, and the prediction for each row.
         """
-        true, guessed = self.store.targets[order], outputs[:, 0]
+        true, guessed = self.store.targets[order], predictions[:, 0]
         metrics = {
             "pearson": 100 * pearson(true, guessed),
             "spearman": 100 * spearman(true, guessed),
@@ -279,7 +283,7 @@ class Regressor(SentenceEvaluator):
         return SentenceScores(metrics, summary, rows, shown)
 
 
-def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
+def metrics_from_confusion(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
     """Returns the metrics that follow from a confusion matrix, by name.
 
     Accuracy and F1 are percentages; Matthews correlation is from -1 to 1. The F1 score is computed

@@ -4,7 +4,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from brt.tasks.speech_recognition.error_rate import Errors, errors, total
+from brt.tasks.speech_recognition.error_rate import Errors, count_errors, sum_errors
 
 
 @cache
@@ -22,7 +22,7 @@ def fewest(reference, hypothesis):
 def test_every_short_pair_has_the_fewest_errors():
     texts = ["".join(t) for n in range(5) for t in itertools.product("ab", repeat=n)]
     for reference, hypothesis in itertools.product(texts, texts):
-        found = errors(reference, hypothesis)
+        found = count_errors(reference, hypothesis)
         assert found.count == fewest(reference, hypothesis)
         assert found.reference == len(reference)
         assert found.insertions - found.deletions == len(hypothesis) - len(reference)
@@ -33,7 +33,7 @@ def test_errors_of_random_pairs_are_the_fewest_edits():
     rng = np.random.default_rng(0)
     for _ in range(20):
         a, b = ("".join(rng.choice(list("abcd"), rng.integers(0, 40))) for _ in range(2))
-        assert errors(a, b).count == fewest(tuple(a), tuple(b)) == errors(b, a).count
+        assert count_errors(a, b).count == fewest(tuple(a), tuple(b)) == count_errors(b, a).count
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_errors_of_random_pairs_are_the_fewest_edits():
     ],
 )
 def test_substitutions_deletions_and_insertions_are_counted(reference, hypothesis, expected):
-    assert errors(reference.split(), hypothesis.split()) == expected
+    assert count_errors(reference.split(), hypothesis.split()) == expected
 
 
 def test_a_corpus_counts_tokens_not_transcripts():
-    found = [errors("abcdefgh", "abcdefgh"), errors("ab", "cd"), errors("", "x")]
-    assert total(found) == Errors(2, 1, 0, 10)
-    assert total(found).rate == 0.3
-    assert total([]) == Errors(0, 0, 0, 0) and total([]).rate == 0
-    assert errors("", "xy").rate == 2
+    found = [count_errors("abcdefgh", "abcdefgh"), count_errors("ab", "cd"), count_errors("", "x")]
+    assert sum_errors(found) == Errors(2, 1, 0, 10)
+    assert sum_errors(found).rate == 0.3
+    assert sum_errors([]) == Errors(0, 0, 0, 0) and sum_errors([]).rate == 0
+    assert count_errors("", "xy").rate == 2

@@ -14,7 +14,7 @@ from brt.ops.ctc import ctc_nats
 from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition.data import preparation
-from brt.tasks.speech_recognition.error_rate import Errors, errors
+from brt.tasks.speech_recognition.error_rate import Errors, count_errors
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -74,8 +74,8 @@ def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, 
         nats = jax.jit(ctc_nats)(logits, there, targets, jnp.ones(targets.shape, bool))
         np.testing.assert_allclose(transcript["nats"], nats[0], rtol=1e-4)
         said, heard = transcript["reference"], transcript["hypothesis"]
-        assert transcript["token_errors"] == errors(said, heard)._asdict()
-        assert transcript["word_errors"] == errors(said.split(), heard.split())._asdict()
+        assert transcript["token_errors"] == count_errors(said, heard)._asdict()
+        assert transcript["word_errors"] == count_errors(said.split(), heard.split())._asdict()
 
 
 def test_figures_are_sums_over_all(dataset, result):

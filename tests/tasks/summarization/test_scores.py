@@ -17,7 +17,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def scored() -> ScoredSummaries:
-    return scores.score(ROWS, get_protocol("hf"))
+    return scores.score_summaries(ROWS, get_protocol("hf"))
 
 
 def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> None:
@@ -81,14 +81,14 @@ def test_people_read_scores_beside_their_protocol_and_three_summaries(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_summaries_are_shown_once_each(count: int) -> None:
-    text = scores.text(scores.score(ROWS[:count], get_protocol("t5")))
+    text = scores.text(scores.score_summaries(ROWS[:count], get_protocol("t5")))
     assert text.count(": rouge1") == count and "(hf)" not in text
 
 
 def test_empty_predictions_and_no_rows() -> None:
-    scored = scores.score([ROWS[1]], get_protocol("t5"))
+    scored = scores.score_summaries([ROWS[1]], get_protocol("t5"))
     assert scored.report["copied_bigrams"] is None
     assert "no word pairs are in the source" in scores.text(scored)
     assert "| (nothing)" in scores.text(scored)
     with pytest.raises(DataError, match="no summaries to score"):
-        scores.score([], get_protocol("hf"))
+        scores.score_summaries([], get_protocol("hf"))

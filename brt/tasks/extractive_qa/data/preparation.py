@@ -20,7 +20,7 @@ from brt.data.texts.preparation import TextPreparation
 from brt.data.texts.tokenization import Encoding, TextTokenizer
 from brt.tasks.extractive_qa.data import generated, squad
 from brt.tasks.extractive_qa.data.squad import Question
-from brt.tasks.extractive_qa.data.store import QuestionStore, Row
+from brt.tasks.extractive_qa.data.store import QuestionStore, WindowRow
 from brt.tasks.extractive_qa.data.windows import token_range, windows
 
 TOGETHER = 64  # This number of texts is tokenized in parallel.
@@ -188,7 +188,7 @@ def _rows(
     question_length: int,
     length: int,
     answer: tuple[int, int] | None,
-) -> Iterator[Row]:
+) -> Iterator[WindowRow]:
     """Yields the windows of a question.
 
     Args:
@@ -202,4 +202,4 @@ def _rows(
         target = (0, 0)
         if answer and start <= answer[0] and answer[1] < stop:
             target = (first + answer[0] - start, first + answer[1] - start)
-        yield Row(question, start, stop, *target)
+        yield WindowRow(question, start, stop, *target)

@@ -17,7 +17,7 @@ from brt.data.rows.store import RowStore
 from brt.data.texts.tokenization import TextTokenizer
 
 
-class Row(NamedTuple):
+class WindowRow(NamedTuple):
     """A window: a question, and a range of tokens of the question's context.
 
     Attributes:
@@ -46,7 +46,7 @@ class QuestionStore(RowStore):
           character, and the character after the last one.
       questions: the ids of each question, int32 [T], cut to the maximum length.
       context_of: int32 [questions], index of each question's context.
-      rows: int32 [rows, 5], the windows; the columns are the fields of `Row`.
+      rows: int32 [rows, 5], the windows; the columns are the fields of `WindowRow`.
       ids: the id of each question in predictions.
       asked: the text of each question.
       answers: the true answers to each question; empty if the context does not contain an answer.
@@ -82,7 +82,7 @@ class QuestionStore(RowStore):
             contexts, asked = len(parts["contexts"]), len(parts["questions"])
             store.check_indices("context_of", columns["context_of"], contexts)
             lengths = parts["contexts"].lengths[columns["context_of"]]
-            rows = columns["rows"].reshape(-1, len(Row._fields))
+            rows = columns["rows"].reshape(-1, len(WindowRow._fields))
             store.check_indices("rows", rows[:, 0], asked)
             store.check_indices("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
             store.check_indices("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
@@ -103,9 +103,9 @@ class QuestionStore(RowStore):
         questions = self.questions.lengths[self.rows[:, 0]]
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
-    def row(self, row: int | np.integer) -> Row:
-        """Returns the row with the index `row`: its question and its window."""
-        return Row(*self.rows[row].tolist())
+    def window(self, index: int | np.integer) -> WindowRow:
+        """Returns the window with the index `index`, and its question."""
+        return WindowRow(*self.rows[index].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
         """Returns the token ids that the model reads for the window with the index `row`: the
@@ -144,7 +144,7 @@ class QuestionStore(RowStore):
         mask = np.zeros((len(rows), length), bool)
         for i, row in enumerate(rows):
             if row >= 0:
-                first, (_, start, stop, *_) = self.context_start(row), self.row(row)
+                first, (_, start, stop, *_) = self.context_start(row), self.window(row)
                 mask[i, first : first + stop - start] = True
         return mask
 
@@ -156,7 +156,7 @@ class QuestionStore(RowStore):
           row: index of the window.
           start, end: positions of the first and last token in the window's input.
         """
-        window = self.row(row)
+        window = self.window(row)
         if window.start == window.stop:
             return ""
         context = int(self.context_of[window.question])

@@ -13,20 +13,20 @@ class Window(NamedTuple):
     stop: int
 
 
-def windows(length: int, room: int, stride: int) -> list[Window]:
-    """Returns windows of at most `room` tokens that cover a text and overlap by `stride` tokens.
+def windows(length: int, size: int, overlap: int) -> list[Window]:
+    """Returns windows of at most `size` tokens that cover a text; neighbours share `overlap` tokens.
 
     An empty text has one empty window.
 
     Args:
       length: number of tokens of the text.
-      room: maximum number of tokens in a window.
-      stride: number of tokens that neighbouring windows share, less than `room`.
+      size: maximum number of tokens in a window.
+      overlap: number of tokens that neighbouring windows share, less than `size`.
     """
-    cuts = [Window(0, min(room, length))]
+    cuts = [Window(0, min(size, length))]
     while cuts[-1].stop < length:
-        start = cuts[-1].start + room - stride
-        cuts.append(Window(start, min(start + room, length)))
+        start = cuts[-1].start + size - overlap
+        cuts.append(Window(start, min(start + size, length)))
     return cuts
 
 

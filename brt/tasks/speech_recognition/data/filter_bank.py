@@ -85,11 +85,13 @@ def log_mel(
     tapered = (frames - PRE_EMPHASIS * before) * np.hanning(window)
     size = 1 << (window - 1).bit_length()
     power = np.abs(np.fft.rfft(tapered, size)) ** 2
-    return np.log(np.maximum(power @ bands(rate, size, speech.mel_bands), FLOOR)).astype(np.float32)
+    return np.log(np.maximum(power @ mel_filters(rate, size, speech.mel_bands), FLOOR)).astype(
+        np.float32
+    )
 
 
 @functools.cache
-def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
+def mel_filters(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
     """Returns the weight with which each frequency of a Fourier transform contributes to the energy
     of each mel band, [frequencies, F].
 

@@ -38,17 +38,17 @@ def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
-    locations = audio(directory)
-    archived = scp(directory).name == "feats.scp"
+    places = locations(directory)
+    archived = location_table(directory).name == "feats.scp"
     for id, transcript in transcripts.items():
-        if id not in locations:
+        if id not in places:
             raise DataError(f"{directory} has no audio for {id}, which its text has")
-        load = partial(_load, locations[id], archived, speech)
+        load = partial(_load, places[id], archived, speech)
         yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
 
 
 def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray, int]:
-    return (matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
+    return (read_matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
 
 
 def files(directory: Path) -> list[Path]:
@@ -56,12 +56,14 @@ def files(directory: Path) -> list[Path]:
     that the tables name.
     """
     existing = [directory / name for name in TABLES if (directory / name).exists()]
-    archived = scp(directory).name == "feats.scp"
-    named = {where.rpartition(":")[0] if archived else where for where in audio(directory).values()}
+    archived = location_table(directory).name == "feats.scp"
+    named = {
+        where.rpartition(":")[0] if archived else where for where in locations(directory).values()
+    }
     return [*existing, *map(Path, sorted(named))]
 
 
-def scp(directory: Path) -> Path:
+def location_table(directory: Path) -> Path:
     """Returns the path of the table that says where the sound or the features of utterances are.
 
     The result is feats.scp if this file exists, otherwise wav.scp.
@@ -75,7 +77,7 @@ def scp(directory: Path) -> Path:
     raise DataError(f"{directory} has neither feats.scp nor wav.scp")
 
 
-def audio(directory: Path) -> dict[str, str]:
+def locations(directory: Path) -> dict[str, str]:
     """Returns the place of the sound or the features of each utterance, by the utterance's id.
 
     A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
@@ -85,20 +87,20 @@ def audio(directory: Path) -> dict[str, str]:
       DataError: wav.scp or feats.scp contains commands, or the utterances are segments of wav
         files.
     """
-    path = scp(directory)
+    path = location_table(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():
         raise DataError(
             f"{directory} cuts its wav files by `segments`; compute features of its utterances "
             "(feats.scp), or write a wav file of each"
         )
-    locations = table(path)
-    for id, where in locations.items():
+    places = table(path)
+    for id, where in places.items():
         if where.endswith("|"):
             raise DataError(
                 f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
                 "name them there"
             )
-    return locations
+    return places
 
 
 def table(path: Path) -> dict[str, str]:
@@ -121,7 +123,7 @@ def table(path: Path) -> dict[str, str]:
     return values
 
 
-def matrix(where: str) -> np.ndarray:
+def read_matrix(where: str) -> np.ndarray:
     """Returns a matrix of floats, float32 or float64 [frames, features], from an archive.
 
     Args:

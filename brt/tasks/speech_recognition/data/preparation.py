@@ -136,7 +136,7 @@ class SpeechPreparation(Preparation):
             "rows": tally.report(),
         }
         opened = store.finish(directory, writer.offsets, columns, self.tokenizer, facts)
-        return described(opened)
+        return describe_store(opened)
 
     def _read(self, split: str) -> Iterator[Utterance]:
         """Yields utterances; raises DataError unless all frames have the same width and rate."""
@@ -241,7 +241,7 @@ class SpeechPreparation(Preparation):
             )
 
 
-def described(opened: SpeechStore) -> str:
+def describe_store(opened: SpeechStore) -> str:
     """Returns a line that tells the user how many utterances, minutes and tokens an opened store
     has, and how many features a frame has.
     """

@@ -82,10 +82,12 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
       DataError: a source cannot be read, has no row, or lacks the columns.
     """
     sources = (table for name in names for table in tables.tables(name))
-    return tables.read(sources, lambda table, header: choose(table, header, configured), pair)
+    return tables.read(
+        sources, lambda table, header: choose_columns(table, header, configured), read_pair
+    )
 
 
-def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
+def choose_columns(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
     """Returns the columns that are read from a table: the configured names, or common names.
 
     A name that is not configured is taken from the first entry of `COMMON` whose columns the table
@@ -115,7 +117,7 @@ def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Co
     )
 
 
-def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
+def read_pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
     """Returns the document and summary of a row, or a BadRow if the row cannot be used.
 
     Args:

@@ -81,7 +81,7 @@ class Preparation(TokenizedPreparation):
             directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
             facts=lambda: {"rows": tally.report()},
         )  # fmt: skip
-        return described(opened)
+        return describe_store(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
         """Yields the pairs of some sources, and a BadRow for each row that cannot be used.
@@ -102,7 +102,7 @@ class Preparation(TokenizedPreparation):
         return row.source
 
 
-def described(opened: PairStore) -> str:
+def describe_store(opened: PairStore) -> str:
     """Returns a line that tells the user how many pairs and tokens an opened store has, and how
     many tokens were cut off.
     """

@@ -79,12 +79,12 @@ def read(
     label = _number if numbers else _class
     return tables.read(
         sources,
-        lambda table, header: choose(table, header, section),
+        lambda table, header: choose_columns(table, header, section),
         lambda row, columns, count: _example(row, columns, count, label),
     )
 
 
-def choose(table: str, header: Collection[str], section: config.Sentences) -> Columns:
+def choose_columns(table: str, header: Collection[str], section: config.Sentences) -> Columns:
     """Returns the columns that are read from a table: the configured names, or common names.
 
     Args:

@@ -148,7 +148,7 @@ class Preparation(TextPreparation):
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
         for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
             for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
-                shortened = shorten(parts, limit - tokenizer.special_count(len(parts)))
+                shortened = truncate_texts(parts, limit - tokenizer.special_count(len(parts)))
                 cut += sum(map(len, shortened)) < sum(map(len, parts))
                 tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
@@ -200,28 +200,28 @@ def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.
         yield [next(encodings).ids for _ in row.texts]
 
 
-def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
+def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
     """Cuts the ends of one or two texts, so that they have at most `limit` token ids in total.
 
     Of two texts, the longer one is cut first.
 
     Args:
-      parts: the token ids of each text.
+      texts: the token ids of each text.
       limit: the largest total number of ids.
 
     Returns:
       The token ids of each text that remain.
     """
-    if len(parts) == 1:
-        return [parts[0][:limit]]
-    first, second = map(len, parts)
+    if len(texts) == 1:
+        return [texts[0][:limit]]
+    first, second = map(len, texts)
     excess = max(first + second - limit, 0)
     # The texts lose `excess` ids together, and the first text loses `difference` ids more than the
     # second text. The longer text is thus cut until both are equally long; then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
-        parts[0][: first - (excess + difference + 1) // 2],
-        parts[1][: second - (excess - difference) // 2],
+        texts[0][: first - (excess + difference + 1) // 2],
+        texts[1][: second - (excess - difference) // 2],
     ]
 
 

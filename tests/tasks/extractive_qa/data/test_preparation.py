@@ -54,7 +54,7 @@ def test_windows_give_back_answers_and_cover_the_context(make, tokenizer):
     assert len(store.texts) == 1 and len(store) > 3 and (store.lengths <= 36).all()
     found = {0: [], 1: [], 2: []}
     for row in range(len(store)):
-        question, start, stop, first, last = store.row(row)
+        question, start, stop, first, last = store.window(row)
         ids = store.tokens(row)
         assert len(ids) == store.lengths[row]
         mask = store.context_mask(np.array([row, -1]), 40)
@@ -145,7 +145,7 @@ def test_settings_that_cannot_work_are_refused(make, settings, message):
 def test_made_up_questions_are_the_same_everywhere_and_batches_hold_them(make):
     section = make(train=("generated:t/12",), max_length=512, max_question_length=64)
     store = prepare(section).split("train")
-    row = store.row(11)
+    row = store.window(11)
     assert store.text(11, row.answer_start, row.answer_end) == store.answers[11][0]
     key = store.asked[11].split()[2]
     assert f"{key} is {store.answers[11][0]} ." in store.texts[11]

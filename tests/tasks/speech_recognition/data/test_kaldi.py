@@ -88,11 +88,11 @@ def test_missing_tables_are_refused(directory):
 def test_other_archives_are_refused(tmp_path, matrices, write_ark):
     (line,) = write_ark(tmp_path / "c.ark", {"u1": matrices["u1"]}, kind=b"CM ")
     with pytest.raises(DataError, match="of kind 'CM', not plain floats .* --compress=false"):
-        kaldi.matrix(line.split()[1])
+        kaldi.read_matrix(line.split()[1])
     with pytest.raises(DataError, match="holds no matrix .*it is not in Kaldi's binary format"):
-        kaldi.matrix(f"{tmp_path / 'c.ark'}:0")
+        kaldi.read_matrix(f"{tmp_path / 'c.ark'}:0")
     with pytest.raises(DataError, match="holds no matrix"):
-        kaldi.matrix("nowhere.ark:12")
+        kaldi.read_matrix("nowhere.ark:12")
 
 
 @pytest.mark.parametrize("strange", ["\u2028", "\x85", "\x0c", "\x1c", "\v"])

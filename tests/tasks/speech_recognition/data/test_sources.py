@@ -159,4 +159,4 @@ def test_names_in_a_table_that_no_file_has(name, tmp_path):
 def test_matrices_that_are_not_there(content, place, message, tmp_path):
     (tmp_path / "a.ark").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        kaldi.matrix(f"{tmp_path}/a.ark:{place}")
+        kaldi.read_matrix(f"{tmp_path}/a.ark:{place}")

@@ -22,14 +22,18 @@ from brt.tasks.summarization.data.columns import Columns
     ],
 )
 def test_the_usual_names_of_public_datasets(there, expected):
-    assert columns.choose("t", there) == Columns(*expected)
+    assert columns.choose_columns("t", there) == Columns(*expected)
 
 
 def test_names_that_are_asked_for_come_first():
     there = ["document", "summary", "body", "gist", "key", "id"]
-    assert columns.choose("t", there, Columns("body", "gist", "key")) == ("body", "gist", "key")
-    assert columns.choose("t", there, Columns(source="body")) == ("body", "summary", "id")
-    assert columns.choose("t", there, Columns(target="gist")) == ("document", "gist", "id")
+    assert columns.choose_columns("t", there, Columns("body", "gist", "key")) == (
+        "body",
+        "gist",
+        "key",
+    )
+    assert columns.choose_columns("t", there, Columns(source="body")) == ("body", "summary", "id")
+    assert columns.choose_columns("t", there, Columns(target="gist")) == ("document", "gist", "id")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,11 @@ def test_names_that_are_asked_for_come_first():
 )  # fmt: skip
 def test_columns_that_are_not_there_are_named(there, asked, message):
     with pytest.raises(DataError, match=message):
-        columns.choose("t", there, asked)
+        columns.choose_columns("t", there, asked)
 
 
 def pair(values, source="document", id=""):
-    return columns.pair(Row("f:1", values), Columns(source, "summary", id), 7)
+    return columns.read_pair(Row("f:1", values), Columns(source, "summary", id), 7)
 
 
 def test_lists_become_text():

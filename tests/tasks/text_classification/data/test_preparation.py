@@ -145,7 +145,7 @@ def test_the_same_file_in_two_splits_is_refused(make, tmp_path):
 def test_a_pair_is_cut_where_it_is_longer():
     for first, second, limit in [(9, 2, 6), (2, 9, 6), (7, 6, 5), (6, 7, 5), (3, 3, 8), (9, 9, 2)]:
         parts = [np.arange(first), 100 + np.arange(second)]
-        kept = preparation.shorten(parts, limit)
+        kept = preparation.truncate_texts(parts, limit)
         sizes = [len(part) for part in kept]
         assert sum(sizes) == min(limit, first + second)
         for part, whole in zip(kept, parts, strict=True):

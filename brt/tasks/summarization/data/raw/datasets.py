@@ -153,7 +153,7 @@ def _problem(dataset: RawDataset, example: Example) -> str:
         if not isinstance(value, list if name in dataset.lists else str):
             return f"has {type(value).__name__} in '{name}'"
     row = Row(example.name, example.values)
-    pair = columns.pair(row, Columns(dataset.source, dataset.target), 0)
+    pair = columns.read_pair(row, Columns(dataset.source, dataset.target), 0)
     return pair.problem if isinstance(pair, BadRow) else ""
 
 

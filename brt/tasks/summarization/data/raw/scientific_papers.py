@@ -40,7 +40,7 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
 
 def _example(row: Row) -> Example | BadRow:
     """Returns the features that version 1.1.1 of the dataset in TFDS has."""
-    pair = columns.pair(row, COLUMNS, 0)
+    pair = columns.read_pair(row, COLUMNS, 0)
     if isinstance(pair, BadRow):
         return pair
     sections = row.values.get("section_names", [])
