@@ -14,7 +14,7 @@ class Window(NamedTuple):
 
 
 def windows(length: int, size: int, overlap: int) -> list[Window]:
-    """Returns windows of at most `size` tokens that cover a text; neighbours share `overlap` tokens.
+    """Returns windows of at most `size` tokens that cover a text and share `overlap` tokens.
 
     An empty text has one empty window.
 
