@@ -50,8 +50,8 @@ def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
     Args:
       q: the queries [B, T, H, K].
       k, v: the keys and values [B, *N, H, S, K], where *N is an optional axis of blocks.
-      cache_mask: [B], True if the queries of a row may read the first half of the keys; None if
-        they may read all keys.
+      cache_mask: [B], True if the queries of a row may read the first half of the keys, which are
+        then the cached keys of the previous block; None if the queries may read all keys.
     """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
@@ -98,8 +98,8 @@ def attention(
         into N blocks of equal size, and each block of queries attends to its own block of keys.
       k, v: the keys and values. *N is the optional axis of blocks. The axis of heads comes before
         the axis of keys, unlike in the arguments of `api.attend`.
-      cache_mask: True if the queries of a row may read the first half of the keys, which are the
-        cached keys; None if they may read all keys of every row.
+      cache_mask: True if the queries of a row may read the first half of the keys, which are then
+        the cached keys of the previous block; None if all queries may read all keys.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
         excludes these keys from the softmax.
       scale: the norm to which the queries of each head are first scaled; None for queries that are

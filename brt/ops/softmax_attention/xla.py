@@ -31,8 +31,8 @@ def attention(
     Args:
       q: the queries, already multiplied by any scale.
       k, v: the keys and values.
-      cache_mask: True if the queries of a row may read the first half of the keys; None if every
-        key is readable.
+      cache_mask: True if the queries of a row may read the first half of the keys, which are then
+        the cached keys of the previous block; None if every key is readable.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
         excludes these keys from the softmax.
     """

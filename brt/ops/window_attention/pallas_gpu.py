@@ -76,8 +76,8 @@ def hopper_refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
 ) -> str | None:
-    """Returns the reason why the kernels for Hopper GPUs, in this module and in `pallas_mosaic_gpu`,
-    do not support these inputs, or None if they do.
+    """Returns the reason why the kernels of this module and of `pallas_mosaic_gpu` do not support
+    these inputs, or None if they do.
 
     Args:
       queries: the queries of the segment.
