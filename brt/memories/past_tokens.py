@@ -80,16 +80,16 @@ class PastTokensLayer(WindowLayer):
     ) -> Float[Array, "B T H K"]:
         """Returns the attention output of tokens that read their window and the memory.
 
-        Subclasses define how the two are combined.
+        Each subclass defines how attention to the window and attention to the memory are combined.
 
         Args:
           queries: the queries of the tokens of N blocks, ready for products with the keys of the
             memory, which have no rotary positions.
-          window: the result of attention to the window and any sinks: output [B, T, H, K] and
-            log-sum-exp [B, T, H].
+          window: the result of attention to the window and to sinks (the first tokens of the
+            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks. Block n of
-            T / N tokens sees the M tokens from index n T / N on. With one block, `past` may have
-            the memory alone.
+            T / N tokens sees the M tokens that begin at index n T / N. With one block, `past` may
+            have the memory alone.
           readers: the number of tokens of the memory that each block may read, and the positions of
             the T tokens in their blocks.
         """
@@ -123,7 +123,7 @@ class PastTokensLayer(WindowLayer):
           places: the positions of the reading tokens in their block.
         """
         if self.model.sliding.sinks:
-            assert before is not None  # States with sinks count tokens.
+            assert before is not None  # The states of layers with sinks count the tokens.
             counts = jnp.clip(before - self.model.sliding.sinks, 0, counts)
         names = ("lanes", "heads", None, None)
         shared = MemoryAndSegment(
@@ -137,8 +137,8 @@ class PastTokensLayer(WindowLayer):
 
             Args:
               queries: the scaled queries of the tokens, without rotary positions.
-              window: the result of attention to the window and any sinks: output [B, T, H, K] and
-                log-sum-exp [B, T, H].
+              window: the result of attention to the window and to sinks, if the layer has any:
+                output [B, T, H, K] and log-sum-exp [B, T, H].
             """
             queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
@@ -191,7 +191,8 @@ class PastTokensLayer(WindowLayer):
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
     def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:
-        """Returns the function that adds attention to the memory for one token.
+        """Returns the function with which `decode_step` combines the attention of one token to its
+        window with attention to the memory.
 
         Args:
           state: the layer's state after the previous block.
@@ -212,7 +213,7 @@ class PastTokensLayer(WindowLayer):
           block: the open block, which has the keys and values of all tokens of the block.
 
         Returns:
-          The new state, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the new state.
         """
         m, size = self.model, self.memory_size()
         window = closed_window(m, state.window, block)

@@ -271,8 +271,8 @@ class CompressiveLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention of all tokens to their window, to the previous block and to the
-            slots, with one softmax.
+            """Returns the output [B, T, H, K] of attention of all tokens to their window, to the
+            previous block and to the slots, with one softmax.
 
             Args:
               queries: the scaled queries of the tokens.
@@ -324,7 +324,7 @@ class CompressiveLayer(nn.Module):
           state: the state after the previous block.
 
         Returns:
-          The open block, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the open block.
         """
         tokens = open_block(state.window)
         inputs = jnp.zeros_like(state.inputs)
@@ -350,8 +350,8 @@ class CompressiveLayer(nn.Module):
           feedback: the keys and values of recurrent states that the token also attends to, or None.
 
         Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          A `LayerOutput` with the token's output vector, and with the open block, to which the
+          token has been added, as `state`.
         """
         window = state.window
         slots, before = (
@@ -378,7 +378,7 @@ class CompressiveLayer(nn.Module):
           block: the open block, which has all tokens of the block.
 
         Returns:
-          The new state, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the new state.
         """
         section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)

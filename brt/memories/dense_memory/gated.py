@@ -65,14 +65,16 @@ class GatedMemoryLayer(PastTokensLayer):
         past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns the outputs of all heads: mixtures of attention to the window alone, and to the
-        window and the memory.
+        """Returns the attention output of the tokens.
+
+        Each head mixes, by its gate, attention to the window alone with attention to the window and
+        the memory together.
 
         Args:
           queries: the queries of the tokens of N blocks, ready for products with the keys of the
             memory, which have no rotary positions.
-          window: the result of attention to the window and any sinks: output [B, T, H, K] and
-            log-sum-exp [B, T, H].
+          window: the result of attention to the window and to sinks (the first tokens of the
+            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.
           readers: the number of tokens of the memory that each block may read, and the positions of
             the T tokens in their blocks.

@@ -216,7 +216,7 @@ class DenseMemoryLayer(nn.Module):
           state: the state after the previous block.
 
         Returns:
-          The open block, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the open block.
         """
         m = self.model
         shape = (len(state.length), m.window, m.key_heads, m.head_dim)
@@ -242,7 +242,8 @@ class DenseMemoryLayer(nn.Module):
           position: the position of the token in the block.
 
         Returns:
-          The token's output, and the open block with the token's key and value as the state.
+          A `LayerOutput` with the token's output vector. Its `state` is the open block with the
+          token's key and value.
         """
         queries, own = self._projected(x)
         block = StateKV(
@@ -266,7 +267,7 @@ class DenseMemoryLayer(nn.Module):
           block: the open block, which has the keys and values of all tokens of the block.
 
         Returns:
-          The new state, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the new state.
         """
         section, m = self.model.of(DenseMemory), self.model
         keys, values = (

@@ -46,9 +46,10 @@ class DenseMemory(KindSection):
     def check_model(self, model: Model) -> None:
         """Raises ConfigError if the model's settings do not fit the dense-memory layers.
 
-        Layers without a gate read a block and a memory, so the model must not have a window of
-        another length for them, sinks, or feedback from recurrent states. Layers with a gate need a
-        cache, a window not smaller than a block, and a memory of more tokens than the window.
+        Layers without a gate attend to a block and a memory alone. Their window must be as long as
+        a block, and the model must have no sinks and no feedback from recurrent states. Layers with
+        a gate need a cache whose empty places are masked, a window that is not smaller than a
+        block, and a memory of more tokens than the window.
         """
         if not self.layers:
             return

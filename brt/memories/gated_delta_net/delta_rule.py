@@ -101,7 +101,7 @@ def delta_rule(
     padding = chunks * chunk - length
     queries, keys, values, log_decay, strength = (
         _by_chunk(x, chunk, padding) for x in tokens
-    )  # Padding has the decay 1 and writes nothing.
+    )  # Tokens of padding have the decay 1 and the strength 0, so they do not change the state.
     places = since_start[:, -1:] + 1 + jnp.arange(padding)[None]
     since = _by_chunk(jnp.concatenate([since_start, places], axis=1)[..., None], chunk, 0)
     decay, since_chunk = _decays(log_decay, since)
@@ -122,8 +122,9 @@ def delta_rule(
 
         Args:
           state: the state before the chunk.
-          chunk: the arrays of this chunk: queries, keys, attention within the chunk, X (b V),
-            X (b d K), and the decay of the state over the chunk.
+          chunk: the arrays of this chunk: queries, keys, the attention weights of the chunk's
+            tokens to each other, X (b V) and X (b d K) (see `delta_rule`), and the decay of the
+            state over the chunk.
         """
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)
@@ -154,8 +155,8 @@ def _decays(
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
-    # A sum begins at the start of the token's document, so that the document before has no
-    # influence on rounding.
+    # Each sum begins at the start of the token's document. A longer sum would have the same
+    # differences, but the document before would change their rounding.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)

@@ -46,7 +46,7 @@ def gated_delta_net_flops(model: Model) -> int:
 
 
 class GatedDeltaNetLayer(TokenStateLayer):
-    """A layer that consists of a norm, a memory (in place of attention) and an MLP."""
+    """A layer that consists of a norm, a `DeltaMemory` (in place of attention) and an MLP."""
 
     def setup(self) -> None:
         """Creates the norm, the memory and the MLP."""
@@ -139,8 +139,8 @@ def window_delta_flops(model: Model) -> int:
 
 
 class WindowGatedDeltaNetLayer(nn.Module):
-    """A sliding-window layer with a memory in addition to its window. The output of the memory is
-    added to the output of attention.
+    """A sliding-window layer with a `DeltaMemory` in addition to its window. The output of the
+    memory is added to the output of attention.
 
     The layer has all parameters of a sliding-window layer, under the same names. A new memory
     outputs zeros, so a layer that starts from the weights of a sliding-window layer computes the

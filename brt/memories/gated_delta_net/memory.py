@@ -39,7 +39,7 @@ _RATES, _STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
 class DeltaState(NamedTuple):
-    """The state that the memory carries from token to token.
+    """The state that a `DeltaMemory` carries from token to token.
 
     Attributes:
       matrices: float32 [B, H, K, V], the matrix of every head.
@@ -52,7 +52,7 @@ class DeltaState(NamedTuple):
 
 
 def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
-    """Returns the state of a memory before the first token.
+    """Returns the state of a `DeltaMemory` before the first token.
 
     Args:
       model: the settings of the model, with the window of this layer (`Model.for_layer`).
@@ -75,7 +75,7 @@ def delta_axes(model: Model) -> DeltaState:
 
 
 def delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a memory.
+    """Returns the FLOPs per token of a `DeltaMemory`.
 
     They are the FLOPs of the projections, of the convolution, and of three products with the matrix
     of each head: one that reads the old value of the token's key, one that changes the matrix, and
@@ -102,7 +102,7 @@ def _step_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 class DeltaMemory(nn.Module):
-    """A memory together with its projections, which takes the place of an attention module.
+    """The memory of a Gated DeltaNet layer and its projections; takes the place of attention.
 
     The normalized vectors of tokens are projected to queries, keys and values, which are convolved
     along the tokens. By the gated delta rule, each token changes the matrix of each head and reads

@@ -65,14 +65,16 @@ class MemorizingLayer(PastTokensLayer):
         past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns the outputs of all heads: mixtures, by the gate of each head, of attention to the
-        window and attention to the results of the search.
+        """Returns the attention output of the tokens.
+
+        Each head mixes, by its gate, attention to the window with attention to the tokens that the
+        search finds in the memory.
 
         Args:
           queries: the queries of the tokens of N blocks, ready for products with the keys of the
             memory, which have no rotary positions.
-          window: the result of attention to the window and any sinks: output [B, T, H, K] and
-            log-sum-exp [B, T, H].
+          window: the result of attention to the window and to sinks (the first tokens of the
+            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.
           readers: the number of tokens of the memory that each block may read, and the positions of
             the T tokens in their blocks.
@@ -84,8 +86,8 @@ class MemorizingLayer(PastTokensLayer):
             search=section.search, null_keys=null_keys,
             implementation=self.kernels.memory_attention,
         )  # fmt: skip
-        # The gate is closed for blocks that can read no token of the memory, unless tokens attend
-        # to missing keys as keys of zeros.
+        # A block that can read no token of the memory has a closed gate, unless missing keys count
+        # as keys of zeros (`null_keys`).
         open_gate = (counts > 0) | null_keys
         bounded = jnp.tanh if section.gate == "tanh" else jax.nn.sigmoid
         gate = jnp.where(open_gate[:, :, None], bounded(self.memory_gate)[None, None], 0)

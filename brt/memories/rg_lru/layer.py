@@ -108,7 +108,7 @@ class RGLRULayer(TokenStateLayer):
 
     The normalized inputs pass through two branches: a GELU, and a convolution followed by the
     recurrence. The product of both branches is projected to the width of the model and added to the
-    inputs, and the MLP follows.
+    inputs of the layer (a residual connection), and the MLP follows.
     """
 
     def setup(self) -> None:

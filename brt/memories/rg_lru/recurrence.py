@@ -74,7 +74,8 @@ def decays(
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
     rest = -jnp.expm1(2 * log_a)  # This is 1 - a^2.
-    # The square root has no derivative at 0, and `rest` is 0 if the gate is closed.
+    # The derivative of the square root is infinite at 0, and `rest` is 0 if the gate is closed. The
+    # inner `where` replaces 0 by 1, so that the gradient is not NaN.
     positive = rest > 0
     return jnp.exp(log_a), jnp.where(positive, jnp.sqrt(jnp.where(positive, rest, 1)), 0)
 

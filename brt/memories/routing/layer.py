@@ -113,8 +113,8 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 
 
 def new_routing(model: Model) -> ClusterStatistics:
-    """Returns the initial model state of a routing layer: statistics of the clusters, from which
-    the centroids are computed. They are learned without gradients.
+    """Returns the initial model state of a routing layer: the statistics of the clusters, from
+    which the centroids are computed. The statistics are learned without gradients.
     """
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
@@ -134,9 +134,9 @@ def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStati
 def routing_flops(model: Model) -> int:
     """Returns the FLOPs per token of a routing layer.
 
-    The count is that of a sliding-window layer, with two changes for the routed heads. They assign
-    tokens to clusters and attend to the tokens of a cluster; and they need no attention to a window
-    and no projection to keys.
+    The count is that of a sliding-window layer, with two changes for the routed heads. The FLOPs of
+    assigning tokens to clusters and of attention to the tokens of a cluster are added. The FLOPs of
+    attention to a window and of the projection to keys, which routed heads lack, are subtracted.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -250,8 +250,8 @@ class RoutingLayer(nn.Module):
             queries, routed, state.rings, start, self._bias(),
             attend_to_self=m.sliding.attend_to_self, implementation=self.kernels.routed_attention,
         )  # fmt: skip
-        # The output of the routed heads is added here. `attend` adds the output of the windowed
-        # heads.
+        # The layer adds the outputs of all heads to x. This line adds the output of the routed
+        # heads, and `attend` adds the output of the windowed heads.
         x = x + dense(read, self.output, inputs=2)
         y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)
@@ -277,7 +277,7 @@ class RoutingLayer(nn.Module):
           state: the state after the previous block.
 
         Returns:
-          The open block, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the open block.
         """
         section = self.model.of(Routing)
         window, m = state.window, self.model
@@ -307,8 +307,8 @@ class RoutingLayer(nn.Module):
           model_state: the statistics of the clusters, from which the centroids are computed.
 
         Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          A `LayerOutput` with the token's output vector, and with the open block, to which the
+          token has been added, as `state`.
         """
         queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
@@ -339,7 +339,7 @@ class RoutingLayer(nn.Module):
           block: the open block, which has all tokens of the block.
 
         Returns:
-          The new state, as the state of the `LayerOutput`.
+          A `LayerOutput` whose `state` is the new state.
         """
         nowhere = jnp.zeros((len(state.keys), 1), bool)
         window = closed_window(self.model, state.window, block.tokens)

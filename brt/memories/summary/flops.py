@@ -9,9 +9,9 @@ def summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term memory.
 
     The count is that of a sliding-window layer, in which attention to the window is replaced by
-    attention to the block and to the short-term memory. The FLOPs of the summaries, which are
-    processed like tokens, are added, and the FLOPs of the weighted sums over a block that become
-    the next memory and the summaries for the layer above.
+    attention to the block and to the short-term memory. Two numbers are added: the FLOPs of reading
+    the summaries of the layer below, which are processed like tokens, and the FLOPs of the weighted
+    sums that become the next memory and the summaries for the layer above.
     """
     section = model.of(Summaries)
     m, width, places = (

@@ -79,7 +79,7 @@ class TokenMix(nn.Module):
     Attributes:
       model: the settings of the model.
       size: O, the number of weighted sums.
-      residual: True normalises the inputs and adds the summaries to the result, for O = U.
+      residual: True normalises the inputs and adds the summaries to the sums, which needs O = U.
     """
 
     model: Model
@@ -119,8 +119,8 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, the modules that compute weighted sums, and the
-        gate of a long-term memory.
+        """Creates the block of attention and MLP, the modules that compute weighted sums, and, in
+        layers with a long-term memory, the gate of this memory.
         """
         section = self.model.of(Summaries)
         m = self.model
@@ -169,8 +169,8 @@ class SummaryLayer(nn.Module):
             in_axes=(1, 1, nn.broadcast),
             out_axes=1,
             unroll=unrolled(m.unroll, blocks, BLOCKS_AT_ONCE),
-            # Flax's check of constant variables traces the function twice, which only the
-            # initialisation of parameters needs.
+            # With this check, Flax traces the function a second time. Only the initialisation of
+            # parameters needs the check.
             check_constancy_invariants=self.is_initializing(),
         )
         memories = Memories(state, self._long(state))
@@ -326,8 +326,8 @@ class SummaryLayer(nn.Module):
           position: the position of the token in the block.
 
         Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          A `LayerOutput` with the token's output vector, and with the open block, to which the
+          token has been added, as `state`.
         """
         section = self.model.of(Summaries)
         queries, keys, values = self._projected(x)

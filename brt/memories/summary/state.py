@@ -19,7 +19,8 @@ class SummaryState(NamedTuple):
     Attributes:
       vectors: float32 [B, S, D], the short-term memory, which was computed from the last block;
         zeros before the first block.
-      valid: bool [B], False before the first block of a document, when there is no memory to read.
+      valid: bool [B], False if no block has been read since the state was created or reset, so that
+        there is no memory to read. The layer resets the state where a document starts.
     """
 
     vectors: Float[Array, "B S D"]

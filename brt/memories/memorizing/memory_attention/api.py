@@ -53,7 +53,8 @@ def memory_attention(
     the backward pass.
 
     Args:
-      queries: already multiplied by any scale; a positive scale does not change the neighbours.
+      queries: the queries, already scaled; the function applies no scale. A positive scale does not
+        change the neighbours.
       keys, values: the keys and values, oldest token first.
       counts: for each block, the number of tokens that may be neighbours, at most M. These are the
         last tokens before the block.

@@ -32,8 +32,9 @@ def memory_attention(
     """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
-      queries: already multiplied by any scale. If several heads of queries share a head of keys,
-        their queries for a token are consecutive, and T is a multiple of the number of tokens.
+      queries: the queries, already scaled; the function applies no scale. If S heads of queries
+        share a head of keys, their S queries for a token are consecutive entries of axis T, and T
+        is S times the number of tokens.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
       counts: for each block, the number of tokens that may be neighbours. These are the last tokens

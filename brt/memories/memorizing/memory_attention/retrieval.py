@@ -79,7 +79,7 @@ def attend_to_neighbors(
     """Returns the attention output of every query over its R neighbours, in the dtype of `values`.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the queries, already scaled; the function applies no scale.
       keys, values: the keys and values of each query's neighbours.
       there: False for missing neighbours.
       null_keys: True makes missing neighbours count as zero keys with zero values instead of being

@@ -2,8 +2,9 @@
 scores.
 
 There are two passes. The first pass searches and stores only the indices of the neighbours. The
-second pass gathers the keys and values of the neighbours and attends to them. These take R times
-the memory of the queries, so they are not stored, and the backward pass gathers them again.
+second pass gathers the keys and values of the neighbours and attends to them. The gathered keys
+take R times as much space as the queries, and so do the gathered values. They are therefore not
+stored, and the backward pass gathers them again.
 
 In shapes, B is the number of rows of the batch, T of queries of each head in a segment, N of blocks
 of the segment, Q of queries that are processed at once, R of neighbours of a query, H of heads of
@@ -45,8 +46,9 @@ def memory_attention(
     """Returns the attention output of every query over its neighbours, in the dtype of `values`.
 
     Args:
-      queries: already multiplied by any scale. If several heads of queries share a head of keys,
-        their queries for a token are consecutive, and T is a multiple of the number of tokens.
+      queries: the queries, already scaled; the function applies no scale. If S heads of queries
+        share a head of keys, their S queries for a token are consecutive entries of axis T, and T
+        is S times the number of tokens.
       keys, values: the keys and values of the memory, followed by those of the segment, oldest
         token first.
       counts: for each block, the number of tokens that may be neighbours. These are the last tokens

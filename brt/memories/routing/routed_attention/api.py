@@ -48,7 +48,7 @@ def routed_attention(
     token's cluster.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the queries, already scaled; the function applies no scale.
       tokens: the keys, values and clusters of the segment's tokens.
       rings: the last R tokens of every cluster before the segment. If a document starts in the
         segment, its tokens and all later tokens do not read `rings`.
@@ -86,7 +86,7 @@ def routed_attention_step(
     cluster, for reading a block token by token.
 
     Args:
-      queries: the query of the token, already multiplied by any scale.
+      queries: the query of the token, already scaled; the function applies no scale.
       cluster: the index of the token's cluster in each head.
       block: the keys, values and clusters of the block's tokens, including this token. Entries
         after this token are ignored.

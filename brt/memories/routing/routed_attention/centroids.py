@@ -1,4 +1,5 @@
 """The centroids of clusters of tokens: means of the tokens' queries, learned without gradients.
+Queries are normalized to length 1.
 
 The number of a cluster's tokens and the sum of their queries are moving averages over train steps
 (Routing Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start
@@ -25,10 +26,10 @@ class ClusterStatistics(NamedTuple):
     Attributes:
       counts: [*L, H, C], the moving average of the number of a cluster's tokens in a train step. *L
         stands for an axis of layers, if statistics of several layers are stacked.
-      sums: [*L, H, C, K], the moving average of the sum of these tokens' queries. The centroids are
-        `sums` / `counts`.
-      new_counts, new_sums: the number of tokens and the sum of their queries since the last call of
-        `update_averages`. Only this function changes the averages and so the centroids.
+      sums: [*L, H, C, K], the moving average of the sum of the queries of a cluster's tokens in a
+        train step. The centroids are `sums` / `counts`.
+      new_counts, new_sums: the number of a cluster's tokens and the sum of their queries since the
+        last call of `update_averages`, which alone changes the averages and so the centroids.
     """
 
     counts: Float[Array, "*L H C"]
@@ -45,7 +46,7 @@ def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
     Args:
       heads: the number of heads.
       clusters: the number of clusters of a head.
-      width: the size of a head.
+      width: K, the number of elements of a query.
     """
     drawn = np.random.default_rng(0).normal(size=(heads, clusters, width))
     sums = jnp.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), jnp.float32)
@@ -77,8 +78,8 @@ def add_tokens(
 
     Args:
       statistics: the statistics before the tokens.
-      queries: the queries of the tokens.
-      clusters: the cluster of each token in each head.
+      queries: the normalized queries of the tokens.
+      clusters: the index of the cluster of each token in each head.
     """
     queries = jax.lax.stop_gradient(queries).astype(jnp.float32)
     ones = jax.nn.one_hot(clusters, statistics.counts.shape[-1], dtype=jnp.float32)
@@ -119,7 +120,7 @@ def commitment(
     The centroids get no gradient.
 
     Args:
-      queries: the queries of the tokens.
+      queries: the normalized queries of the tokens.
       clusters: the index of the cluster of each query.
       statistics: the statistics from which the centroids are computed.
     """

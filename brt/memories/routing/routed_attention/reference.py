@@ -25,7 +25,7 @@ def routed_attention(
     """Returns the attention output of every token over the last R tokens of the token's cluster.
 
     Args:
-      queries: already multiplied by any scale.
+      queries: the queries, already scaled; the function applies no scale.
       tokens: the keys, values and clusters of the segment's tokens.
       rings: the last R tokens of every cluster before the segment.
       document_start: True where a document starts with block n.
