@@ -86,8 +86,8 @@ class ExportableModel(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns the error to raise for a run whose model no other library has. `source` is the
-    directory of the run, for the message.
+    """Returns the error to raise for a run that cannot be exported, because no other library has
+    its model. `source` is the directory of the run, for the message.
     """
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "

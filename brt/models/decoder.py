@@ -64,8 +64,8 @@ class Decoder(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the embedding, the layers, the last norm and, unless it is the embedding, the
-        matrix of the logits.
+        """Creates the embedding, the layers and the last norm; and a matrix for the logits, unless
+        logits are computed with the embedding.
         """
         m = self.model
         self.embedding = parameter(
@@ -167,7 +167,8 @@ def new_state(model: Model, batch: int) -> StackState:
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
     """Returns the states of all layers, in which some parts are reset as if nothing had been read.
 
-    Evaluation measures in this way how much a part of the state contributes.
+    An evaluation that calls this function before every segment measures how much a part of the
+    state contributes to the predictions.
 
     Args:
       model: the settings of the model.
@@ -192,7 +193,7 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 def logit_scale(model: Model) -> float:
     """Returns the factor by which the products of hidden vectors and output weights are multiplied
-    to get logits: 1, or 1 / sqrt(D), or 1 / sqrt(V), by `Embedding.logit_scale`.
+    to get logits: 1, 1 / sqrt(D) or 1 / sqrt(V), as the setting `Embedding.logit_scale` says.
     """
     if model.embedding.logit_scale == "one":
         return 1.0

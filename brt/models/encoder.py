@@ -75,8 +75,8 @@ class Encoder(nn.Module):
         Args:
           inputs: token ids, or feature vectors.
           valid: False on padding.
-          key: a random key for kinds of attention that hash with random planes. Evaluation should
-            use a fixed key.
+          key: a random key for kinds of attention that draw random numbers. Evaluation should use a
+            fixed key.
           types: the index of the type of each token, if the model has several token types as in
             BERT; None stands for the first type.
 

@@ -79,7 +79,7 @@ class Seq2Seq(nn.Module):
       model: the settings, with the size of the vocabulary set.
       cross: settings of the cross-attention.
       training: True enables dropout (needs the rng 'dropout').
-      attention: settings of the encoder's self-attention, which are not part of the parameters.
+      attention: settings of the encoder's self-attention. No parameter depends on these settings.
       kernels: the settings that select the implementations of operations.
     """
 
@@ -131,8 +131,7 @@ class Seq2Seq(nn.Module):
         Args:
           source: the token ids.
           mask: True for tokens, False for padding, which is at the end of a row.
-          key: a random key for kinds of attention that hash with random planes; None for a fixed
-            key.
+          key: a random key for kinds of attention that draw random numbers; None for a fixed key.
         """
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
@@ -143,7 +142,7 @@ class Seq2Seq(nn.Module):
         mask: Bool[Array, "B S"],
         targets_in: Int[Array, "B T"],
     ) -> Decoded:
-        """Reads whole targets; every token attends to itself and the tokens before it.
+        """Reads whole targets. Every token attends to the source, to itself and to earlier tokens.
 
         Args:
           encoded: the encoder's outputs.
@@ -284,8 +283,8 @@ def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
     """
 
     def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
-        """Returns keys or values in which the entries of each beam are those of the beam that it
-        continues.
+        """Returns keys or values in which each beam n has the entries of the earlier beam that beam
+        n continues.
         """
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 

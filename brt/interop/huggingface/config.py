@@ -143,7 +143,7 @@ def convert_fields(
 
 
 def check_type(config: Mapping[str, Any]) -> str:
-    """Returns the architecture of a Hugging Face config, such as "t5" or "bart".
+    """Returns the architecture that a Hugging Face config names: "t5", "longt5" or "bart".
 
     Raises:
       CheckpointError: the architecture is not supported.

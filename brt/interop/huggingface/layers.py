@@ -14,12 +14,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns stacked parameters as separate arrays for each layer, by names such as
+    """Splits stacked parameters, and returns the arrays of each layer by names such as
     "encoder/layers_0/mlp/wi/kernel".
 
     Args:
-      params: a nested dictionary of stacked parameters, or of their shapes
-        (`jax.ShapeDtypeStruct`), which the result then has, too.
+      params: a nested dictionary of stacked parameters. If it has shapes (`jax.ShapeDtypeStruct`)
+        in place of arrays, the result has shapes, too.
     """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
@@ -38,11 +38,11 @@ def _row(leaf: Any, i: int) -> Any:
 
 
 def stack_layers(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parameters by layer as a nested dictionary of stacked parameters; the inverse of
-    `by_layer`.
+    """Stacks the arrays of all layers, and returns a nested dictionary of stacked parameters; the
+    inverse of `by_layer`.
 
     Args:
-      arrays: the arrays, by names such as "encoder/layers_0/mlp/wi/kernel".
+      arrays: the arrays of each layer, by names such as "encoder/layers_0/mlp/wi/kernel".
     """
     flat, rows = {}, {}
     for name, array in arrays.items():

@@ -12,7 +12,7 @@ import numpy as np
 
 from brt.config import Seq2Seq
 
-# Arrays with these names may be copies of the embedding, which newer files omit.
+# Arrays with these names may be copies of the embedding. Newer files omit such copies.
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 # The oldest files of T5 contain an array of this name, which no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -115,8 +115,8 @@ def their_name(names: Mapping[str, str], ours: str) -> str | None:
 def is_optional(ours: str) -> bool:
     """Returns True if a Hugging Face checkpoint may lack a parameter, which is then initialised.
 
-    A checkpoint may lack the parameters of recurrent cross-attention, which transformers does not
-    have, and the bias of logits, which the class BartModel does not have.
+    A checkpoint may lack the parameters of a kind of cross-attention that transformers does not
+    have, and the bias of logits, which transformers' class BartModel does not have.
 
     Args:
       ours: brt's name of the parameter.
@@ -145,7 +145,7 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Returns a parameter of brt in Hugging Face's layout.
+    """Converts the array of a parameter from brt's layout to Hugging Face's layout.
 
     Args:
       ours: brt's name of the parameter.
@@ -158,7 +158,7 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns an array of Hugging Face in brt's layout.
+    """Converts the array of a parameter from Hugging Face's layout to brt's layout.
 
     Args:
       ours: brt's name of the parameter.

@@ -191,7 +191,7 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
 
 
 def allowed(expected: np.ndarray, rounding: float) -> float:
-    """Returns the largest difference between logits that rounding can explain.
+    """Returns the largest absolute difference between logits that rounding can explain.
 
     Args:
       expected: the logits of the original model.

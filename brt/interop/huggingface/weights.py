@@ -27,8 +27,8 @@ class Imported(NamedTuple):
 
     Attributes:
       params: the float32 parameters, a nested dictionary with brt's names.
-      initialised: brt's names of the parameters that the checkpoint lacks, such as the parameters
-        of recurrent cross-attention. These parameters were initialised.
+      initialised: brt's names of the parameters that the checkpoint lacks and that were therefore
+        initialised, such as those of a kind of cross-attention that transformers does not have.
       unexpected: Hugging Face's names of the arrays that have no counterpart in brt.
     """
 
@@ -53,7 +53,7 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
     arrays = {name: array for name, array in arrays.items() if name != names.UNUSED}
     prefix = "model." if family == "bart" else ""
     outside = ("lm_head.weight", "final_logits_bias")
-    if prefix:  # Files of the class BartModel lack the prefix "model." of names.
+    if prefix:  # In files of the class BartModel, names lack the prefix "model.".
         arrays = {
             name if name.startswith(prefix) or name in outside else prefix + name: array
             for name, array in arrays.items()
@@ -79,7 +79,7 @@ def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeS
 
     Args:
       model: the settings of the model.
-      cross: the settings of its cross-attention.
+      cross: the settings of the model's cross-attention.
     """
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
@@ -112,8 +112,8 @@ def match_arrays(
       arrays: the arrays by Hugging Face's names.
       parameter_names: Hugging Face's name of each of brt's parameters, by brt's name; in both, {i}
         stands for the index of a layer.
-      initial: a function that returns newly initialised parameters of the model, from which shapes
-        and the optional parameters that the checkpoint lacks are taken.
+      initial: a function that returns newly initialised parameters of the model. They show the
+        shapes, and replace the optional parameters that the checkpoint lacks.
       is_optional: a function that takes brt's name of a parameter and returns True if a checkpoint
         may lack the parameter.
 

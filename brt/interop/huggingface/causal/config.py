@@ -92,8 +92,8 @@ class _Keys:
         Args:
           name: the key.
           kind: the type that the value must have, or several types.
-          default: the value if the key is missing or null and has no default in transformers; None
-            refuses missing keys.
+          default: the value if the key is missing or null, and transformers has no default for the
+            key. If this is None, too, a missing key is an error.
 
         Raises:
           CheckpointError: the key is missing, or its value has another type.
@@ -134,10 +134,10 @@ class WindowChoice(NamedTuple):
 
     Attributes:
       window: the number of tokens of the window. 0 takes the window that all layers were trained
-        with or, without one, the trained context, at most 2048 tokens. If only some layers were
-        trained with a window, these layers keep their window.
-      sinks: the number of sinks. None takes 4, or 0 if all layers were trained with a window and
-        this window is not shortened.
+        with. Without such a window, 0 takes the context that the model was trained with, but at
+        most 2048 tokens. If only some layers were trained with a window, they keep their window.
+      sinks: the number of sinks. None takes 0 if all layers were trained with a window and `window`
+        is not shorter, and otherwise 4.
     """
 
     window: int = 0

@@ -52,8 +52,9 @@ def family_of(model: Model) -> str | None:
 
 
 def is_same_function(model: Model, family: str) -> bool:
-    """Returns True if transformers' class of the family computes the same as brt's model for texts
-    of any length, and False if brt's model has a window or sinks that the class lacks.
+    """Returns True if transformers' class of the family computes the same as brt's model for all
+    texts up to the context that the model was trained with, and False if brt's model has a window
+    or sinks that the class lacks.
 
     Args:
       model: the settings of brt's model.

@@ -96,8 +96,8 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     """Returns two things from generation_config.json: the ids that end a text, and the settings of
     sampling.
 
-    If the file does not exist or lacks these keys, there are no ids, and the settings are brt's
-    defaults.
+    There are no ids if the file is missing or names none. The settings are brt's defaults if the
+    file is missing, lacks them, or does not set `do_sample`.
 
     Args:
       directory: the directory in Hugging Face's format.

@@ -49,7 +49,7 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
     @jax.jit
     def read(params: Mapping[str, Any]) -> jax.Array:
-        """Returns the logits [1, T', V] of the document, padded to T' tokens: whole blocks."""
+        """Returns the logits [1, T', V] of the document, which is padded to whole blocks."""
         output: Any = Decoder(model).apply(
             {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
         )
@@ -81,8 +81,11 @@ def compare(
     params: Mapping[str, Any], model: Model, directory: Path, arrays: Mapping[str, np.ndarray],
     exported: Mapping[str, np.ndarray],
 ) -> Iterator[str]:  # fmt: skip
-    """Compares a model in brt's form with the same model in Hugging Face's format, before and after
-    a conversion in either direction. Yields the lines of a report.
+    """Checks a conversion of a decoder from or to Hugging Face's format, and yields the lines of a
+    report.
+
+    The arrays before and after the conversion must be equal, and brt and transformers must compute
+    the same logits.
 
     Args:
       params: the parameters of brt's decoder.

@@ -99,7 +99,7 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 
         Args:
           theirs: Hugging Face's name of the array.
-          ours: the last part of brt's name of the parameter, such as "keys".
+          ours: the last component of brt's name of the parameter, such as "keys".
           shape: brt's shape of the parameter of one layer.
         """
         array = left.pop(theirs, None)

@@ -32,7 +32,8 @@ CODE = tuple(Path(__file__).with_name(f"{name}_brt.py") for name in ("modeling",
 KINDS = (
     "window", "recurrent", "gated_dense_memory", "gated_delta_net", "window_gated_delta_net",
 )  # fmt: skip
-# The keys are brt's names of activations that have another name, the value, in transformers.
+# The keys are brt's names of activations, and the values are transformers' names of the same
+# activations. Other activations have the same name in both.
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 # These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
 # computed from these parameters, are exported in their place.

@@ -27,8 +27,8 @@ class Memory(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """The state of a `DeltaMemory`: a matrix from K channels of a key to V of a value for each of
-    its h heads, [B, h, K, V], and the last inputs of the convolution [B, 3, h, 2 K + V]."""
+    """The state of a `DeltaMemory` of h heads: the matrix of each head, [B, h, K, V], which maps
+    keys of size K to values of size V; and the convolution's last inputs [B, 3, h, 2 K + V]."""
 
     matrices: torch.Tensor
     inputs: torch.Tensor
@@ -66,8 +66,8 @@ def l2_normalize(x):
 
 
 def rotate(x, places, speeds):
-    """Returns x [B, T, H, K] with rotary embeddings: pair i of the channels of the token at
-    position places[t] is rotated by places[t] * speeds[i] radians."""
+    """Returns x [B, T, H, K] with rotary embeddings: for token t, the pair of channels i and
+    i + K / 2 is rotated by places[t] * speeds[i] radians."""
     speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
     angles = torch.outer(places.to(torch.float64), speeds)[:, None]
     cosines, sines = angles.cos().float(), angles.sin().float()
@@ -81,8 +81,8 @@ def by_query_head(x, heads):
 
 
 class Part(NamedTuple):
-    """The logits [B, H, T, X] of tokens for some of the keys, the mask [T, X] of the keys that each
-    token sees, and the values [B, X, H, K]. One softmax may join several parts; see `read`."""
+    """Attention of tokens to some of their keys: the logits [B, H, T, X], the mask `seen` [T, X],
+    True for keys that a token sees, and the values [B, X, H, K]. `read` joins several parts."""
 
     logits: torch.Tensor
     seen: torch.Tensor
@@ -90,16 +90,16 @@ class Part(NamedTuple):
 
 
 def part(queries, keys, values, seen, bias=0.0):
-    """Returns the `Part` for queries [B, T, H, K], and keys and values [B, X, G, K] of which `seen`
-    [T, X] is the mask. `bias` is added to the logits."""
+    """Returns the `Part` of queries [B, T, H, K] and of keys and values [B, X, G, K]. The mask
+    `seen` [T, X] is True for keys that a token sees, and `bias` is added to the logits."""
     heads = queries.shape[2]
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, by_query_head(keys, heads)).float()
     return Part(logits + bias, seen, by_query_head(values, heads))
 
 
 def read(parts):
-    """Returns the attention output [B, T, H, K] of one softmax over the keys of all parts; 0 for
-    tokens that see no key."""
+    """Returns the attention output [B, T, H, K] of one softmax over the keys of all `Part`s in the
+    list `parts`; 0 for tokens that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
     logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen, -1e6)
@@ -114,14 +114,14 @@ def attend(queries, keys, values):
 
 
 def parameters(module, **shapes):
-    """Registers zero parameters of these names and shapes in a module; `load` fills them."""
+    """Registers parameters in a module, as zeros; `shapes` has their shapes by name."""
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
 class Gate(nn.Module):
-    """A gate that combines old state vectors with an update. Gates of some kinds are constant; the
-    others depend on a second input, the features, whose last axes have the sizes `features`."""
+    """A gate that combines old state vectors with an update. A gate of the kind "fixed" is
+    constant. Other gates depend on features [B, S, ...], whose last axes have sizes `features`."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -133,8 +133,8 @@ class Gate(nn.Module):
             parameters(self, input_bias=(width,), input_kernel=(*features, width))
 
     def forward(self, vectors, update, features):
-        """Returns new state vectors from the old vectors and their update, both [B, S, D], and from
-        features [B, S, ...], which only gates that are not constant read."""
+        """Returns the new state vectors from the old ones, `vectors`, and their update, both
+        [B, S, D], and, if the gate is not constant, from the features [B, S, ...]."""
 
         def _opened(kernel, bias, shift):
             logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
@@ -150,7 +150,7 @@ class Gate(nn.Module):
 
 
 class StateCell(nn.Module):
-    """Updates the state vectors of a recurrent layer after each block, in float32, by attention of
+    """The update of a recurrent layer's state vectors after each block, in float32, by attention of
     the vectors to themselves and to the tokens of the block."""
 
     def __init__(self, config):
@@ -235,7 +235,8 @@ class DeltaMemory(nn.Module):
         )
 
     def forward(self, h, state):
-        """Returns outputs [B, T, D] for normalised vectors h [B, T, D], and the next state."""
+        """Returns the outputs [B, T, D] for the normalised vectors h [B, T, D] of tokens, and the
+        `DeltaState` after these tokens."""
         names = "queries", "keys", "values"
         projected = [torch.einsum("btd,dhk->bthk", h, getattr(self, name)) for name in names]
         inputs = torch.cat([state.inputs, torch.cat(projected, dim=-1)], dim=1)

@@ -113,7 +113,8 @@ class Layer(nn.Module):
             parameters(self, bias=(heads, self.window))
 
     def new_state(self, batch):
-        """Returns the LayerState before the first token; its window is empty or has zero keys."""
+        """Returns the LayerState before the first token of `batch` texts. The window has no keys
+        or, if `config.null_keys` is true, keys of zeros."""
         delta = self.memory.new_state(batch) if self.memory else None
         if not self.attends:
             return LayerState(None, None, delta=delta)
@@ -243,7 +244,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
 
     def forward(self, input_ids, state=None):
-        """Returns the Output for ids [B, T] that follow `state`, or begin a text if it is None."""
+        """Returns the Output for ids [B, T], which continue the texts before `state`; without a
+        state, the ids begin texts."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
@@ -276,10 +278,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
-        """Yields pairs of the next tokens [B] and the State before them, without end.
+        """Generates without end: yields pairs of the next tokens [B] and the State before them.
 
-        forward(token[:, None], state) continues the text. `generate` explains the options."""
-        for piece in input_ids.split(self.config.block, dim=1):  # Small pieces have few logits.
+        forward(tokens[:, None], state) reads these tokens. `generate` explains the options."""
+        # Only the last logits are needed, and small pieces keep the array of logits small.
+        for piece in input_ids.split(self.config.block, dim=1):
             logits, state = self(piece, state)
         while True:
             if do_sample:
@@ -292,9 +295,9 @@ class Decoder(nn.Module):
 
     def generate(self, input_ids, max_new_tokens=500, eos_token_id=None, **options):
         """Returns ids [B, T + new tokens]. Options: do_sample (default: greedy), temperature, top_k
-        and top_p as in transformers, a torch.Generator, the state before input_ids. The texts end
-        when each has an id of eos_token_id (default: those of config.json); the rest of a text that
-        ended earlier is filled with the first of these ids."""
+        and top_p as in transformers, generator (a torch.Generator), state (before input_ids). The
+        texts end when each has an id of eos_token_id (default: those of config.json); the rest of a
+        text that ended earlier is filled with the first of these ids."""
         ends = self.config.eos_token_id if eos_token_id is None else eos_token_id
         ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=input_ids.dtype)
         ends, stream = ends.to(input_ids.device), self.stream(input_ids, **options)
@@ -310,7 +313,7 @@ class Decoder(nn.Module):
 
 
 def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Returns logits / temperature, with -inf for tokens that top_k or top_p exclude."""
+    """Returns logits [B, V] / temperature, with -inf for tokens that top_k or top_p exclude."""
     logits = logits / temperature
     if top_k:
         best = logits.topk(min(top_k, logits.shape[-1])).values
@@ -352,7 +355,7 @@ def refuse_padding(attention_mask):
 if PreTrainedModel is not None:
 
     class BrtConfig(PretrainedConfig):
-        """The entries of config.json, for `from_pretrained`."""
+        """The settings in config.json, in the form that transformers' `from_pretrained` needs."""
 
         model_type = "brt"
 
@@ -369,12 +372,12 @@ if PreTrainedModel is not None:
             self.post_init()
 
         def forward(self, input_ids, state=None, attention_mask=None):
-            """Returns the Output of `Decoder.forward`; a mask that hides a token is an error."""
+            """Returns what `Decoder.forward` does; ValueError if attention_mask hides a token."""
             refuse_padding(attention_mask)
             return self.decoder(input_ids, state)
 
         def stream(self, input_ids, attention_mask=None, **options):
-            """Yields tokens as `Decoder.stream` does; a mask that hides a token is an error."""
+            """Yields what `Decoder.stream` does; ValueError if attention_mask hides a token."""
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 

@@ -26,8 +26,8 @@ from brt.interop.huggingface import verify as reports
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 # The comparison reads SEGMENTS segments and generates WRITTEN tokens. In a model with sinks, tokens
-# attend to the sinks only after these have left the window, so the comparison reads more segments
-# than the window has, but at most MOST_SEGMENTS.
+# attend to the sinks separately only after the sinks have left the window, so the comparison reads
+# more segments than fit into the window, but at most MOST_SEGMENTS.
 SEGMENTS, MOST_SEGMENTS, WRITTEN = 3, 18, 32
 
 
@@ -110,8 +110,8 @@ def segment_logits(
 
 def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
     torch, rng = importlib.import_module("torch"), np.random.default_rng(0)
-    # A model attends to its sinks separately only when they have left the window, so the segments
-    # must be longer than the window together.
+    # A model attends to its sinks separately only when they have left the window, so all segments
+    # together must be longer than the window.
     beyond = max(model.windows) // model.block_length + 1
     count = min(max(SEGMENTS, beyond + 1), MOST_SEGMENTS) if model.sliding.sinks else SEGMENTS
     segments = list(rng.integers(model.vocab_size, size=(count, 2, model.block_length)))
@@ -130,7 +130,7 @@ def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float
     brt, and returns a line for the user.
     """
     torch, window = importlib.import_module("torch"), model.block_length
-    size = max(window - WRITTEN // 2, 1)  # The generated text crosses the end of a block.
+    size = max(window - WRITTEN // 2, 1)  # The generated text then crosses the end of a block.
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
     text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN, eos_token_id=[])
     text = text.numpy()

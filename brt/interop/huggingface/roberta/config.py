@@ -27,8 +27,8 @@ _DEFAULTS = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
-# The values are the name of an array that only models with a head for the task have, and the class
-# of these models in transformers.
+# For each task, the first string is the name of an array that only models with a head for the task
+# have, and the second is the name of transformers' class of these models.
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
