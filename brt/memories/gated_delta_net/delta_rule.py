@@ -122,9 +122,9 @@ def delta_rule(
 
         Args:
           state: the state before the chunk.
-          chunk: the arrays of this chunk: queries, keys, the attention weights of the chunk's
-            tokens to each other, X (b V) and X (b d K) (see `delta_rule`), and the decay of the
-            state over the chunk.
+          chunk: the arrays of this chunk: queries, keys, the products of queries and keys times
+            the decay between their tokens, X (b V) and X (b d K) (see `delta_rule`), and the decay
+            of the state over the chunk.
         """
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)

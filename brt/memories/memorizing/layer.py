@@ -71,8 +71,8 @@ class MemorizingLayer(PastTokensLayer):
         search finds in the memory.
 
         Args:
-          queries: the queries of the tokens of N blocks, ready for products with the keys of the
-            memory, which have no rotary positions.
+          queries: the scaled queries of the tokens of N blocks. With rotary positions, they are
+            rotated for products with the keys of the memory, which are not rotated.
           window: the result of attention to the window and to sinks (the first tokens of the
             document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
           past: the memory before the first block, followed by the tokens of the blocks.

@@ -93,7 +93,7 @@ class _Keys:
           name: the key.
           kind: the type that the value must have, or several types.
           default: the value if the key is missing or null, and transformers has no default for the
-            key. If this is None, too, a missing key is an error.
+            key. If `default` is None, too, a missing key is an error.
 
         Raises:
           CheckpointError: the key is missing, or its value has another type.

@@ -244,8 +244,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
 
     def forward(self, input_ids, state=None):
-        """Returns the Output for ids [B, T], which continue the texts before `state`; without a
-        state, the ids begin texts."""
+        """Returns the Output for ids [B, T]. The ids continue the texts after which the State was
+        `state`; without a state, they begin texts."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
