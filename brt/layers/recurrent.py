@@ -197,14 +197,14 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            """Creates a bias of the gate; `part` is a part of the parameter's name. If `keeps` is
-            True, the settings `gate_bias` and `gate_horizon` apply to the initial bias.
+            """Creates a bias of the gate; `part` is a part of its name, such as "forget_". If
+            `keeps` is True, the settings `gate_bias` and `gate_horizon` apply to the initial bias.
             """
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
-            """Creates a kernel of the gate; *M are the axes of `inputs`; `part` is as in `bias`."""
+            """Creates a kernel of the gate with inputs *M; `part` is a part of the kernel's name."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)

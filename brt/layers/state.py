@@ -139,8 +139,8 @@ class OpenBlock(NamedTuple):
     """A block that is being filled token by token.
 
     Attributes:
-      keys: [B, W, G, K], a ring buffer: the tokens of the open block up to the current one,
-        followed by the tokens of the previous block that are still in the window.
+      keys: [B, W, G, K], a ring buffer: the keys of the block's tokens that have been read, which
+        have replaced the oldest keys of the window before the block.
       values: [B, W, G, K].
       memory: keys and values [B, S, H, K] of the S recurrent states to which the tokens attend;
         None in layers without recurrent states.
@@ -154,8 +154,8 @@ class OpenBlock(NamedTuple):
 
 
 def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:
-    """Returns an open block without tokens: its ring buffer has only the tokens of the window
-    before the block.
+    """Returns an open block without tokens: its ring buffer has only the keys and values of the
+    window before the block.
 
     Args:
       state: the state before the block.

@@ -29,7 +29,8 @@ class TargetInputs(NamedTuple):
     Attributes:
       encoded: the encoder's outputs for the S source tokens.
       mask: True for source tokens, False for padding.
-      bias: T5's relative position bias between target tokens, by head; None in BART.
+      bias: T5's relative position bias between target tokens, by head; None if there is no bias, as
+        in BART.
     """
 
     encoded: Float[Array, "B S D"]

@@ -31,7 +31,7 @@ def stacked(
       shared: arrays that all layers read.
 
     The scan is a loop on CPUs and GPUs. On TPUs it is unrolled unless `remat` is True, because a
-    loop stacks arrays for its backward pass, and stacking takes TPUs too long.
+    loop stacks arrays for its backward pass, which is slow on TPUs.
 
     Args:
       layer: the module class of a layer.

@@ -107,8 +107,8 @@ def state_attention(
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
-      null_keys: True keeps unreadable tokens in the softmax, as zero keys with zero values; False
-        leaves them out.
+      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
+        False leaves these keys out of the softmax.
       attention: None or "auto"; the kernel always computes the attention itself.
       interpret: True runs the kernels on any device, slowly, and with any sizes.
     """

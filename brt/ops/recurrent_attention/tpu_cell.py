@@ -87,8 +87,8 @@ def state_scan(
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
-        leaves them out.
+      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
+        False leaves these keys out of the softmax.
       interpret: True runs the kernel on any device, slowly, and with any sizes.
       **_: the other arguments of `api.state_scan`, which `refusal` has checked.
 

@@ -102,7 +102,7 @@ class CellKernelSums(NamedTuple):
     """Scratch memory of the backward kernel, which it keeps over the heads and blocks of a lane.
 
     Attributes:
-      carry: [S, D], the gradient of the states between two blocks.
+      carry: [S, D], the gradient of the states that is passed from a block to the block before.
       after: [S, D], the states after the block.
       hidden: [S, D], the gradient of the normalised states, from which the states' keys, queries
         and values are projected.

@@ -41,8 +41,8 @@ class StateKernelSettings(NamedTuple):
 
     Attributes:
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
-        leaves them out.
+      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
+        False leaves these keys out of the softmax.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -174,7 +174,7 @@ def forward_kernel(
     the results to `outputs`.
 
     Args:
-      cache_mask: [B], not zero if the lane's previous block is readable.
+      cache_mask: [B], for each lane not zero if the previous block may be read.
       inputs: references to the inputs of the step.
       outputs: references to the outputs.
       settings: static settings.
@@ -228,7 +228,7 @@ def backward_kernel(
     """Computes the gradients of both attentions of one head and lane, and writes them to `results`.
 
     Args:
-      cache_mask: [B], not zero if the lane's previous block is readable.
+      cache_mask: [B], for each lane not zero if the previous block may be read.
       inputs: the inputs of the step, including the gradients of its outputs.
       results: references to the gradients.
       keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of keys and of

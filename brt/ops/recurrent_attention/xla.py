@@ -41,8 +41,8 @@ def state_attention(
         tokens are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.
       normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True keeps unreadable keys in the softmax, as zero keys with zero values; False
-        leaves them out.
+      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
+        False leaves these keys out of the softmax.
       attention: the name of the implementation of both attentions; None or "auto" select the best.
 
     Returns:

@@ -1,7 +1,8 @@
 """The recurrent accumulate-and-fire neuron (SRformer, section 3.3 and appendix A.2).
 
-A neuron has a membrane potential U, which adds up the inputs X_j of segments j. Its output R is the
-amount by which the potential exceeds the threshold, relative to the threshold:
+A neuron has a membrane potential U, which adds up its inputs X_j over the segments j of a source
+sequence. Its output R is the amount by which the potential exceeds the threshold, relative to the
+threshold:
 
     U_j = leak U_{j-1} + X_j
     Y_j = U_j / threshold - 1
