@@ -40,11 +40,11 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
     """Returns the product that `dense` returns, and the pair (x, kernel) that the backward pass of
-    `dense` needs.
+    `dense` needs; the arguments are described in `dense`.
 
-    The arguments are described in `dense`. Forward rules of custom gradients call this function,
-    which has no custom gradient itself. JAX's rematerialization therefore sees the product as an
-    operation of its own, which the policies of the setting `remat_keep` can choose to save.
+    Functions with custom gradients of their own call this function instead of `dense`, whose custom
+    gradient would hide the product from JAX's rematerialization. A product that is not hidden can
+    be saved by the policies of the setting `remat_keep`.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 

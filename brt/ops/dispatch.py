@@ -137,9 +137,10 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
     """Returns a kernel's output, named so that a rematerialized layer can save the output.
 
     The policies of the setting `remat_keep` choose, by name, the values that a rematerialized layer
-    saves. Only forward rules of custom derivatives call this function. The array is converted to
-    unsigned integers while it is named, because JAX inserts a `reduce_precision` after a saved
-    array of floating-point numbers. This operation would read and write the whole array once more.
+    saves. The array is converted to unsigned integers while it is named, because JAX inserts a
+    `reduce_precision` after a saved array of floating-point numbers. This operation would read and
+    write the whole array once more. Integers have no gradient, so only forward rules of custom
+    derivatives may call this function.
 
     Args:
       x: the output, or its bits as unsigned integers.

@@ -194,10 +194,10 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
     """Returns the heads of keys or values that the queries of the current device attend to.
 
-    The function is called within `shard_map`, if the heads of queries are sharded over so many
-    devices that the heads of keys cannot be sharded, so that every device has all heads of keys.
-    The result has one head if all queries of the device belong to one group, and otherwise one head
-    of keys for each head of queries.
+    The function is called within `shard_map`. It is needed if the heads of queries are sharded over
+    so many devices that the heads of keys cannot be sharded; every device then has all heads of
+    keys. The result has one head if all queries of the device belong to one group, and otherwise
+    one head of keys for each head of queries.
 
     Args:
       x: all heads of keys or values.

@@ -47,11 +47,11 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 
 
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """Returns the sum of x over the first `axes` axes, computed by a loop over rows.
+    """Returns the sum of x over the first `axes` axes, computed by a loop that adds one term, such
+    as x[0, ..., 0], at a time.
 
-    Use this function if one row, x[0, ..., 0], is so large that it fills a processor's cache. The
-    loop makes XLA's CPU backend store x, which XLA would otherwise compute a second time for the
-    sum.
+    Use this function if one term is so large that it fills a processor's cache. The loop makes
+    XLA's CPU backend store x, which XLA would otherwise compute a second time for the sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))

@@ -167,8 +167,9 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
         """Adds a tile's contribution to `sums`, the gradients of keys and values.
 
         Returns the new sums, and the gradients of the tile's queries and of the tile's bias. `xs`
-        has the tile, the tile's index, the gradient of its outputs, the sum that the gradient of
-        each softmax subtracts, and the log-sum-exps of its logits.
+        has the tile, the tile's index, the gradient of its outputs, for each query the sum over the
+        keys of the weight times the weight's gradient (which the gradient of the softmax
+        subtracts), and the log-sum-exps of its logits.
         """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)

@@ -169,10 +169,10 @@ def window_part_step(
 
     Args:
       query: the query of the token, already multiplied by any scale.
-      keys, values: ring buffers with a slot for each position of a block. Slots up to `position`
-        contain keys of the current block, including the token's own key. The other slots still
-        contain keys of the previous block. Without `attend_to_self`, the token's own slot also
-        contains a key of the previous block.
+      keys, values: ring buffers with a slot for each position of a block. Slots before `position`
+        contain keys of the current block, and slots after `position` still contain keys of the
+        previous block. The slot at `position` contains the token's own key if `attend_to_self` is
+        True, and otherwise still a key of the previous block.
       bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
         token sees. None stands for no bias.
       cache_mask: True if the token may read the previous block.

@@ -13,7 +13,9 @@ from brt.ops.dispatch import Implementation, dropout_refusal
 from brt.ops.window_attention import pallas_gpu, pallas_tpu
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
-_TILE = 128  # A tile of a kernel has at most this many keys.
+# Blocks, and windows on GPUs, must have a multiple of this many tokens, so that no document starts
+# inside of a tile.
+_TILE = 128
 
 
 def _segment_refusal(*_: Any, dropout: Any, **__: Any) -> str | None:
