@@ -82,7 +82,7 @@ class LayerKind(NamedTuple):
         `brt.layers.flops.window_flops(model)`.
       section: the kind's section of settings, which also lists the indices of the kind's layers.
         None for sliding windows: all layers that no section lists are sliding-window layers.
-      recurs: True if the layer carries state vectors, in the field `vectors` [B, S, D] of the
+      recurs: True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the
         state, and if its open block has the keys and values of these vectors in the field `memory`.
         Probes examine the vectors, and with `Model.feedback` all layers attend to them.
       loops: True if the layer scans over the blocks of a segment. The results of such a layer are

@@ -49,8 +49,8 @@ class MLP(nn.Module):
         """Returns x plus the output of the MLP.
 
         Args:
-          x: the vectors [B, T, D] of the T tokens in each of B rows of the batch, to which the
-            output of attention has been added.
+          x: the vectors [B, T, D] of the T tokens in each of B rows of the batch, of the model's
+            width D, to which the output of attention has been added.
           tokens: the name of the axis of tokens if it is sharded over devices, otherwise None.
           taps: accumulators of deferred weight gradients, which are computed once after a scan over
             blocks; by default, gradients are not deferred.

@@ -204,7 +204,7 @@ class StateCell(nn.Module):
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
-            """Creates a kernel of the gate with inputs *M; `part` is a part of the kernel's name."""
+            """Creates a kernel of the gate with inputs *M; `part` is a part of the name."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)
