@@ -1,4 +1,4 @@
-"""Products with weights: a matrix, or a kernel with several input or output axes.
+"""Products with weights, which are matrices or kernels with several input or output axes.
 
 XLA's CPU backend transposes and copies the factors of a product that sums over several axes. On
 CPUs such axes are therefore merged by a reshape, which costs nothing. The axes stay separate where

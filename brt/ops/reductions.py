@@ -1,9 +1,10 @@
-"""Sums, and additions and products whose gradients are sums, in forms that are fast on CPUs.
+"""Sums that are fast on CPUs, and functions that add a bias or multiply by a scale, whose gradients
+are such sums.
 
 The gradient of every bias and scale is a sum over leading axes. XLA's CPU backend computes such a
-sum against the memory order, up to 25 times more slowly than a matrix product. These sums are
-therefore products with a vector of ones. The precision HIGHEST keeps them in float32 on hardware
-whose matrix units would round to bfloat16.
+sum against the memory order, up to 25 times more slowly than a matrix product. The sums are
+therefore computed as products with a vector of ones. The precision HIGHEST keeps the products in
+float32 on hardware whose matrix units would round to bfloat16.
 
 In shapes, D is the size of the last axis, and *B stands for all other axes.
 """

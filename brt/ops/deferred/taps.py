@@ -129,11 +129,11 @@ def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
     """Returns the taps of one step in the form in which a scan over layers needs them as its `xs`.
 
     Args:
-      taps: a tree that contains taps for a single layer and `LayerTaps` for several layers.
+      taps: a tree in which a `LayerTaps` has the taps of several layers.
 
     Returns:
       The same tree, where each `LayerTaps` is replaced by one tap whose arrays have the layers on a
-      new axis 0.
+      new axis 0. All other parts of the tree are unchanged.
     """
 
     def stack(x: Any) -> Any:

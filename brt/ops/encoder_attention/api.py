@@ -3,8 +3,8 @@
 A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees keys
 of its own block, the previous and the next block, and of no others.
 
-In shapes, B is the number of rows, T of tokens of a row, H of heads, and K of numbers of a head; X
-= 3 W.
+In shapes, B is the number of rows, T of tokens of a row, H of heads, K of numbers of a head, and
+X = 3 W of keys of three blocks.
 """
 
 from jaxtyping import Array, Bool, Float

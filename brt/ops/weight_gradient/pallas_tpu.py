@@ -84,8 +84,8 @@ class _Side(NamedTuple):
 
     @property
     def fills_registers(self) -> bool:
-        """True if a tile has all columns of a head, or as many columns as fill complete vector
-        registers.
+        """True if the kernel supports the tiles of this side: a head has a multiple of 64 columns,
+        and a tile has all columns of a head or as many as fill complete vector registers.
         """
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 

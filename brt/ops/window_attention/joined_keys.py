@@ -1,4 +1,6 @@
-"""A wrapper for implementations of attention that take cached and new keys as one array."""
+"""A wrapper for implementations of attention that take cached and new keys as one array, because
+callers pass the two as separate arrays.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,8 @@ The forward kernel has one program for each tile of queries, head and lane (row 
 program loops over the tiles of keys in the window and keeps a running softmax, so logits and
 weights never leave the chip. Bias and mask are one vector per head, indexed by distance, with
 MASKED beyond the window. Entry [r, c] of a tile of logits reads this vector at the distance between
-query r and key c, so no tile needs special treatment. Tiles before the start of a document are not
-computed.
+query r and key c, so no tile needs special treatment. Key tiles before the queries' document are
+skipped, unless such keys count as zero keys (`null_keys`).
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
 the gradient of a tile of queries; the gradients of a tile of keys and values; or, for the bias, the

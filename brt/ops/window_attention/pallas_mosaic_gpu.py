@@ -5,7 +5,8 @@ program loops over the tiles of keys in the window with a running softmax. The b
 logits depends only on the distance between its key tile and its query tile. The biases of all
 distances, with the mask, are therefore stored side by side as one strip per head. The tensor memory
 accelerator (TMA) copies a tile of the strip to shared memory in the same way as keys and values.
-Tiles before the start of a document are not computed.
+Key tiles before the queries' document are skipped, unless such keys count as zero keys
+(`null_keys`).
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
 the gradient of a tile of queries; the gradients of a tile of keys and values; or the gradient of a
