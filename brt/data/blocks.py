@@ -25,7 +25,7 @@ def blocks_per_segment(segment_length: int, window: int) -> int:
     """Returns the number of blocks in a segment.
 
     Args:
-      segment_length: tokens per segment; a segment is the part of a document that a step reads.
+      segment_length: tokens per segment; a segment consists of the tokens of one row of a batch.
       window: tokens per block.
 
     Raises:

@@ -55,7 +55,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
-        # Every byte has a piece, or its texts are refused, so the tokenizer needs no unknown token.
+        # Texts with a byte that has no piece are refused, so the tokenizer needs no unknown token.
         self.unk_id = -1
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)

@@ -40,8 +40,9 @@ def end_of_word(text: str, start: int, stop: int) -> int:
     `stop`, at which the next chunk begins.
 
     The chunk ends before the last space between two ASCII letters. The pre-tokenizers of all
-    byte-level tokenizers cut a text at such a space, whatever text precedes and follows. Without
-    such a space, the chunk ends where `end_of_line` says. `text` must have a character at `stop`.
+    byte-level tokenizers cut a text at such a space, whatever text precedes and follows, so the end
+    of the chunk does not change the ids. Without such a space, the chunk ends where `end_of_line`
+    says. `text` must have a character at `stop`.
     """
     space = stop
     while (space := text.rfind(" ", start + 1, space)) >= 0:

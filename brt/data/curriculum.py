@@ -48,8 +48,8 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
     """Returns the reader of the training documents, with stages if `data` has a curriculum.
 
     Args:
-      data: the section Data of the config. Stage i reads the documents of the first i + 1 sources
-        in `data.train`, and `data.curriculum` has the first step of each later stage.
+      data: the section Data of the config. Stage i (from 0) reads the documents of the first i + 1
+        sources in `data.train`, and `data.curriculum` has the first step of each later stage.
       store: the tokenized training documents.
       sizes: further arguments of `LaneReader`: `batch_size`, `segment_length`, `window` and others.
     """

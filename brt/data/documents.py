@@ -84,11 +84,11 @@ def _read_file(
         case _:
 
             def text() -> Iterator[str]:
-                """Returns an iterator over the text of the file, in chunks."""
+                """Returns an iterator over the text of the file, in chunks, from its start."""
                 return _text(file, kind, errors, max_bytes)
 
             def read_all() -> deque[str]:
-                """Reads the whole text, and discards it."""
+                """Reads and discards the whole text, which raises an error if it is damaged."""
                 return deque(text(), maxlen=0)
 
             if not bad.most or bad.call_and_collect(read_all, file.name) is not None:

@@ -48,7 +48,9 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def largest(self) -> Any:
-        """Returns a batch that has the largest shape of all batches."""
+        """Returns a batch that has the largest shape of all batches. From its shape, callers know
+        how much memory a step takes at most.
+        """
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:

@@ -29,7 +29,8 @@ def json_texts(
     Args:
       file: the file.
       field: the field of a record that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
+        contains them cannot be read.
       max_bytes: the largest size of a record.
       bad: collects records that cannot be read.
     """
@@ -45,7 +46,8 @@ def table_texts(file: File, *, field: str, errors: str, bad: Quarantine) -> Iter
     Args:
       file: the file.
       field: the column that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
+        contains them cannot be read.
       bad: collects rows that cannot be read.
     """
     for number, row in enumerate(tables.rows(file)):
@@ -62,7 +64,8 @@ def array_record_texts(
     Args:
       file: the file, whose records are UTF-8 texts or JSON objects.
       field: the field of a JSON object that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
+        contains them cannot be read.
       max_bytes: the largest size of a record.
       bad: collects records that cannot be read.
     """
@@ -94,7 +97,8 @@ def tfds_texts(source: str, *, field: str, errors: str, bad: Quarantine) -> Iter
     Args:
       source: the name of the dataset and of its split, `tfds:NAME/SPLIT`.
       field: the feature that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
+        contains them cannot be read.
       bad: collects examples that cannot be read.
     """
     for i, example in enumerate(sources.tfds_data(source).examples):

@@ -30,7 +30,7 @@ CORPORA = Path(__file__).parent / "corpora"
 
 
 class FileHash(NamedTuple):
-    """The name, size and hash of a file, which identify its content."""
+    """The name of a file, its size in bytes, and the SHA-256 of its content."""
 
     name: str
     bytes: int

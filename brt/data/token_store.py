@@ -98,7 +98,7 @@ class TokenStore:
 
     @property
     def lost_bytes(self) -> int:
-        """Number of bytes of all documents that the tokens do not reproduce."""
+        """Number of bytes of all documents that the tokens do not reproduce; 0 if not known."""
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":

@@ -9,7 +9,8 @@ from brt import untrusted
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
-# If the ids are the bytes of the text, a file of this name takes the place of a tokenizer's file.
+# A tokenizer whose ids are bytes needs no file. Where brt stores the files of tokenizers, a file of
+# this name stands for such a tokenizer.
 BYTES = "bytes.txt"
 
 
@@ -67,7 +68,8 @@ def json_model(path: Path, content: bytes) -> Any:
       A `tokenizers.Tokenizer`.
 
     Raises:
-      DataError: the file is damaged, or its ids are not 0 to vocab_size - 1.
+      DataError: the file is damaged, its ids are not 0 to vocab_size - 1, or the tokenizer cannot
+        encode a text.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,8 @@
-"""Trains sentencepiece models on documents of any length, without skipping any text."""
+"""Trains sentencepiece models on documents of any length.
+
+sentencepiece skips long lines, so the text is first cut into short ones. If the text is too large
+for the memory, the training uses a random sample of the lines.
+"""
 
 import io
 import random
@@ -12,11 +16,11 @@ import sentencepiece
 from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
-# A line of training text has at most this number of characters, because sentencepiece silently
-# drops lines above 4192 bytes.
+# A line of training text has at most this number of characters, and therefore at most four times as
+# many bytes. sentencepiece silently drops lines with more bytes than `max_sentence_length`.
 PIECE = 1024
 MAX_BYTES = 200_000_000  # The sample of text that is held in memory has at most this many bytes.
-FIXED = 260  # Every vocabulary has this number of pieces for the 256 bytes and special tokens.
+FIXED = 260  # A vocabulary has about this number of pieces for the 256 bytes and special tokens.
 # This character is replaced by a space, because sentencepiece drops lines that contain it.
 RESERVED = "\u2585"
 

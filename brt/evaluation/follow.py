@@ -77,8 +77,8 @@ class Waiter:
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
     """Waits until a trainer has written its config, and returns the config.
 
-    Settings that name files or directories to write have their defaults in the result, because
-    somebody else may have started the run.
+    Settings that name files or directories to write have their defaults in the result. Somebody
+    else may have started the run, and evaluations must not write to places of that person's choice.
 
     Args:
       path: the run directory.

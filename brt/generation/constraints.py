@@ -70,7 +70,8 @@ def repeating(
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)
         same &= sequences[..., i : i + windows] == last
-    # N-grams that differ get an id beyond the vocabulary, which the scatter below ignores.
+    # Each n-gram that begins with the last `size - 1` tokens bans its last token. For other
+    # n-grams, `ends` has an id beyond the vocabulary, which the scatter below ignores.
     ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)
     rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(beams)[None, :, None]
     banned = jnp.zeros((batch, beams, vocabulary), bool)

@@ -190,13 +190,14 @@ def _search(
     """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
 
     def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
-        """Applies `function` to all arrays of the memory that have an axis of lanes."""
+        """Returns the memory with `function` applied to all arrays that have an axis of lanes."""
         arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
         return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads one token of each of N beams, except in the first step (see `_Beams.begun`);
-        returns the logits of the next tokens and the beams.
+        """Reads one token of each of N beams; returns the logits of the next tokens and the beams.
+
+        The first step reads no token, because the logits of the first token are already known.
         """
 
         def advance() -> Memory:

@@ -23,7 +23,7 @@ def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
       identity: a description of the model that the memory belongs to, as JSON.
 
     Raises:
-      OSError: the file cannot be written; see `durable.named_by_user`.
+      OSError: the file cannot be written.
     """
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
@@ -47,7 +47,7 @@ def load(
       old: a memory of the present model, whose arrays have the shapes and dtypes of the result.
       block_length: the number of tokens of a block. A memory contains its position in a block, and
         a file whose position is not smaller than `block_length` is refused as damaged.
-      identity: the description of the present model, which must equal that in the file.
+      identity: the description of the present model, which must equal the one in the file.
       translate: function that is applied to the saved description before the comparison. It
         converts the settings that an earlier version of brt has written to their present names.
 

@@ -82,8 +82,9 @@ class Plan(NamedTuple):
 
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
-        time of the cycles that the compiler estimates plus `network`. Pallas kernels of GPUs do not
-        state their FLOPs, so `products` is at least the time of the FLOPs of the model.
+        time of the cycles that the compiler estimates plus `network`; it is missing if there is no
+        such estimate. Pallas kernels of GPUs do not state their FLOPs, so `products` is at least
+        the time of the FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:

@@ -36,7 +36,7 @@ class PointProgress:
       status: the state of the point; a "trained" point has not been evaluated yet, and a
         "finished" point has.
       reason: the reason why the point failed or was stopped; "" for other points.
-      seconds: the total run time of its commands.
+      seconds: the total run time of the point's commands, in seconds.
       threads: the maximum number of threads of a command; 0 for no limit.
     """
 

@@ -1,4 +1,7 @@
-"""Runs the points of a sweep, each of which is a run, and writes the report of the sweep."""
+"""Runs the points of a sweep, and writes the report of the sweep.
+
+A point is one run of the sweep.
+"""
 
 import contextlib
 import sys

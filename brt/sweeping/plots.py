@@ -28,8 +28,8 @@ _MOST_PANELS = 4  # A plot with several panels has at most this many side by sid
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the metric to plot: the first column of the report's table for which any group has a
-    value.
+    """Returns the metric to plot: the first metric in the report's table, or bits per byte if the
+    table has none.
     """
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE

@@ -39,7 +39,7 @@ class Row(NamedTuple):
       parameters: the number of parameters.
       parameters_non_embedding: the number of parameters without the embedding.
       steps: the step of the newest checkpoint; 0 if there is none.
-      seconds: the total run time of the point's commands.
+      seconds: the total run time of the point's commands, in seconds.
       threads: the maximum number of threads of a command; 0 for no limit.
       records: the records of metrics.jsonl, the log of training, each from tag to value.
     """
@@ -70,7 +70,8 @@ class Group(NamedTuple):
       metrics: the mean of each metric, by name, over the finished points that have the metric.
       answers: the mean percentage of exact answers by distance in windows (see `Row`), over the
         finished points that have answers at this distance.
-      spread: the largest minus the smallest bits per byte; None for fewer than two points.
+      spread: the largest minus the smallest bits per byte of the finished points; None for fewer
+        than two points.
       step_seconds: the mean time of a step.
       relative_step_time: the step time divided by the step time of the baseline; None if the group
         and the baseline read different numbers of tokens per step.

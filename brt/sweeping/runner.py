@@ -1,4 +1,7 @@
-"""Runs the points of a sweep (its runs) as subprocesses, several in parallel."""
+"""Runs the points of a sweep as subprocesses, several in parallel.
+
+A point is one run of the sweep.
+"""
 
 import dataclasses
 import time

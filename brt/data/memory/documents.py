@@ -214,7 +214,7 @@ def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
     """Returns events that are stars, and an event that asks for the number of stars."""
 
     def draw() -> list[int]:
-        """Returns the sorted positions in the filler at which a random number of stars will be."""
+        """Draws a random number of stars; returns their positions in the filler, sorted."""
         count = random.randint(memory.facts + 1)
         return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
 

@@ -75,7 +75,7 @@ class RowReader(Reader):
         return -(-len(self.store) // self.batch_size)
 
     def one_epoch(self, limit: int = 0) -> Iterator[Any]:
-        """Yields batches that together contain every row once.
+        """Yields the batches of the first epoch, which together contain every row once.
 
         Args:
           limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.

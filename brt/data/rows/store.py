@@ -69,7 +69,7 @@ class Files(NamedTuple):
     columns: Mapping[str, Any]
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns the ragged array whose values and offsets are two columns of the store.
+        """Returns rows of different lengths, whose values and offsets are two columns of the store.
 
         Args:
           name: the name of the column of values.
@@ -78,7 +78,7 @@ class Files(NamedTuple):
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns the ragged array whose values are in a file of their own.
+        """Returns rows of different lengths, whose values are in a file of their own.
 
         Args:
           file: the name of the file.

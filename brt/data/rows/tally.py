@@ -19,8 +19,8 @@ class BadRow(NamedTuple):
 class Tally:
     """Counts the rows of a split, and separates rows that cannot be used (bad rows).
 
-    Whether bad rows are an error is decided by the caller, after all rows were read
-    (`refuse_or_skip`).
+    The method `usable` only counts bad rows. The method `refuse_or_skip` may also raise an error
+    about them, after all rows were read.
 
     Args:
       split: the name of the split, for error messages.

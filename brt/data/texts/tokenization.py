@@ -78,7 +78,7 @@ class TextTokenizer:
         return encodings
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
-        """Decodes ids that `wrap` returned; the result is a list of one or two texts."""
+        """Decodes the ids of one or two texts, as `wrap` returns them, to a list of the texts."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
         return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
