@@ -47,10 +47,11 @@ class AnswerEvaluator(HeadEvaluator):
     """Evaluates question answering; the answer to a question is the best answer of its windows.
 
     Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
-    answers, in percent, averaged over questions. Bits per place are -log2 p of the two places,
-    start and end of the answer, averaged over the places of all windows. In windows without the
-    answer, both places are the first token. Rows that only fill up a batch do not count, and
-    neither do questions that were left out when the data were prepared.
+    answers, in percent, averaged over questions. A window has two places to predict, the first and
+    the last token of the answer; in a window without the answer, both places are the first token of
+    the input. Bits per place are -log2 p of the true places, averaged over the places of all
+    windows. Rows that only fill up a batch do not count, and neither do questions that were left
+    out when the data were prepared.
     """
 
     compared_metric = "exact_match", "exact match {:.2f} %"
@@ -70,7 +71,8 @@ class AnswerEvaluator(HeadEvaluator):
         def read(
             params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
         ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
-            """Returns start, end, score, no_answer and nats of WindowPrediction, arrays [B].
+            """Returns the fields start, end, score, no_answer and nats of WindowPrediction for each
+            window of the batch, as arrays [B].
 
             Args:
               params: parameters of the model.
@@ -86,7 +88,9 @@ class AnswerEvaluator(HeadEvaluator):
 
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
         """Returns a tuple with one mask, bool [B, T]: True for the tokens that an answer may
-        contain, which are the tokens of the context. The function of `forward` needs this mask.
+        contain, which are the tokens of the context.
+
+        The function that `forward` returns takes this mask as its last argument.
         """
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
@@ -108,7 +112,8 @@ class AnswerEvaluator(HeadEvaluator):
           config: config of the model.
           outputs: for each window, by its index, the results of the function that `forward`
             returns.
-          timed: the function that `forward` returns, with the time that its calls took.
+          timed: the function that `forward` returns, in an object that has recorded the number of
+            inputs and the time of the function's calls.
         """
         section, store = self._section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
@@ -143,7 +148,7 @@ class AnswerEvaluator(HeadEvaluator):
         """Returns the lines of a table of metrics, with a row for each kind of attention.
 
         Args:
-          report: the complete report as JSON.
+          report: the report of the whole evaluation, as JSON.
           results: the result of each kind of attention.
         """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""

@@ -103,8 +103,12 @@ class ExtractiveQa(EncoderTask):
     def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
         """Returns an evaluator that measures exact match and F1 of predicted answers.
 
+        Args:
+          request: the config of the model, and the split.
+
         Raises:
-          ConfigError: `request.ablate` names a memory to reset, but encoders have no memory.
+          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
+            encoders have no memory.
         """
         refuse_ablation(request.ablate)
         return AnswerEvaluator(self, request)

@@ -30,7 +30,9 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Number of edits, divided by the number of tokens of the references or by 1 if it is 0."""
+        """Number of edits per token (or word) of the references; the number of edits if the
+        references are empty.
+        """
         return self.count / max(self.reference, 1)
 
 
@@ -46,5 +48,5 @@ def count_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
 
 
 def sum_errors(counts: Iterable[Errors]) -> Errors:
-    """Returns the sums of the counts of several transcripts; all sums are 0 for no transcripts."""
+    """Adds up the numbers of edits of several transcripts; the sums are 0 for no transcripts."""
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

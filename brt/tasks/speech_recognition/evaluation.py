@@ -99,7 +99,8 @@ class TranscriptEvaluator(HeadEvaluator):
           config: config of the model.
           outputs: for each utterance of the split, by its index, the results of the function that
             `forward` returns.
-          timed: the function that `forward` returns, with the time that its calls took.
+          timed: the function that `forward` returns, in an object that has recorded the number of
+            inputs and the time of the function's calls.
         """
         kind, rows = config.attention.kind, list(outputs)
         transcripts = [
@@ -163,7 +164,7 @@ class TranscriptEvaluator(HeadEvaluator):
         """Returns the lines of a table of error rates, with a row for each kind of attention.
 
         Args:
-          report: the complete report as JSON.
+          report: the report of the whole evaluation, as JSON.
           results: the result of each kind of attention.
         """
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"

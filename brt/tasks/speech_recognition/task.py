@@ -35,7 +35,8 @@ _MASKS = 2
 class SpeechRecognition(EncoderTask):
     """The task that transcribes utterances, by connectionist temporal classification (CTC).
 
-    The inputs of the encoder are frames, vectors of features of a short time of sound.
+    The inputs of the encoder are frames. A frame is a vector of features of the sound in a short
+    interval of time.
     """
 
     name = "speech_recognition"
@@ -86,8 +87,8 @@ class SpeechRecognition(EncoderTask):
         return Vocabulary.load(file)
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns True if the config alone determines all sizes of the model, including the number
-        of features of a frame.
+        """Returns True if the config alone, without the data, determines all sizes of the model,
+        including the number of features of a frame.
         """
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
@@ -174,9 +175,12 @@ class SpeechRecognition(EncoderTask):
     def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
         """Returns an evaluator that measures error rates and bits of the transcripts of a split.
 
+        Args:
+          request: the config of the model, and the split.
+
         Raises:
-          ConfigError: `request.ablate` names a memory to reset, but encoders have no memory; or the
-            attention does not fit the longest utterance.
+          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
+            encoders have no memory; or the attention does not fit the longest utterance.
           DataError: the frames of the split have another number of features than the model reads.
         """
         refuse_ablation(request.ablate)

@@ -50,7 +50,7 @@ class Bits(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
-    """Returns True if the tokens of summaries reproduce their text.
+    """Returns True if the text of summaries can be recovered exactly from their tokens.
 
     Every summary that was not cut must equal the text that is decoded from its tokens, and no
     summary may contain the id of unknown text. Only then can bits per byte be computed.

@@ -68,7 +68,8 @@ class SummaryEvaluator:
         Args:
           variables: the learned arrays of the model.
           step: number of training steps of the model; not used.
-          control: functions that interrupt the work and report its progress.
+          control: functions that interrupt the work and report its progress; the progress is
+            not reported here.
         """
         summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:

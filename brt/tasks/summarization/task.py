@@ -183,10 +183,15 @@ class Summarization(Task):
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
-        """Returns an evaluator of a split: bits of reference summaries, ROUGE of generated ones.
+        """Returns an evaluator that measures the bits of the reference summaries of a split, and
+        the ROUGE scores of generated summaries.
+
+        Args:
+          request: the config of the model, and the split.
 
         Raises:
-          ConfigError: `request.ablate` names a memory to reset, but the model has no memory.
+          ConfigError: `request.ablate` names a memory that the evaluation should reset, but the
+            model has no memory.
         """
         if request.ablate:
             raise ConfigError(
@@ -207,8 +212,8 @@ class Summarization(Task):
         """Returns a function that reads the learned scalars of cross-attention from the parameters,
         so that training can log them.
 
-        `_LEARNED` lists the names of the scalars, which belong to the accumulate-and-fire neurons
-        of the Segmented Recurrent Transformer. For other models the function returns no metrics.
+        `_LEARNED` lists the names of the scalars, which only the cross-attention of the Segmented
+        Recurrent Transformer has. For other models the function returns no metrics.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:

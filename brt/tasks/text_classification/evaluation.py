@@ -129,7 +129,8 @@ class SentenceEvaluator(HeadEvaluator):
           config: config of the model.
           outputs: for each row of the split, by its index, the results of the function that
             `forward` returns.
-          timed: the function that `forward` returns, with the time that its calls took.
+          timed: the function that `forward` returns, in an object that has recorded the number of
+            inputs and the time of the function's calls.
         """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
@@ -162,7 +163,7 @@ class SentenceEvaluator(HeadEvaluator):
         """Returns the lines of a table of metrics, with a row for each kind of attention.
 
         Args:
-          report: the complete report as JSON.
+          report: the report of the whole evaluation, as JSON.
           results: the result of each kind of attention.
         """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
@@ -176,7 +177,8 @@ class Classifier(SentenceEvaluator):
     Accuracy is the percentage of rows whose most likely label is correct; F1 and Matthews
     correlation are computed from the same most likely labels. Bits are -log2 p of the true labels
     without smoothing, averaged over rows. Empty rows, which only fill up a batch, do not count, and
-    neither do rows that were left out when the data were prepared. Long rows were then cut.
+    neither do rows that were left out when the data were prepared. Rows of more than
+    Data.max_length tokens were cut at the same time; the model does not see the rest of them.
     """
 
     bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")

@@ -26,7 +26,8 @@ class TextClassification(EncoderTask):
 
     Attributes:
       evaluator_class: class of the evaluator, which also defines the loss of a row.
-      numbers: True if the labels are real numbers instead of classes, as in a subclass.
+      numbers: True if the labels are real numbers instead of classes, as in the subclass
+        TextRegression.
     """
 
     name = "text_classification"
@@ -76,7 +77,9 @@ class TextClassification(EncoderTask):
         return tokenization.load(str(file), "Data.tokenizer")
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns False, because the number of labels depends on the data."""
+        """Returns False, because the size of the model's output is the number of labels, which
+        depends on the data.
+        """
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
@@ -133,8 +136,12 @@ class TextClassification(EncoderTask):
     def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
         """Returns an evaluator of the labels (or numbers) that are predicted for a split.
 
+        Args:
+          request: the config of the model, and the split.
+
         Raises:
-          ConfigError: `request.ablate` names a memory to reset, but encoders have no memory.
+          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
+            encoders have no memory.
         """
         refuse_ablation(request.ablate)
         return self.evaluator_class(self, request)

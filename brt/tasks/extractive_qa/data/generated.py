@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.extractive_qa.data.squad import Answer, Question
 
-VERSION = 1  # This number must be increased if the generated text changes.
+# The hash of a generated source depends on this number. The number must be increased if the
+# generated text changes, so that data in the cache are prepared again.
+VERSION = 1
 KEYS, VALUES, FILLERS = 24, 36, 36
 
 

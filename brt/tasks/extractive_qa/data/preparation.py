@@ -23,7 +23,7 @@ from brt.tasks.extractive_qa.data.squad import Question
 from brt.tasks.extractive_qa.data.store import QuestionStore, WindowRow
 from brt.tasks.extractive_qa.data.windows import token_range, windows
 
-TOGETHER = 64  # This number of texts is tokenized in parallel.
+TOGETHER = 64  # This number of questions is tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
@@ -104,7 +104,8 @@ class Preparation(TextPreparation):
         Args:
           split: name of the split.
           directory: directory of the new store.
-          tally: counts the questions of the split and leaves out questions that cannot be used.
+          tally: counts the questions of the split. Questions that cannot be used are left out, or
+            raise an error if the setting Data.errors is "refuse".
         """
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
         valid: list[Question] = []

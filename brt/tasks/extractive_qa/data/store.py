@@ -41,10 +41,10 @@ class QuestionStore(RowStore):
 
     Attributes:
       tokenizer: the tokenizer of contexts and questions.
-      contexts: the ids of each context, int32 [T].
-      spans: for each context, the characters that each id stands for, int32 [T, 2]: the first
-          character, and the character after the last one.
-      questions: the ids of each question, int32 [T], cut to the maximum length.
+      contexts: the token ids of each context, int32 [T].
+      spans: for each context, the characters that each token stands for, int32 [T, 2]: the index of
+          the first character, and of the character after the last one.
+      questions: the token ids of each question, int32 [T], cut to the maximum length.
       context_of: int32 [questions], index of each question's context.
       rows: int32 [rows, 5], the windows; the columns are the fields of `WindowRow`.
       ids: the id of each question in predictions.
@@ -104,7 +104,7 @@ class QuestionStore(RowStore):
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
     def window(self, index: int | np.integer) -> WindowRow:
-        """Returns the window with the index `index`, and its question."""
+        """Returns the window with the index `index`, including the index of its question."""
         return WindowRow(*self.rows[index].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
@@ -120,7 +120,7 @@ class QuestionStore(RowStore):
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
         """Positions of the answer's first and last token in the input of each window, which the
-        model has to predict.
+        model has to predict; both are 0 if the window does not contain the whole answer.
         """
         return self.rows[:, 3:]
 
@@ -138,7 +138,7 @@ class QuestionStore(RowStore):
         A predicted answer may only consist of these tokens.
 
         Args:
-          rows: int [B], indices of windows; -1 is an empty row.
+          rows: int [B], indices of windows; -1 is an empty row, whose mask is False.
           length: padded length T of the inputs.
         """
         mask = np.zeros((len(rows), length), bool)

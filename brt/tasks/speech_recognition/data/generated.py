@@ -21,7 +21,9 @@ from jaxtyping import Float
 from brt.data import generated
 from brt.tasks.speech_recognition.data.utterances import Recording
 
-VERSION = 1  # This number must be increased if the generated sound changes.
+# The hash of a generated source depends on this number. The number must be increased if the
+# generated sound changes, so that data in the cache are prepared again.
+VERSION = 1
 BANDS = 20
 LETTERS = "abcdefghiklm"
 WORDS = 40

@@ -16,9 +16,9 @@ def join_recordings(
 ) -> Iterator[Recording]:
     """Yields recordings that consist of `count` recordings of the same speaker.
 
-    The last one of a speaker may consist of fewer recordings. The recordings are first shuffled
+    The last result of a speaker may consist of fewer recordings. The recordings are first shuffled
     with a fixed seed, because tables often list the same word by the same speaker in consecutive
-    lines. The features are read when `load` of a joined recording is called.
+    lines. The features are read when the function `load` of a result is called.
 
     Args:
       recordings: the recordings.

@@ -32,7 +32,7 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
     @property
     def width(self) -> int:
-        """Number of features of a frame that a model reads."""
+        """Number of features of each frame after frames were stacked, as a model reads them."""
         return self.split("train").width
 
     @property
@@ -42,7 +42,9 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
     @property
     def longest(self) -> int:
-        """Number of frames that a model reads of the longest utterance of all opened splits."""
+        """Number of frames of the longest utterance in all opened splits, after frames were stacked
+        (Speech.stack, Speech.stride), as a model reads them.
+        """
         return max(int(store.lengths.max()) for store in self.splits.values())
 
 
@@ -111,7 +113,8 @@ class SpeechPreparation(Preparation):
         Args:
           split: name of the split.
           directory: directory of the new store.
-          tally: counts the utterances of the split and leaves out utterances that cannot be used.
+          tally: counts the utterances of the split. Utterances that cannot be used are left out, or
+            raise an error if the setting Data.errors is "refuse".
         """
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)

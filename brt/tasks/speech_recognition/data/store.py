@@ -6,7 +6,11 @@ A store is a directory with these files:
     rows.npz        for each utterance, its offset in features.bin, the tokens of its transcript,
                     and its number of frames before frames were stacked; ids, speakers and
                     transcripts are JSON lists in UTF-8
-    manifest.json   written last: counts, form of the frames, utterances that were left out, hashes
+    manifest.json   written last: counts, number of features and time shift of the frames,
+                    utterances that were left out, hashes
+
+Frames are stacked before they are written: a frame that a model reads consists of one or several
+consecutive frames of the utterance (Speech.stack, Speech.stride).
 """
 
 import dataclasses
@@ -78,7 +82,7 @@ class SpeechStore(RowStore):
 
     @property
     def width(self) -> int:
-        """Number of features of a frame that a model reads."""
+        """Number of features of each frame after frames were stacked, as a model reads them."""
         return self.manifest["width"]
 
     @property
@@ -88,7 +92,7 @@ class SpeechStore(RowStore):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of frames of each row that a model reads, int64 [rows]."""
+        """Number of frames of each row after frames were stacked, int64 [rows]."""
         return self.values.lengths // self.width
 
     @property
@@ -117,7 +121,9 @@ def finish(
         followed by the number of all values.
       columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
       vocabulary: the vocabulary that encodes the transcripts.
-      facts: entries of the manifest: `width`, `shift_ms` and others.
+      facts: further entries of the manifest: `width` (number of features of a stacked frame),
+        `rate` (sample rate in Hz), `shift_ms` (time from frame to frame before frames were
+        stacked), and `rows` (numbers of all utterances and of utterances that were left out).
     """
     targets = ragged.from_rows(
         [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)

@@ -83,8 +83,8 @@ def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
     Args:
       ids: int [T], the ids.
       limit: the largest number of ids.
-      tail: False returns the first ids; True returns half of them from the start of the text and
-        half from its end.
+      tail: False returns the first `limit` ids of a longer text. True returns half of `limit` ids
+        from the start of the text, and half of `limit` ids from its end.
     """
     if len(ids) <= limit:
         return ids

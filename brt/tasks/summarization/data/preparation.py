@@ -74,7 +74,8 @@ class Preparation(TokenizedPreparation):
         Args:
           split: name of the split.
           directory: directory of the new store.
-          tally: counts the pairs of the split and leaves out pairs that cannot be used.
+          tally: counts the pairs of the split. Pairs that cannot be used are left out, or raise
+            an error if the setting Data.errors is "refuse".
         """
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(

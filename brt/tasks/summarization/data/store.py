@@ -43,8 +43,8 @@ class PairStore(RowStore):
     """Documents and summaries of a split as token ids, which are read from the disk.
 
     Attributes:
-      source: token ids of each document, including the end token, at most `max_source_length`.
-      target: token ids of each summary, including the end token, at most `max_target_length`.
+      source: token ids of each document, including special ids, at most `max_source_length`.
+      target: token ids of each summary, including special ids, at most `max_target_length`.
       reference: UTF-8 bytes of each summary as it was read.
       source_uncut, target_uncut: int64 [rows], number of token ids of each document and of each
         summary before it was cut.

@@ -36,7 +36,9 @@ _STEP_4 = dict.fromkeys(
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """Returns the stem of a word in lower case; words of one or two letters are unchanged."""
+    """Returns the stem of `word`, which must be in lower case; words of one or two letters are
+    unchanged.
+    """
     if word in _IRREGULAR or len(word) <= 2:
         return _IRREGULAR.get(word, word)
     word = _without_y(_without_past(_without_plural(word)))

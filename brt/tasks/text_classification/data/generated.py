@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.text_classification.data.examples import Example
 
-VERSION = 1  # This number must be increased if the generated text changes.
+# The hash of a generated source depends on this number. The number must be increased if the
+# generated text changes, so that data in the cache are prepared again.
+VERSION = 1
 FILLERS, LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
 
 

@@ -90,10 +90,10 @@ class Preparation(TextPreparation):
         return super().open_split(split, encoder, known)
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns the names of the labels, which follow from the training rows.
+        """Returns {"labels": names of the labels}, which follow from the training rows.
 
-        The result {"labels": names} is a part of the key under which a split is cached that is
-        prepared separately from the training rows, because the labels determine the prepared rows.
+        If another split is prepared alone, the cache stores the split under a key that includes
+        this result, because the indices of the labels in the split depend on the names.
         """
         return {"labels": self.section.labels}
 
@@ -141,7 +141,8 @@ class Preparation(TextPreparation):
         Args:
           split: name of the split.
           directory: directory of the new store.
-          tally: counts the rows of the split and leaves out rows that cannot be used.
+          tally: counts the rows of the split. Rows that cannot be used are left out, or raise
+            an error if the setting Data.errors is "refuse".
         """
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0

@@ -63,8 +63,8 @@ class SentenceStore(RowStore):
     def with_labels(self, labels: Sequence[str]) -> "SentenceStore":
         """Returns the store with the labels in another order, and possibly with additional labels.
 
-        The targets of the result are indices into `labels`. The order of the labels must be the
-        order of a model's outputs when the model is evaluated.
+        The targets of the result are indices into `labels`. When a model is evaluated, the order of
+        `labels` must be the order of the model's outputs.
 
         Args:
           labels: names of all labels in the new order.

@@ -26,7 +26,7 @@ Splits = Mapping[str, Iterator[Example | BadRow]]
 
 
 class RawDataset(NamedTuple):
-    """A summarization dataset and its form in TFDS.
+    """A summarization dataset: the names of its features in TFDS, and how its files are read.
 
     Attributes:
       name, version, config: name, version and configuration of the dataset in TFDS; a dataset
@@ -55,8 +55,8 @@ class RawDataset(NamedTuple):
 
     @property
     def tfds_name(self) -> str:
-        """Name of the dataset in the names of sources, `tfds:NAME/SPLIT`, without its prefix and
-        its split.
+        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split of the dataset: the name
+        and, if there is one, the configuration.
         """
         return "/".join(filter(None, (self.name, self.config)))
 
@@ -176,7 +176,7 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # TFDS then does not look for checksums of downloads.
+        url_infos = None  # This value prevents TFDS from looking for checksums of downloads.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(
