@@ -128,8 +128,8 @@ class EncoderTask(Task):
         )
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step on a batch, which are three times those of the
-        forward pass; None if the attention is not exact.
+        """Returns the FLOPs of a training step on a batch: three times the FLOPs of the forward
+        pass. The result is None if the attention is not exact.
         """
         if with_exact_attention(config) is not None:
             return None
@@ -314,7 +314,8 @@ def encoder_next_steps(workdir: str) -> list[str]:
 
 
 def own_data_binding(section: str, ending: str) -> str:
-    """Returns the flag of an example command that names the user's own training data.
+    """Returns a flag for example commands, which sets the training data to a file of the user:
+    --gin_bindings="Data.train = 'mine.tsv'".
 
     Args:
       section: name of the config section of the data, such as "Data".
@@ -327,7 +328,8 @@ class TimedFunction:
     """A function that is compiled for each shape of batch, and whose calls are timed.
 
     Args:
-      function: function of parameters, a batch, and possibly further arrays.
+      function: function of parameters, a batch (which has the fields `valid` and `row`), and
+        possibly further arrays. It returns a tree of arrays.
 
     Attributes:
       seconds: time spent in the function since `restart`, without compilation.

@@ -71,7 +71,7 @@ class HeadEvaluator(abc.ABC):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a batch, a multiple of the number of devices."""
+        """Number of rows in a batch, a multiple of the number of devices that share the rows."""
         return rules.round_up("lanes", self._batch_size)
 
     @abc.abstractmethod
@@ -123,7 +123,10 @@ class HeadEvaluator(abc.ABC):
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`."""
+        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
+
+        If `whole` is False, all rows are evaluated, but not again with exact attention.
+        """
         results = []
         for config, timed in self._functions if whole else self._functions[:1]:
             result = self._evaluate(variables.params, config, timed, 0, control)

@@ -115,11 +115,10 @@ class Task(abc.ABC):
         """Returns the reader that yields the training batch of each step."""
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
-        """Returns the settings whose values the mesh of devices has to divide.
+        """Returns the sizes that have to be divisible by the number of devices which shard them.
 
-        The keys are names of array axes, such as "heads", which are sharded over an axis of the
-        mesh. A value is (name of a setting, its value), and this value has to be a multiple of the
-        number of devices along the mesh axis.
+        The keys are names of array axes, such as "heads". The values are pairs of the name of the
+        setting that determines the size of the axis, such as "Model.heads", and the size.
         """
         training, section = config.training, getattr(config, self.model)
         lanes = training.batch_size // training.gradient_accumulation
@@ -219,9 +218,8 @@ class Task(abc.ABC):
         """
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step on a batch; None if they are not known.
-
-        They are three times the FLOPs of the forward pass.
+        """Returns the FLOPs of a training step on a batch: three times the FLOPs of the forward
+        pass. The result is None if they are not known.
         """
         return None
 
@@ -283,8 +281,8 @@ class Task(abc.ABC):
         return self.metrics[0]
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the number by which bits per token are divided to get the primary metric, such as
-        the mean number of bytes per token for bits per byte.
+        """Returns the number by which bits per training token are divided to get the primary
+        metric, for plots: the mean number of bytes per token if this metric is bits per byte.
         """
         return 1.0
 
@@ -313,7 +311,7 @@ class Task(abc.ABC):
         )
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that are useful after training, for the run directory `workdir`."""
+        """Returns shell commands that are useful after training in the run directory `workdir`."""
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def export(self, source: ExportSource) -> ExportableModel:

@@ -42,7 +42,8 @@ def with_steps(config: Config, steps_per_epoch: int) -> Config:
       steps_per_epoch: number of steps that read the training data once.
 
     Raises:
-      ConfigError: the warm-up would be longer than the training.
+      ConfigError: with the schedule "cosine" or "linear", the warm-up would not be shorter than
+        the training.
     """
     t = config.training
     if not t.epochs:

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file that the task's `load_tokenizer` can read."""
+        """Name and content of a file from which `Task.load_tokenizer` can read the tokenizer."""
 
 
 class Weights(NamedTuple):

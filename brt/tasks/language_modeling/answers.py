@@ -110,7 +110,7 @@ class AnswerScores:
             self._scores[int(document[lane, block])].append(blocks[lane, :, block])
 
     def answers(self, limit: int = 0) -> list[ScoredAnswer]:
-        """Returns the scores of all answers that were read.
+        """Returns the scores of all answers that were read to their end.
 
         Args:
           limit: number of tokens that were read of each document; 0 if all tokens were read.
@@ -129,16 +129,19 @@ class AnswerScores:
 def answer_metrics(
     answers: Sequence[ScoredAnswer], window: int, bits: float, size: int
 ) -> dict[str, Any]:
-    """Returns the share of exact answers and bits per byte, as JSON for a report.
+    """Returns the metrics of answers, as JSON for a report.
 
-    The metrics are computed for all answers, for the text outside of answers, and in the entry
-    "answers" for groups of answers by distance.
+    The metrics are the number of answers, the percentage of exact answers, and the bits per byte of
+    answers. The entry "answers" has the same metrics for groups of answers by distance, and the
+    entry "rest_bits_per_byte" has the bits per byte of the text outside of answers.
 
     Args:
       answers: the scores of the answers.
-      window: number of tokens in a window. A group has the distances up to 1, 2, 4, ... windows.
-      bits, size: total bits and bytes of the documents. A size of 0 means that the tokens do not
-        reproduce the text; bits per byte are None then.
+      window: number of tokens in a window. The groups have distances of up to 1 window, from 1 to
+        2 windows, from 2 to 4 windows, and so on.
+      bits: total bits of the documents, including the answers.
+      size: total bytes of the documents. A size of 0 means that the tokens do not reproduce the
+        text; the bits per byte of all answers and of the other text are None then.
     """
     rows = defaultdict(list)
     for answer in answers:

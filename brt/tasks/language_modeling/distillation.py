@@ -46,8 +46,8 @@ def distills(config: Config) -> bool:
 
 
 def teacher_config(config: Config) -> Config:
-    """Returns the config of the teacher: the same decoder with the larger window, without dropout,
-    and with sliding-window layers only.
+    """Returns the config of the teacher: the decoder of the run, but with Distillation.window as
+    its window, without dropout, and with sliding-window layers only.
     """
     sliding = dataclasses.replace(config.model.sliding, block=config.model.block_length)
     model = dataclasses.replace(
@@ -179,26 +179,25 @@ def divergence(
 
 
 def extra_flops_per_token(config: Config) -> int:
-    """Returns the FLOPs per token that distillation adds to a train step.
-
-    They are the FLOPs of the teacher's forward pass, and those of the trained model's logits, which
-    the KL divergence computes separately: once in the forward pass and again in the backward pass,
-    in addition to two products for gradients.
+    """Returns the FLOPs per token that distillation adds to a train step, for the forward pass of
+    the teacher and for the KL divergence; 0 without distillation.
     """
     if not distills(config):
         return 0
     logits = 2 * config.model.model_dim * config.model.vocab_size
-    # The fifth product is the teacher's logits, which the backward pass computes again.
+    # Besides the teacher's forward pass, the KL divergence needs five matrix products of this size:
+    # the trained model's logits in the forward pass, both models' logits again in the backward
+    # pass, and two products for gradients.
     return forward_flops_per_token(teacher_config(config).model) + 5 * logits
 
 
 def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
-    """Returns the teacher's entry of the model state, with newly initialised parameters; an empty
-    dict if the config does not ask for distillation.
+    """Returns the teacher's entry of the model state, with newly initialised parameters, by its
+    name; an empty dict if the config does not ask for distillation.
 
     Args:
       config: config of the run.
-      initialize: function that returns the initial parameters of a config's model.
+      initialize: function that takes a config and returns initial parameters of its model.
     """
     if not distills(config):
         return {}

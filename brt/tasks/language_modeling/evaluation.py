@@ -205,7 +205,7 @@ class DocumentEvaluator:
           tokens_per_document: number of tokens to read of each document; 0 reads all.
           on_blocks: function that is called after each batch with two arrays [B, N] for the N
             blocks of B lanes: the index of each block's document, -1 for padding, and the nats of
-            each block. None calls nothing.
+            each block. With None, no function is called.
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
@@ -357,8 +357,8 @@ def text(report: dict[str, Any]) -> str:
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
     """Returns the bits per byte of the compressor `xz -9e`, applied to each document separately.
 
-    Models are compared with this number. The result is None if the documents are too large, or if
-    the tokens do not reproduce the text.
+    The number is a baseline for the bits per byte of models. The result is None if the documents
+    are too large, or if the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

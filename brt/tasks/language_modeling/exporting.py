@@ -11,16 +11,17 @@ from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_for
 
 
 def export(source: ExportSource) -> ExportableModel:
-    """Returns a decoder as a Hugging Face model.
+    """Returns a decoder in Hugging Face's format.
 
-    It is a class of transformers if a class computes the same function, or if `source.plain` asks
-    for a class; otherwise it is a model with PyTorch code of its own.
+    The library transformers can load the result as one of its model classes, such as
+    LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
+    the result includes PyTorch code that computes the function of the decoder.
 
     Args:
       source: the run whose decoder is exported.
 
     Raises:
-      CheckpointError: `source.plain` is True, but no class of transformers has such layers.
+      CheckpointError: `source.plain` is True, but transformers has no model class with such layers.
     """
     opened, model = source.tokenizer(), source.config.model
     family = causal.family_of(model)

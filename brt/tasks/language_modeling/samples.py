@@ -9,8 +9,8 @@ from brt.generation.session import Session
 from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.types import Variables
 
-# A prompt has this number of tokens. It is shorter than a window, so that no separate program has
-# to be compiled that reads a whole window.
+# A prompt has this number of tokens. A block usually has more tokens, so that the prompt is read
+# token by token, and the program that reads whole blocks need not be compiled.
 PROMPT_TOKENS = 32
 # This number is folded into the random key of the run, so that sampling uses other random numbers
 # than dropout.

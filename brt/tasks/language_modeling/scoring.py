@@ -30,7 +30,8 @@ class TextScorer:
     ) -> Float[np.ndarray, " T"]:
         """Returns the negative log-likelihood of each token of a text.
 
-        The text is read in segments of Evaluation.segment_length, with carried state.
+        The text is read in segments of Evaluation.segment_length tokens. Caches and recurrent
+        states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []

@@ -67,8 +67,9 @@ class LanguageModeling(Task):
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless segments consist of whole blocks, attention is causal, and
-        every kind of layer declares the fields and the axes of its state correctly.
+        """Raises ConfigError if segments do not consist of whole blocks, if a kind of layers cannot
+        read segments of this length or declares its state incorrectly, if attention is not causal,
+        or if settings of distillation contradict other settings.
         """
         model, kind = config.model, config.attention.kind
         check_states(model)
@@ -161,8 +162,8 @@ class LanguageModeling(Task):
         return distillation.with_teacher_axes(config, state_axes(config.model))
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
-        """Returns the sizes that the mesh of devices has to divide, including the number of blocks
-        in a segment; see `Task.sharded_sizes`.
+        """Returns the sizes that have to be divisible by the number of devices which shard them,
+        including the number of blocks in a segment; see `Task.sharded_sizes`.
         """
         blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
@@ -264,7 +265,9 @@ class LanguageModeling(Task):
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the mean bytes per token, or 1 if the primary metric is bits per token."""
+        """Returns the mean number of bytes per training token, by which bits per token are divided
+        to get bits per byte; 1 if the primary metric is bits per token.
+        """
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         manifest = dataset.split("train").manifest
@@ -282,7 +285,9 @@ class LanguageModeling(Task):
         return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns commands that evaluate and that generate a text."""
+        """Returns shell commands for the run directory `workdir`: one evaluates the model, and the
+        other one generates text.
+        """
         return [
             *super().next_steps(workdir),
             f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
@@ -294,7 +299,7 @@ class LanguageModeling(Task):
         return exporting.export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns the weights of a decoder in Hugging Face's format.
+        """Returns the weights of a decoder in Hugging Face's format, in the directory `where`.
 
         Raises:
           CheckpointError: the directory `where` has no such decoder.
@@ -321,8 +326,10 @@ class LanguageModeling(Task):
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Returns the model state that training starts with, taken from weights for the layers that
-        have the same kind as in the weights.
+        """Returns the model state that training starts with.
+
+        The state of a layer is taken from the weights if the layer has the same kind there. The
+        parameters of the teacher, if the run has one, are also taken from the weights.
 
         Args:
           config: config of the model to train.

@@ -15,8 +15,9 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     """Returns initial parameters, which are taken from weights layer by layer.
 
     If a layer of the model has another kind than the layer of the weights, only the parameters that
-    both kinds have are taken. If the layer attends to recurrent states and the layer of the weights
-    does not, the output kernel of the weights becomes the part for attention to tokens.
+    both kinds have are taken. A layer that also attends to recurrent states has an output kernel of
+    two parts, for attention to tokens and for attention to states. If the weights lack the second
+    part, only the first part is taken from them.
 
     Args:
       model: config of the model to train.
@@ -24,8 +25,8 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
       initial: newly initialised parameters of `model`.
 
     Returns:
-      The parameters, the names of the parameters that the weights lack (which keep their values
-      from `initial`), and the names of arrays in the weights that the model does not use.
+      The initial parameters; the names of the parameters that the weights lack, which have their
+      values from `initial`; and the names of the arrays in the weights that the model does not use.
 
     Raises:
       CheckpointError: an array has another shape.

@@ -93,7 +93,11 @@ class WindowEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split with each window."""
+        """Evaluates the split with each window.
+
+        The result is None if `control` stopped the evaluation. `whole` has no effect: every
+        document is read from its start to its end.
+        """
         scores, positions = [], []
         for evaluator in self._evaluators:
             by_block = BlockNats(len(self._store))
@@ -202,7 +206,8 @@ class BlockNats:
         Args:
           edges: the first position of each range in tokens, ascending, beginning with 0. A range
             ends before the next one, and the last range has no end.
-          block: number of tokens in a block, which counts for the range in which it begins.
+          block: number of tokens in a block. The nats of a block are added to the range in which
+            the block begins.
 
         Returns:
           float64 [ranges].

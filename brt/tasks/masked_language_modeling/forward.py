@@ -18,12 +18,16 @@ from brt.types import Batch
 
 
 def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
-    """Chooses tokens of a batch at random, and replaces them by the mask, which is the last id.
+    """Chooses tokens to predict at random, and replaces most of them by the mask or another token.
 
     Args:
-      config: the config.
+      config: the config, whose Training.mask_share is the share of tokens to predict. The last id
+        of the vocabulary is the mask.
       batch: a batch of segments.
-      keys: random key of each row.
+      keys: [B], the random key of each row.
+
+    Returns:
+      The tokens that the model reads, and the positions and true ids of the tokens to predict.
     """
     return mask_tokens(
         batch.targets, batch.scored, keys,

@@ -41,7 +41,9 @@ class MaskedLanguageModeling(EncoderTask):
     table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError unless the encoder supports the length of the segments."""
+        """Raises ConfigError if the encoder does not read tokens, or cannot read segments as long
+        as those of training and evaluation.
+        """
         self.check_encoder(
             config,
             ("Training.segment_length", config.training.segment_length),
