@@ -133,7 +133,7 @@ def inspect(
 ) -> dict[str, Any]:
     """Measures how a model uses its memory, and writes the results to the run directory.
 
-    The files are evaluations/<step>/<split>_probe.json and plots.
+    The results are evaluations/<step>/<split>_probe.json, and pictures in the directory plots.
 
     Args:
       model: the trained model.

@@ -49,7 +49,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
-        # On v6e, schedules of 3272 and 3658 bundles were also observed for the next kernel.
+        # On v6e, schedules of 3272 and 3658 bundles were also observed for weight_gradient.
         "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
         "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
         "summed_matmul_512x2048x256": (3525, 0, 2991, 0),

@@ -61,7 +61,7 @@ class Runner:
         self._announced: set[int] = set()
 
     def run(self, points: Sequence[Point]) -> None:
-        """Runs points until all have ended or a signal has stopped them."""
+        """Trains and evaluates points until all have ended or a signal has stopped them."""
         self._names = max((len(point.name) for point in points), default=0)
         self._digits = len(str(len(points)))
         self._order = {point.number: number for number, point in enumerate(points, 1)}

@@ -33,8 +33,8 @@ _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
 # Facts are drawn at random until one belongs to the split, at most this number of times. On
 # average, at least one of eight facts belongs to a split.
 _DRAWS = 1000
-# These characters are removed from filler: < = > because they mark facts, and all characters beyond
-# ASCII because they take several bytes.
+# These characters are removed from filler: < = > because they mark facts, control characters except
+# newlines, and all characters beyond ASCII because they take several bytes.
 _NOT_FILLER = re.compile(r"[^\n -;?-~]")
 
 _FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")

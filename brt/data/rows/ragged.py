@@ -14,7 +14,7 @@ class Ragged:
     """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
-      values: [values, ...], the elements of all rows, one after another.
+      values: [elements, ...], the elements of all rows, one after another.
       offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
     """
 
@@ -45,7 +45,7 @@ def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
     """Returns the ragged array with these values and offsets, after checking the offsets.
 
     Args:
-      values: [values, ...], the elements of all rows.
+      values: [elements, ...], the elements of all rows.
       offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
 
     Raises:
