@@ -142,8 +142,8 @@ class SpeechRecognition(EncoderTask):
           config: config of the model.
           params: parameters of the encoder and its head.
           batch: a batch of utterances.
-          options: further arguments of `EncoderTask.predict`: random keys, and `inputs`, which
-            replaces the features of the batch.
+          options: further arguments of `EncoderTask.predict`: the random keys `dropout` and
+            `attention`, and `inputs`, features that are read instead of `batch.features`.
         """
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 

@@ -81,7 +81,7 @@ class SpeechPreparation(Preparation):
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Returns the hashes of all files of some sources, given the names of the sources.
 
-        By the hashes, the cache finds out whether the files have been prepared before.
+        The cache compares hashes to find out whether the files have been prepared before.
         """
         return sources.hashes(names)
 

@@ -98,7 +98,9 @@ class Preparation(TextPreparation):
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
-        """Returns the opened store of the split in a directory; `encoder` is not used."""
+        """Returns the opened store of the split in a directory, with the labels in the order of
+        Sentences.labels if this setting is not empty; `encoder` is not used.
+        """
         opened, labels = SentenceStore.open(directory), self.section.labels
         return opened.with_labels(labels) if labels else opened
 

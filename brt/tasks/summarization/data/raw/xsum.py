@@ -5,7 +5,8 @@ The published files are either these:
     XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json
     bbc-summary-data/*.summary  or  xsum-extracts-from-downloads/*.data
 
-or train, validation and test as .jsonl, .csv or .parquet with document, summary and id.
+or the files train, validation and test, as .jsonl, .csv or .parquet, with the columns document,
+summary and id.
 """
 
 import re
