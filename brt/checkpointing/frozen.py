@@ -24,7 +24,7 @@ _NO_LINKS = {
 
 
 def link(directory: Path, step: int, names: Collection[str], target: Path) -> dict[str, str] | None:
-    """Links the frozen arrays of a checkpoint into the directory of a new checkpoint.
+    """Creates hard links to the frozen arrays of a checkpoint in the directory of a new checkpoint.
 
     Args:
       directory: the `checkpoints` directory of a run.
@@ -34,8 +34,9 @@ def link(directory: Path, step: int, names: Collection[str], target: Path) -> di
 
     Returns:
       The SHA-256 checksum of each linked file, by its path in the checkpoint, as in the manifest of
-      the earlier checkpoint. None if the arrays have to be written, because the earlier checkpoint
-      does not have just these frozen arrays, or because files cannot be linked.
+      the earlier checkpoint. None if nothing was linked and the arrays have to be written, because
+      the frozen arrays of the earlier checkpoint are not exactly `names`, or because its files
+      cannot be linked.
 
     Raises:
       OSError: the disk is full or fails.

@@ -141,7 +141,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Returns the content of a checkpoint's meta.json, without verifying checksums.
 
     The content is the metadata that the trainer saved, and the entries `step`, `format` and
-    `arrays` (the dtype and shape of each array).
+    `arrays` (the dtype and shape of each array), and `frozen` (names of frozen arrays, if any).
 
     Args:
       directory: the `checkpoints` directory of a run.

@@ -135,8 +135,8 @@ class CheckpointWriter:
         Args:
           names: names of these arrays, such as "params/embedding": their paths in the pytrees that
             are passed to `save`.
-          step: the step of a checkpoint in this directory that has just these arrays; None if there
-            is none.
+          step: the step of an existing checkpoint in whose files these arrays can be found; None if
+            there is no such checkpoint.
         """
         self._frozen, self._frozen_step = frozenset(names), step
 
@@ -150,7 +150,8 @@ class CheckpointWriter:
         Args:
           step: the number of completed training steps, which is the name of the checkpoint.
           state: pytree of arrays.
-          meta: JSON content of meta.json, to which the method adds `step`, `format` and `arrays`.
+          meta: JSON content of meta.json, to which the method adds `step`, `format`, `arrays` (the
+            dtype and shape of each array) and, if there are frozen arrays, their names.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
@@ -342,8 +343,8 @@ def _delete(path: Path) -> None:
 
 def _clean(directory: Path) -> None:
     """Removes files that a killed run left behind, and renames a checkpoint that is complete."""
-    # In reverse order, a complete 9.partial is renamed to 9 before the checkpoint 9.deleted, which
-    # it replaces, is deleted.
+    # In reverse order, 9.partial comes before 9.deleted. A complete new checkpoint is therefore
+    # renamed to 9 before the old checkpoint 9 is deleted.
     for path in sorted(directory.iterdir(), reverse=True):
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue

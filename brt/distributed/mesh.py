@@ -78,8 +78,8 @@ def build(
       devices: the list of devices; None stands for all devices.
 
     Raises:
-      ConfigError: there are too few devices, a size is not divisible, or only one of several
-        processes would have devices in the mesh.
+      ConfigError: there are too few devices, a size is not divisible, or the mesh does not use all
+        devices although there are several processes.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))

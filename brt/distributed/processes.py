@@ -36,14 +36,15 @@ _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 class Launch(NamedTuple):
     """The command line flags that say which of several processes this process is.
 
-    All flags are None or False if there is only one process, or if the environment of a cluster
+    The first three flags are None if there is only one process, or if the environment of a cluster
     provides their values.
 
     Attributes:
       coordinator_address: "HOST:PORT" of process 0.
       process_count: the number of processes.
       process_index: the index of this process, from 0.
-      distributed: True takes the values of the other three flags from the cluster.
+      distributed: True if there are several processes and the environment provides the values of
+        the other flags. In jobs of SLURM, Open MPI and TPUs, this is noticed without the flag.
     """
 
     coordinator_address: str | None = None
@@ -154,7 +155,7 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Returns True in process 0, which is the only process that writes files."""
+    """Returns True in process 0, the process that writes the files which a run has only once."""
     return jax.process_index() == 0
 
 
@@ -258,7 +259,7 @@ def report_activity(doing: Callable[[], str]) -> None:
 
 def last_activities() -> list[str]:
     """Returns a phrase about the last known activity of each other process, such as "process 1 of 2
-    was stepping after step 3", for messages.
+    was stepping after step 3".
     """
     return _heartbeat.last_activities() if _heartbeat else []
 

@@ -57,8 +57,8 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
       mesh: the mesh.
 
     Raises:
-      ValueError: a name is not in RULES, or the same axis of the mesh would shard two axes of the
-        array.
+      ValueError: a name is not in RULES, the number of names differs from the number of axes, or
+        the same axis of the mesh would shard two axes of the array.
     """
     if len(names) != len(shape):
         raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
@@ -104,7 +104,7 @@ def _devices(axis: str, mesh: Mesh) -> int:
 
 
 def partitioned() -> bool:
-    """Returns True if the traced code is partitioned over several devices of the current mesh."""
+    """Returns True if XLA partitions the traced code over several devices of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 

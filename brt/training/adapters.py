@@ -22,14 +22,16 @@ from brt.training.matrices import Axes, from_matrix, is_kernel, matrix_names, ma
 
 # The random key of adapters is the run's key with this number folded in (`jax.random.fold_in`).
 _KEY = 2
-ROOT = "adapters"  # The factors of all adapters are below this name in the tree of parameters.
+# The tree of parameters contains the matrices A and B of all adapters below this name.
+ROOT = "adapters"
 
 
 def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
     """Returns the parameters of a model together with the initial values of its adapters.
 
-    A has the shape [in, rank] and normal elements with the variance 1 / in. B has the shape
-    [rank, out] and is zero, so that the adapters do not change the model at first.
+    The adapter of a kernel [in, out] consists of two matrices: A has the shape [in, rank] and
+    normal elements with the variance 1 / in, and B has the shape [rank, out] and is zero. The
+    adapters therefore do not change the model at first.
 
     Args:
       params: the parameters, each in a Flax box (`nn.Partitioned`) with the names of its axes.
@@ -59,8 +61,8 @@ def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
 
 
 def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
-    """Returns the parameters of the model, in which each kernel with an adapter has become
-    kernel + alpha / rank * A B.
+    """Returns the parameters of the model, in which each kernel with an adapter is replaced by
+    kernel + alpha / rank * A B, where A and B are the matrices of the adapter.
 
     Args:
       params: parameters of the model and of its adapters.
@@ -78,8 +80,11 @@ def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> P
 
 
 def split(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Separates the parameters of the model, returned first, from the parameters of its adapters,
-    which are {} if there are no adapters.
+    """Separates the parameters of the model from the parameters of its adapters.
+
+    Returns:
+      The tree of the model's parameters, and the tree of the adapters' parameters, which is {} if
+      there are no adapters.
     """
     model = {name: value for name, value in params.items() if name != ROOT}
     return model, params.get(ROOT, {})

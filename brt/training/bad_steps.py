@@ -95,7 +95,7 @@ class BadSteps:
       start: the step that the run starts from. Records of skipped steps after `start` are deleted,
         because the run reaches these steps again.
       describe: function from the index of a batch (0 for step 1) to a description of the documents
-        in the batch.
+        in the batch, as JSON.
 
     Raises:
       CheckpointError: the file is damaged.

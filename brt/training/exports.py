@@ -16,8 +16,8 @@ def export(directory: Path, *, plain: bool = False) -> ExportableModel:
     Args:
       directory: a run directory, whose newest checkpoint is exported, or a directory of weights
         that brt.convert wrote.
-      plain: True exports a decoder as a class of transformers, even if the class attends to the
-        whole context where the decoder has a window.
+      plain: True exports a language model as a class of the library transformers, even if this
+        class attends to the whole context in layers where the model of brt has a window.
 
     Raises:
       CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have

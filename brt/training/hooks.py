@@ -80,7 +80,9 @@ def report(session: Session) -> None:
 
 
 def probe(session: Session) -> None:
-    """Writes metrics of the recurrent states and gates, every Training.probe_every steps."""
+    """Writes metrics of the recurrent states and gates, every Training.probe_every steps and after
+    the last step.
+    """
     every = session.run.config.training.probe_every
     if session.probe is None or not session.is_time(every):
         return
@@ -123,10 +125,11 @@ def evaluate(session: Session) -> None:
 
 
 def sample(session: Session) -> None:
-    """Generates a text with the model, every Training.sample_every steps, and writes it to a file.
+    """Generates a text with the model, and writes the text to a file.
 
-    The file is samples/<step>.txt in the run directory. A resumed run repeats the sample at its
-    checkpoint only if the file is missing.
+    This happens every Training.sample_every steps and after the last step. The file is
+    samples/<step>.txt in the run directory. A resumed run repeats the sample at its checkpoint only
+    if the file is missing.
     """
     if not session.is_time(session.run.config.training.sample_every):
         return

@@ -119,7 +119,7 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns the metadata for a checkpoint of a decoder: its config, the fingerprint of its
-    tokenizer, and the seed 0.
+    """Returns the metadata for a checkpoint of a decoder: the config, the fingerprint of the
+    decoder's tokenizer, and the seed 0, because every checkpoint states a seed.
     """
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

@@ -85,7 +85,8 @@ def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
-    """Returns the number of all parameters of a checkpoint, and the number without the embedding.
+    """Returns the number of all parameters of a checkpoint, and the number without the token
+    embedding.
 
     Args:
       meta: the checkpoint's metadata, which list the shape of every array.

@@ -54,6 +54,7 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_names(axes: Names) -> Names:
     """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
+    The axes of heads, of the dimension of a head, and of stacked kernels are merged into one axis.
     If the kernel has an axis called "heads" or "kv_heads", the merged axis gets this name, so that
     it is sharded like the axis of heads. Otherwise the name of the merged axis is None.
 

@@ -25,8 +25,8 @@ class RunStatus(NamedTuple):
         data), "stepping" (training), "evaluating", "sampling", "saving" (copying the arrays for a
         checkpoint), "committing" (completing a checkpoint) or "ending".
       step: number of completed training steps.
-      last_progress: `time.monotonic` of the last sign of progress: a completed step, an evaluated
-        batch, or the beginning of a phase.
+      last_progress: `time.monotonic` of the last sign of progress, such as a completed step, an
+        evaluated batch, a sampled token, or the beginning of a phase.
       background: the phase of the thread that saves in the background; "" while this thread is
         idle.
     """

@@ -13,8 +13,8 @@ from brt.tasks.report import Metric
 from brt.training.metrics import read_metrics
 from brt.training.workdir import Workdir, check_writable, write_bytes
 
-# A baseline is a simpler method, such as the compression program xz: its name, and the value of the
-# metric that it reaches on the held-out data.
+# A baseline is the name of a simpler method, such as the compression program xz, and the value of
+# the metric that this method reaches on the held-out data.
 Baseline = tuple[str, float]
 _TRAIN, _HELD_OUT, _BASELINE = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 

@@ -45,9 +45,9 @@ def count(mesh: rules.Mesh | None = None) -> int:
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     """Returns True if each replica holds only a shard of the optimizer's state.
 
-    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default it is not used on CPUs,
-    where every array is sent separately, so that communication would take more time than sharding
-    saves.
+    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default it is used neither for
+    the optimizer Muon nor on CPUs. On CPUs the shards of each array would be sent separately, which
+    would take more time than sharding saves.
 
     Args:
       optimizer: settings. Optimizer.state is "shared" for shards, "whole" for a copy of the whole
@@ -80,8 +80,10 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 
 
 def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
-    """Returns the partition spec that shards each parameter over the replicas (the result of
-    `shard_spec`), in a tree with the structure of `params`.
+    """Returns the partition specs by which replicas share the work of the optimizer: each replica
+    updates one shard of each parameter.
+
+    The specs are those of `shard_spec`, in a tree with the structure of `params`.
 
     Args:
       params: the parameters.
@@ -149,8 +151,8 @@ def psum(
     """Returns the sum over the replicas of every array of a tree. The function has to be called
     inside of `shard_map`.
 
-    On CPUs all arrays are concatenated and sent as one, because the time of a message hardly
-    depends on its size there.
+    On CPUs, where the time of a message hardly depends on its size, whole sums are computed with
+    one message: all arrays are concatenated first.
 
     Args:
       tree: arrays of one replica.

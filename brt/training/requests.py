@@ -33,7 +33,8 @@ class Requests:
     Args:
       stop: receives SIGTERM and Ctrl-C.
       workdir: the directory in which users create the files.
-      phases: the tracker in which every check for requests is recorded as progress.
+      phases: the tracker in which every call of `stop` is recorded as progress, because the run
+        calls `stop` regularly while it trains, evaluates or samples.
       evaluates: True if the run evaluates held-out data.
       say: a function that is called with messages for the user.
       stack: the exit stack that closes the threads through which several processes agree.

@@ -31,7 +31,7 @@ from brt.training.step import StepMetrics, train_step
 
 
 class Shapes(NamedTuple):
-    """Devices, optimizer and array shapes of a run, which do not depend on the run's data.
+    """Devices, optimizer and array shapes of a run, which follow from the run's config.
 
     Attributes:
       mesh: the devices.
@@ -75,8 +75,8 @@ def build(
     Args:
       config: the config.
       checkpoint: the checkpoint that the run resumes from; None for a new run. If the run began
-        with the weights that Training.init_from names, the checkpoint describes them, so that they
-        may have been removed in the meantime.
+        with the weights that Training.init_from names, a resumed run needs only the checkpoint, and
+        the weights may have been removed.
       progress: True shows the progress of preparing the data.
 
     Raises:
@@ -93,10 +93,11 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the mesh, optimizer and array shapes of a run without opening the run's data.
+    """Returns the mesh, the optimizer and the shapes of the train state of a run without opening
+    the run's data.
 
-    The result is None if the shapes cannot be known without the data, for example because the data
-    determine the size of the vocabulary.
+    The result is None if the shapes are not known without the data, for example because the data
+    determine the size of the vocabulary, or if the run starts from weights (Training.init_from).
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):

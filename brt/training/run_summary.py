@@ -21,8 +21,8 @@ from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
-# A baseline is a simpler method, such as the compression program xz: its name, and the value of the
-# metric that it reaches on the held-out data.
+# A baseline is the name of a simpler method, such as the compression program xz, and the value of
+# the metric that this method reaches on the held-out data.
 Baseline = tuple[str, float]
 
 
@@ -32,7 +32,8 @@ def parameters(run: Run | Shapes) -> str:
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
-    """Returns counts and sizes of a run that has not started, as JSON.
+    """Returns what `brt.train --dry_run` prints: counts of parameters, tokens and steps, and sizes in
+    bytes of a run that has not started, as JSON.
 
     Args:
       run: the run; or the `Shapes` of a run whose data are not open. In this case the counts of

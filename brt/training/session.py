@@ -97,8 +97,9 @@ class Session(OpenRun):
 
     @property
     def variables(self) -> Variables:
-        """The parameters and the model state with which the model computes. Products of adapters
-        are added to the parameters.
+        """The parameters and the model state with which the model computes.
+
+        If the run trains low-rank adapters, their products are added to the parameters.
         """
         params = merged_params(self.run.config, self.state.params)
         return Variables(params, self.state.model_state)

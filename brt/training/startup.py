@@ -46,9 +46,11 @@ def idle_devices(run: Run) -> str:
 
 
 def replicated_keys(run: Run) -> str:
-    """Returns a message which says that devices store heads of keys several times.
+    """Returns a message which says that each of the Mesh.tensor devices holds all heads of keys and
+    values.
 
-    The message is "" unless Mesh.tensor has more devices than can share the heads of keys.
+    The message is "" if the number of these heads is divisible by Mesh.tensor, so that each device
+    holds only a part of the heads, or if SelfAttention.kv_heads is 0.
     """
     devices = run.mesh.shape.get("tensor", 1)
     model = getattr(run.config, run.task.model)

@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
       params: float32 parameters, by the names of the model's modules.
       optimizer: state of the optimizer.
       carry: caches, recurrent states and memories of all lanes (rows of the batch), from which the
-        next step continues; empty for models without them.
+        next step continues; empty if the model has none.
       model_state: statistics that the model learns without gradients.
     """
 
@@ -54,8 +54,8 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
 
 
 def merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
-    """Returns the parameters that the model computes with, in which the products of adapters are
-    added to their kernels.
+    """Returns the parameters that the model computes with: the product of each low-rank adapter is
+    added to the adapter's kernel.
 
     Args:
       config: config of the run.
@@ -100,7 +100,10 @@ def initial_state(
 
 
 def constant_arrays(config: Config, state: TrainState) -> list[str]:
-    """Returns the names, as in checkpoints, of the arrays of a train state that no step changes.
+    """Returns the names of the arrays of a train state that no step changes.
+
+    The names are those that checkpoints use, such as "params/embedding". Checkpoints of a run share
+    the files of these arrays.
 
     Args:
       config: config of the run.

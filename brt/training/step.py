@@ -62,6 +62,8 @@ def _loss_and_gradients(
         def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
             """Returns the loss, summed over the tokens of the microbatch, and the additional
             results of the task's loss function.
+
+            `trained` are the parameters with respect to which the loss is differentiated.
             """
             params = merged_params(config, trainable.merge(trained, frozen))
             return loss(config, params, LossInputs(batch, key, carry, model_state))
@@ -83,11 +85,13 @@ def _loss_and_gradients(
         """Adds the results of a microbatch to the sums; the body of the scan over microbatches.
 
         Args:
-          sums: model state; and sums over the microbatches so far of nats, tokens and gradients.
-          microbatch: index, carry and batch of the microbatch.
+          sums: a tuple of the model state and of sums over the previous microbatches: nats, tokens
+            and gradients.
+          microbatch: a tuple of the microbatch's index, carry and batch.
 
         Returns:
-          The new sums; and the microbatch's new carry and metrics.
+          A tuple with the new model state and sums, and a tuple with the new carry and the metrics
+          of the microbatch.
         """
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(key, index)
@@ -136,8 +140,8 @@ def _over_replicas(
           key: random key.
 
         Returns:
-          Nats, tokens, metrics and gradients, over all replicas; and the new carry of the replica's
-          lanes.
+          A tuple over all replicas: sum of nats, number of tokens, means of the metrics, and sums
+          of the gradients; and the new carry of the replica's lanes.
         """
         replica_state = state._replace(params=params)
         aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
@@ -180,7 +184,8 @@ def train_step(
       batch: arrays whose first axis is lanes or rows.
       key: random key of Training.seed, the same at every step. The key is an argument, so that runs
         with different seeds share one compiled program.
-      limit: the loss, in nats per token, above which the step is skipped; None for no limit.
+      limit: the loss, in nats per token, above which the step leaves the train state unchanged if
+        Training.on_bad_step is "skip"; None for no limit.
       config: config of the run.
       optimizer: optimizer of the run.
 

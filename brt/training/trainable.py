@@ -31,7 +31,8 @@ def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
       patterns: the result of `patterns`; without patterns, all parameters are trained.
 
     Returns:
-      Two trees that have the paths of `params`: the trained parameters and the frozen ones.
+      The tree of the trained parameters, and the tree of the frozen parameters. Both trees have the
+      structure of `params`, but each lacks the parameters of the other.
     """
     if not patterns:
         return params, {}

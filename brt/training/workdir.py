@@ -120,12 +120,12 @@ class _Shadow(Workdir):
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the workdir's directory of checkpoints."""
+        """Path of the real workdir's directory of checkpoints, which all processes share."""
         return self.shared.checkpoints
 
     @property
     def heartbeat(self) -> Path:
-        """Path of the workdir's directory of heartbeat files."""
+        """Path of the real workdir's directory of heartbeat files, one for each process."""
         return self.shared.heartbeat
 
 
@@ -316,8 +316,8 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
     Args:
       path: the file.
       content: the new content of the file.
-      below: the run directory; no part of the path below it may be a link. None for the directory
-        of the file.
+      below: the run directory; no part of the path below this directory may be a link. None stands
+        for the directory of the file, so that only the file itself may not be a link.
 
     Raises:
       ConfigError: the file cannot be written at this place.

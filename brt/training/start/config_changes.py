@@ -100,7 +100,8 @@ def compare(
 
     Raises:
       ConfigError: a difference is not allowed, or the saved arrays have other shapes than the
-        arrays of the run, which --allow_config_change does not make possible.
+        arrays of the run. A resumed run can never change the shapes of its arrays, not even with
+        --allow_config_change.
     """
     saved = config_from_json(checkpoint.meta["config"])
     lines = check_resumable(saved, config, allowed)
@@ -120,7 +121,7 @@ def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> li
 
     Args:
       meta: metadata of the checkpoint that the run resumes from; None for a new run.
-      changes: differences from that checkpoint; None for a new run.
+      changes: differences between the config of that checkpoint and the run's; None for a new run.
     """
     if not meta or not changes:
         return []

@@ -110,7 +110,8 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line of text for each split: its size, some documents, its checksum, its origin.
+    """Returns a line of text for each split: the size, the names of some documents, the checksum
+    and, if the split was held out of other data, a phrase about these data.
 
     Args:
       splits: descriptions of the splits, by name, as in `DataManifest`.

@@ -36,7 +36,8 @@ class SavedModel(NamedTuple):
       step: number of completed training steps.
       config: config of the checkpoint, with the changes that the user of the model requested.
       meta: metadata of the checkpoint.
-      params: the parameters of the model, on the devices of `mesh`; products of adapters are added.
+      params: the parameters of the model, on the devices of `mesh`. If the run trained low-rank
+        adapters, their products are added to the parameters.
       model_state: arrays that the model learned without gradients.
       mesh: the mesh that the parameters are sharded over; None if they are on the default device.
       own_tokenizer: the tokenizer of a model that is not in a run directory, but in Hugging Face's
@@ -104,7 +105,9 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
         change.
 
     Raises:
-      ConfigError: a setting differs from the checkpoint that a resumed run must not change.
+      ConfigError: a setting that a resumed run must not change differs from the checkpoint.
+      CheckpointError: the arrays of the checkpoint cannot be read.
+      NonFiniteError: an array holds NaN or infinity.
     """
     compilation.use_cache()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)

@@ -52,7 +52,7 @@ def _tokenizer_file(workdir: Workdir) -> str:
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
-    """Returns a description of the weights of a run, without functions that load the arrays.
+    """Returns a `Weights` that only describes the weights of a run and cannot load their arrays.
 
     A resumed run needs only the description, because its parameters come from its own checkpoint.
 
