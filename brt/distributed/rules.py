@@ -140,7 +140,7 @@ def shard_count(name: str, size: int) -> int:
 
 def round_up(name: str, size: int) -> int:
     """Returns `size`, rounded up to a multiple of the number of devices of the current mesh that
-    shard axes called `name`.
+    shard axes called `name`, so that an axis of this size can be sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])

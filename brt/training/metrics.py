@@ -81,8 +81,8 @@ class MetricsWriter:
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:
-            # The next call of `write` may add metrics to the step of the last line. It then replaces
-            # the line, so the offset is the beginning of the line.
+            # The next call of `write` may add metrics to the step of the last line, and then writes
+            # this line again. The offset is therefore the beginning of the line.
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:

@@ -32,8 +32,8 @@ def parameters(run: Run | Shapes) -> str:
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
-    """Returns what `brt.train --dry_run` prints: counts of parameters, tokens and steps, and sizes in
-    bytes of a run that has not started, as JSON.
+    """Returns what `brt.train --dry_run` prints about a run, as JSON: counts of parameters, tokens
+    and steps, and sizes in bytes.
 
     Args:
       run: the run; or the `Shapes` of a run whose data are not open. In this case the counts of

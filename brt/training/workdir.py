@@ -110,10 +110,10 @@ class Workdir:
 
 @dataclasses.dataclass(frozen=True)
 class _Shadow(Workdir):
-    """A temporary directory in place of a workdir, but with the workdir's checkpoints.
+    """A temporary workdir with the checkpoints and heartbeat files of a real workdir.
 
     Attributes:
-      shared: the workdir.
+      shared: the real workdir.
     """
 
     shared: Workdir = Workdir(Path())
@@ -206,7 +206,7 @@ def _is_of_run(name: str) -> bool:
 
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """Context that yields a temporary workdir, which has the checkpoints of a real workdir.
+    """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one.
 
     All other files of the temporary workdir are removed at the end of the context. If a run has
     several processes, the first process writes to the real workdir, and all others to temporary

@@ -156,7 +156,8 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Returns the tokenizer of a model, which is read from the run directory.
+    """Returns the tokenizer of a model: `model.own_tokenizer`, or the tokenizer that is stored in
+    the run directory.
 
     Raises:
       CheckpointError: the tokenizer is missing, or is not the tokenizer of the checkpoint.
