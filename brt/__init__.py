@@ -27,7 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 # `__getattr__` imports modules at first use, so that a command that only parses flags does not
-# import jax. `_HOMES` has the module that defines each name.
+# import jax. The keys are names that the package offers, and the values are the modules that define
+# them.
 _HOMES = {
     "BrtError": "brt.errors",
     "Config": "brt.config",
@@ -36,7 +37,8 @@ _HOMES = {
     "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
-# The module brt.train is a command that can also be called as a function.
+# These names are modules of the package. The module brt.train is a command that can also be called
+# as a function.
 _MODULES = ("config", "train")
 
 

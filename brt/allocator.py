@@ -39,7 +39,8 @@ def use_huge_pages() -> None:
     only when a process starts. The function does nothing without glibc 2.35 or huge pages, or if
     `GLIBC_TUNABLES` or `MALLOC_...` are set.
     """
-    # The process cannot be restarted if its program was read from standard input.
+    # A restart needs the path of Python, and a program that can be read again. Standard input ("-")
+    # can be read only once.
     if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
         return
     if _glibc() >= (2, 35) and _huge_pages():

@@ -216,7 +216,7 @@ class Model:
           prompt: text without NULs and without surrogates that lack their partner; a byte order
             mark at its start is removed.
           state: the state from which the model continues; None starts without a state.
-          max_tokens: the number of new tokens; None: 500, or a summariser's Decoding.max_length.
+          max_tokens: the number of new tokens; None is 500, or a summariser's Decoding.max_length.
           seed: the seed of random sampling.
           beams: the number of beams of a search for the most probable text; None samples.
           temperature: the divisor of the logits; 0 takes the most probable token.
@@ -370,7 +370,7 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            tokenizer: Any = self.tokenizer  # The type that all tasks declare has no `encode`.
+            tokenizer: Any = self.tokenizer  # The type `Tokenizer` does not declare `encode`.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:

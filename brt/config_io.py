@@ -44,8 +44,8 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
       ConfigError: settings contradict each other.
     """
     types = section_types()
-    # Without a base, a section is created from the fields, because the defaults of its other fields
-    # may depend on them.
+    # Without a base, a section is created from the fields, because the defaults of other fields may
+    # depend on them: the default of Data.validation depends on Data.train.
     new = {
         name: dataclasses.replace(section_of(base, name), **fields)
         if base is not None
@@ -109,7 +109,8 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def model_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings of the model, of its parts and of its kinds of layers as JSON.
+    """Returns the settings of the model, of its parts (such as `Window`) and of its kinds of layers
+    (such as `Recurrence`) as JSON.
 
     The keys are full names, {"Model.layers": 12, "Recurrence.layers": [-3], ...}.
     """
@@ -136,8 +137,8 @@ def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def earlier_model_settings(
     saved: Mapping[str, Any], config: Config, *, with_kinds: bool
 ) -> dict[str, Any]:
-    """Returns the result of `model_settings` for settings that an earlier version may have saved
-    under other names.
+    """Translates a model's settings that an earlier version may have saved under other names to the
+    result that `model_settings` has for the same model.
 
     Args:
       saved: the settings by section and field; see `config_from_json`.

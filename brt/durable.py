@@ -22,10 +22,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-# A file needs an inode, so a disk is also full if no inodes are left. After a failed write, inodes
-# count as used up if fewer than _FEW_FILES of them, or less than this share, are free. The bounds
-# are above 0 because the free inodes are counted after the failed save has deleted its files. These
-# files, about _FEW_FILES for a checkpoint, have given their inodes back.
+# A file needs an inode, so a disk is also full if no inodes are left. The free inodes are counted
+# only after a failed save has deleted its files, about _FEW_FILES for a checkpoint, which makes
+# inodes free again. Inodes therefore count as used up if fewer than _FEW_FILES of them, or less
+# than the share _FULL_SHARE of all inodes, are free.
 _FULL_SHARE = 0.01
 _FEW_FILES = 32
 # If a write failed because the disk was full, but more than this share of the disk's space and of

@@ -21,14 +21,15 @@ from brt.macros import MAX_NESTING, MOST_STRINGS, Binding, Macro, Source
 
 _MOST_QUOTED = 100  # Errors quote at most this many characters of a text.
 LARGEST_FILE = 1 << 17  # A .gin file has at most this many bytes.
-# Only these tokens may stand between strings that Python concatenates.
+# Python concatenates strings if only tokens of these kinds stand between them.
 _ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
 def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
-    """Returns the bindings of the command line and of all files that it includes, by path.
+    """Returns the bindings of the command line, by `COMMAND_LINE`, and of all files, by path.
 
-    The command line is a source that includes every --gin_file.
+    The command line is a source that includes every --gin_file. Files that these files include are
+    among the results.
 
     Args:
       files: the values of --gin_file.

@@ -36,7 +36,8 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
-# DOCUMENT_FLAGS and PAIR_FLAGS have, for each setting, the flag that errors name instead of it.
+# Errors about settings have to name the flags of this command instead. The keys of DOCUMENT_FLAGS
+# and PAIR_FLAGS are phrases in errors that name settings, and the values replace these phrases.
 DOCUMENT_FLAGS = {
     "Data.train": "--documents",
     **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents", "text_field"}},
@@ -50,7 +51,9 @@ PAIR_FLAGS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags; its result lacks flags that are not given."""
+    """Returns the parser of the command's flags. Flags that the user does not give have no default:
+    the parsed namespace lacks them.
+    """
     defaults = config.Data()
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS

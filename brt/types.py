@@ -1,9 +1,8 @@
 """Defines letters for the axes of arrays, and the types of batches that several modules share.
 
-    B  batch: the number of lanes
+    B  lanes or rows of a batch
     T  tokens of a segment            N  blocks of a segment
-    W  window: the keys that a token attends to, or the tokens of a block, which are as many by
-       default (T = N * W)
+    W  tokens of a window, or of a block, which is by default as long as the window (T = N * W)
     S  recurrent states               L  layers
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
@@ -18,10 +17,10 @@ the same meaning everywhere:
     segment  the tokens that a lane reads in a step; gradients end at the segment's start
     block    the tokens that a layer reads at once, by default as many as the window; a segment
              consists of blocks, and documents start at block boundaries
-    window   the keys that a token attends to exactly, including its own
+    window   the tokens that an attention layer lets a token see, including the token itself
     carry    what a step hands to the next for each lane: caches, recurrent states, memories
     cache    keys and values of the last window before a block (Transformer-XL)
-    mask     True where something counts; `scored` is the mask of targets
+    mask     a boolean array, True for the entries that count; `scored` is the mask of targets
 """
 
 from typing import NamedTuple

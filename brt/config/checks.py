@@ -11,8 +11,8 @@ from brt.config.fields import fill_held_out
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 
-PART = "part:"  # The source 'part:0.05' of a held-out split is this share of the training rows.
-LARGEST = 2**31 - 1  # Settings that count are at most this number: indices and steps are int32.
+PART = "part:"  # The source 'part:0.05' of a split stands for 5 % of the training rows.
+LARGEST = 2**31 - 1  # Counts in settings are at most this number, because indices are int32.
 MAX_LAYERS = 1024  # Models have at most this number of layers. Compiling more would take hours.
 
 
@@ -137,8 +137,8 @@ def share_of(section: Any, split: str) -> float:
 
     Args:
       section: the section of the data.
-      split: "validation" or "test", the field of the section that is ("part:SHARE",) or names
-        sources.
+      split: the name of the section's field for the split, "validation" or "test". The value of
+        the field is ("part:SHARE",) or names sources.
 
     Raises:
       ConfigError: the split names "part:SHARE" together with other sources, or the share is not

@@ -13,7 +13,7 @@ from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sour
 class Data:
     """Settings that name the documents of a language model and make tokens of them.
 
-    A source is a file, a directory (its text and source code), a glob pattern, `corpus:NAME/SPLIT`
+    A source is a file, a directory (its texts and source code), a glob pattern, `corpus:NAME/SPLIT`
     (part of brt), `tfds:NAME/SPLIT` (prepared on this machine), or
     `memory:TASK/SPLIT/COUNT?SETTINGS` (documents that brt generates to test a model's memory, as
     docs/memory.md describes). Files may be compressed (.gz, .xz, .zst). If validation and test name

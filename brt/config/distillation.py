@@ -11,9 +11,9 @@ class Distillation:
     """Distillation of a decoder with a small window from the same decoder with a larger window.
 
     The model with the larger window is the teacher. It has the weights of Training.init_from, which
-    never change, and it has no memory other than its window. The loss of a token is the sum of its
-    cross-entropy and of the KL divergence from the teacher's distribution to the distribution of
-    the trained model (Hinton et al. 2015).
+    never change, and it has no memory other than its window. The loss of a token is its
+    cross-entropy plus `weight` times the KL divergence from the teacher's distribution to the
+    distribution of the trained model (Hinton et al. 2015).
     """
 
     # The teacher has this window in tokens, at least Model.window. 0 turns distillation off.

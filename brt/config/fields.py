@@ -94,16 +94,16 @@ def held_out(usual: T) -> T:
 
 
 def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
-    """Sets the held-out sources that the user did not name. `__post_init__` of a section calls this
-    function.
+    """Sets the fields declared by `held_out` that the user did not set.
 
-    If the section's field `train` has its default or names only generated data, a field that is
-    declared by `held_out` gets its argument `usual`.
+    A section calls this function in `__post_init__`. If the section's field `train` has its default
+    or names only generated data, each of these fields is set to the argument `usual` with which
+    `held_out` was called.
 
     Args:
-      section: the section, whose fields that `held_out` declares are set in place.
-      otherwise: the held-out sources if `train` names other data. These are data of the user, who
-        wants to evaluate on data of the same kind.
+      section: the section, which is changed in place.
+      otherwise: the value of the fields if `train` names data of the user, who wants to evaluate on
+        data of the same kind.
     """
     made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
@@ -204,7 +204,7 @@ def _field(default: T, setting: Setting) -> T:
     return dataclasses.field(default=default, metadata={_DECLARED: setting})
 
 
-# Rematerialisation recomputes activations in the backward pass. These are the results that it
-# stores instead of recomputing them: none, those of all matrix products, or those of the matrix
-# products of activations with weights (and not of products between activations).
+# Rematerialisation recomputes results of the forward pass in the backward pass. The policy says
+# which results are stored instead: none, the results of all matrix products, or the results of
+# matrix products of activations with weights (and not of products between activations).
 RematPolicy = Literal["nothing", "products", "products_with_weights"]

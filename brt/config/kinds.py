@@ -26,7 +26,7 @@ class KindSection:
     the last layer. Every field is declared by a function of `brt.config.fields`.
 
     Attributes:
-      kind: the name of the kind, which is part of the names of its parameters.
+      kind: the name of the kind, which is part of the names of the layers' parameters.
       any_window: True if a layer of this kind may see more or fewer tokens than a block has, or
         has no window at all.
       grouped_keys: True if a layer of this kind supports fewer heads of keys than of queries

@@ -209,7 +209,7 @@ class Model:
 
         In the copy, `window` is the window of the layer; the length of a block does not change.
         If Window.by_layer sets the window of the layer, the copy has no sinks, and rotary
-        angles with the base `Rotary.local_base`.
+        angles with the base `Rotary.local_base` (unless this base is 0).
         """
         if not self.sliding.by_layer:
             return self

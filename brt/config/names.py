@@ -26,7 +26,8 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 def section_types() -> Mapping[str, type]:
     """Returns the class of every section by the section's name.
 
-    The sections of the model's parts and of the kinds of layers come directly after `Model`.
+    The sections of the model's parts (such as `Window`) and of the kinds of layers (such as
+    `Recurrence`) come directly after `Model`.
     """
     return _section_types(_kinds())
 
@@ -46,7 +47,7 @@ def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns the section of a config with a name, such as "Model" or "Recurrence".
+    """Returns the section of a config that has the given name, such as "Model" or "Recurrence".
 
     If the section is for a kind of layers that the model does not have, the result is a section
     with all defaults.
@@ -81,10 +82,9 @@ def field_types() -> dict[str, Any]:
 def class_field_types() -> dict[str, Any]:
     """Returns the type of every field by its name: {"Seq2Seq.dropout": float, ...}.
 
-    The result differs from that of `field_types` in two ways. Here, the names are those of the
-    classes' fields, such as "Pairs.buckets" and "Speech.buckets"; `field_types` has the only name
-    that .gin files use for both, "Data.buckets". Here, derived fields are included, which .gin
-    files cannot bind.
+    The names are those of the fields of the sections' classes, such as "Pairs.buckets" and
+    "Speech.buckets". (In .gin files, both fields are set by "Data.buckets", which is the name that
+    `field_types` has.) Derived fields, which .gin files cannot bind, are included.
     """
     return _field_types(_kinds())
 

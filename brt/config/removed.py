@@ -80,7 +80,9 @@ def refusal(name: str, value: Any) -> str:
 
 def note(name: str, value: Any) -> str:
     """Returns a warning that the value which an old config gives a removed setting has no effect.
-    The result is "" if brt always behaves as the value says, or if `refusal` judges the value.
+
+    The result is "" if brt always behaves as the value says, or if other values of the setting are
+    errors (see `refusal`).
 
     Args:
       name: the setting, a key of `REMOVED`.

@@ -19,20 +19,20 @@ class Rotary:
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = inherited(0.0)
-    # True multiplies all angles by pi, as the original code of the block-recurrent transformer
-    # does. The decoders of Hugging Face need False.
+    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does. The
+    # decoders of Hugging Face need False.
     times_pi: bool = inherited(True)
     # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
     # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
     scaling: Literal["none", "linear", "llama3"] = inherited("none")
-    factor: float = inherited(1.0)  # Angles per token are divided by this number.
+    factor: float = inherited(1.0)  # Scaling divides angles per token by this number.
     # Each pair of channels turns at its own speed. With 'llama3', the number of full turns over
     # original_length tokens decides about a pair. The angles of pairs with fewer than low_frequency
     # turns are divided by `factor`, those with more than high_frequency turns are unchanged, and
     # those in between are divided by a number between 1 and `factor`.
     low_frequency: float = inherited(1.0)
     high_frequency: float = inherited(4.0)
-    original_length: int = inherited(8192)  # Tokens of the context before scaling.
+    original_length: int = inherited(8192)  # Number of tokens of the context before scaling.
     # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
 

@@ -24,7 +24,8 @@ class SelfAttention:
     # Projections that add a bias: none ('none'), those of queries, keys and values ('qkv'), or also
     # the output projection ('all').
     bias: Literal["none", "qkv", "all"] = inherited("none")
-    # True computes logits as (q.k + position bias) * scale, as the original code does.
+    # True computes logits as (q.k + position bias) * scale, as the authors' code of Block-Recurrent
+    # Transformers does. False computes them as q.k * scale + position bias.
     bias_before_scale: bool = inherited(False)
 
     def __post_init__(self) -> None:

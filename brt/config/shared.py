@@ -24,7 +24,8 @@ SHARED: dict[str, frozenset[str]] = {
     )),
     "Decoding": frozenset(("beams",)),
 }  # fmt: skip
-# The keys are the sections of `SHARED`, and the values are other sections that have their fields.
+# The keys are the sections of `SHARED`. The values are the sections that take their place in runs
+# of some tasks and have the same fields: a run of summarisation has `Pairs` instead of `Data`.
 _OTHERS = {
     "Decoding": ("Speech",),
     "Model": ("Seq2Seq", "Encoder"),

@@ -22,11 +22,11 @@ class Window:
     sinks: int = adaptable(0)
     # False lets a block attend only to itself, as in a vanilla transformer.
     cache: bool = adaptable(True)
-    # False lets zero keys take part in attention at the start of a document, as in the original
-    # code.
+    # False lets the zero keys of the empty cache take part in attention at the start of a document,
+    # as in the authors' code of Block-Recurrent Transformers.
     mask_empty_cache: bool = adaptable(True)
-    # False lets a token attend to exactly Model.window tokens before itself, as the original code
-    # does.
+    # False lets a token attend to the Model.window tokens before itself, and not to itself, as in
+    # the authors' code of Block-Recurrent Transformers.
     attend_to_self: bool = inherited(True)
 
     def __post_init__(self) -> None:
