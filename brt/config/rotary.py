@@ -19,8 +19,8 @@ class Rotary:
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = inherited(0.0)
-    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does. The
-    # decoders of Hugging Face need False.
+    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does.
+    # The decoders of Hugging Face need False.
     times_pi: bool = inherited(True)
     # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
     # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
