@@ -307,7 +307,7 @@ def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | N
     Args:
       figures: the results.
       path: the file that --json names; None for no file.
-      workdir: the run directory, whose name the file contains; None for none.
+      workdir: the run directory, whose name is written into the file; None if there is no run.
     """
     width = max(map(len, figures))
     for name, value in figures.items():

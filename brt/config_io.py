@@ -137,8 +137,8 @@ def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def earlier_model_settings(
     saved: Mapping[str, Any], config: Config, *, with_kinds: bool
 ) -> dict[str, Any]:
-    """Translates a model's settings that an earlier version may have saved under other names to the
-    result that `model_settings` has for the same model.
+    """Returns a model's settings with their present names, in the form of `model_settings`, from
+    settings that an earlier version may have saved under other names.
 
     Args:
       saved: the settings by section and field; see `config_from_json`.

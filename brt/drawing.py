@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 # users of brt.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-_COLORS = 10  # Matplotlib's default cycle has this number of colours.
+_COLORS = 10  # Matplotlib has this number of colours; further lines need another style.
 _MOST_INSIDE = 5  # A legend of at most this many lines fits inside the axes.
 
 

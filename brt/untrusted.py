@@ -201,7 +201,8 @@ def _is(value: Any, kind: Any) -> bool:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    # The comparison with 2**63 is False for NaN, so NaN is refused here, too.
+    # Larger integers, infinity and NaN (for which the comparison is False) are refused. Larger
+    # finite floats are accepted.
     if isinstance(value, int | float) and not abs(value) < 2**63:
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)

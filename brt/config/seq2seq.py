@@ -43,8 +43,8 @@ class Seq2Seq:
     # 'tied_scaled', T5 v1.1 'own', and BART 'tied'.
     logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
     # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'local', a
-    # token attends to its neighbours; 'sliding' is another name of it. 'transient_global' is the
-    # attention of LongT5 to neighbours and to global tokens, which are sums of blocks.
+    # token attends to its neighbours, and 'sliding' means the same. 'transient_global' is the
+    # attention of LongT5 to neighbours and to global tokens, which are sums of blocks of tokens.
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
     # A token sees this number of tokens to each side, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
@@ -320,7 +320,7 @@ class Decoding:
     # computes log p / n ** length_penalty, and 't5x' computes log p / ((5 + n) / 6) **
     # length_penalty.
     penalty: Literal["hf", "t5x"] = free("hf")
-    # The score has this exponent. Larger values favour longer texts.
+    # The length in the formula of the score has this exponent. Larger values favour longer texts.
     length_penalty: float = free(1.0)
     # This rule determines when beam search ends a document; the docstring explains the rules.
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")

@@ -20,8 +20,7 @@ class Speech:
     A source is one of
 
         PATH.npz              arrays `features` (frames, width), `lengths`, `ids`, `transcripts`,
-                              and optionally `speakers`; the utterances are
-                              concatenated
+                              and optionally `speakers`; the utterances are concatenated
         PATH.tsv[:SPLIT]      a table of WAV files with the columns `file` and `transcript`,
                               and optionally `speaker` and `split`, which selects rows
         PATH                  a Kaldi-style directory: `text`, `wav.scp` or `feats.scp`, and

@@ -86,7 +86,9 @@ class HeadEvaluator(abc.ABC):
         """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """Returns the arguments of the forward pass (`forward`) that follow the batch."""
+        """Returns the arguments of the forward pass (`forward`) that follow the batch; by default,
+        there are none.
+        """
         return ()
 
     @abc.abstractmethod

@@ -218,8 +218,9 @@ class Task(abc.ABC):
         """
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step on a batch: three times the FLOPs of the forward
-        pass. The result is None if they are not known.
+        """Returns the FLOPs of a training step on a batch; None if they are not known.
+
+        The forward and backward pass of the trained model count as three forward passes.
         """
         return None
 

@@ -33,8 +33,8 @@ class EvaluationResult(NamedTuple):
       metrics: the metrics, and the protocol under which they were computed, as JSON.
       summary: a phrase with the most important metrics.
       rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
-      text: the report as text for people. Commands print "<workdir>, step <step>, <split>: " and
-        then this text, so its first line is the end of that line.
+      text: the report as text for people. Commands print "<workdir>, step <step>, <split>: " before
+        this text, without a line break, so the first line has to fit to this beginning.
       name: suffix of the names of the files to which the result is written; not empty if the
         evaluation used other settings than training.
       draw: function that returns the content of a PNG file with a plot; None if there is no plot.

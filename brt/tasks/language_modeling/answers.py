@@ -81,7 +81,8 @@ def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[A
 
 
 class AnswerScores:
-    """Collects the scores of all tokens batch by batch, and returns the scores of answers.
+    """Collects the scores of all tokens batch by batch, and computes the scores of answers at the
+    end, because a segment may end in the middle of an answer.
 
     Args:
       spans: the answers of each document, by document index.

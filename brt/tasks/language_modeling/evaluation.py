@@ -2,7 +2,8 @@
 
 Every document of a split is read once from start to end, and caches and states are carried from
 segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
-metric is the sum of all nats divided by an exact count.
+metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
+facts that they have stated before, have further metrics (see `answers`).
 
 In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
 the number of its blocks.

@@ -95,11 +95,11 @@ class LanguageModeling(Task):
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the documents of all splits; tokenizes and stores them first if necessary.
 
-        If `progress` is True, warns if training segments are too short to learn a memory task.
-
         Args:
           config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
+          progress: True reports the progress of preparing the data on stderr, and warns if training
+            segments are too short to learn a memory task (documents that ask for facts which they
+            have stated before).
         """
         if progress:
             warn_of_cut_gradients(config)
