@@ -57,8 +57,8 @@ from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part_step
 
 # The type of a function that adds attention to keys beyond the window. Its arguments are the scaled
-# queries [B, T, H, K] and their attention to the window. It returns the output [B, T, H, K] of both:
-# of attention with one softmax over all keys, or of two attentions that a gate mixes.
+# queries [B, T, H, K] and their attention to the window. It returns one output [B, T, H, K] for all
+# keys, either of attention with one softmax or of two attentions that a gate mixes.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
