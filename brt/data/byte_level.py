@@ -23,7 +23,10 @@ START = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[CLS]", "<bos>")
 MASK = "<mask>"
 # A tokenizer is refused if it does not decode the ids of this text to the same text.
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
-_SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
+_SETTINGS = {
+    "model": dict, "normalizer?": dict | None, "pre_tokenizer?": dict | None,
+    "decoder?": dict | None,
+}  # fmt: skip
 # These bytes occur in hardly any text: control characters, and the first bytes of characters in
 # planes of Unicode that are hardly used. A tokenizer may lack pieces for these bytes, and then
 # refuses texts that contain them.
@@ -131,11 +134,11 @@ def _opened(path: Path, content: bytes) -> Any:
     return tokenizer
 
 
-def _keeps_bytes(steps: list[Any]) -> bool:
+def _keeps_bytes(steps: Any) -> bool:
     """Returns True if the steps of a pre-tokenizer cut the text, drop nothing of it, and end with
     the byte level.
     """
-    if not all(isinstance(step, dict) for step in steps):
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         return False
     *splits, last = steps
     return last.get("type") == "ByteLevel" and all(

@@ -115,6 +115,7 @@ def test_files_that_lose_bytes_are_refused(file, tmp_path):
         ("broken", "{", "is not a tokenizer.json"),
         ("lower", other.to_str(), "does not keep every byte of a text; only byte-level BPE"),
         ("cut", json.dumps({**settings, "pre_tokenizer": None}), "does not keep every byte"),
+        ("list", json.dumps({**settings, "normalizer": [[]]}), "is not a tokenizer.json"),
         ("no-newline", without(settings, "\u010a", "\u0109\u0109"), r"no piece is b'\n', nor 0"),
         ("hole", without(settings, "Ġt"), "are not 0 to 399"),
         ("strange", without(settings, "Ġt", "\u4e00"), "has '\u4e00', which stands for no byte"),
