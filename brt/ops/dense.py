@@ -22,10 +22,10 @@ def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) 
     """Returns the product [*rows, *outputs] of x and a kernel, in x's dtype.
 
     Args:
-      x: [*rows, *inputs], where *rows stands for any number of axes.
-      kernel: [*inputs, *outputs].
-      inputs: the number of axes that the product sums over, which are the last axes of x and the
-        first axes of `kernel`.
+      x: [*rows, *inputs], where *rows stands for any number of axes, and *inputs for the axes that
+        the product sums over.
+      kernel: [*inputs, *outputs], where *outputs stands for any number of axes.
+      inputs: the number of axes in *inputs.
     """
     return _dense(x, kernel, inputs)
 
@@ -59,9 +59,9 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
     """Returns the gradient of the input of `dense`, [*rows, *inputs], in dy's dtype.
 
     Args:
-      kernel: [*inputs, *outputs].
+      kernel: [*inputs, *outputs], the kernel of the product.
       dy: [*rows, *outputs], the gradient of the product; *rows stands for any number of axes.
-      inputs: the number of input axes of the kernel.
+      inputs: the number of input axes of the kernel, which are its first axes.
     """
     outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
     if is_sharded("heads") or not dispatch.policy().stores_transposes:

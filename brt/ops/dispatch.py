@@ -1,9 +1,10 @@
 """Selects the implementation of an op: the one that the caller names, or the first that can run.
 
-An op lists its implementations in the order in which `auto` prefers them. Each implementation
-declares the backends that it runs on, the backends on which `auto` may select it, and a function
-that returns the reason why it cannot compute given inputs. There is no silent fallback: an
-implementation that is named explicitly runs or raises an error.
+The name `auto` stands for the first implementation that can run. An op lists its implementations in
+the order in which `auto` tries them. Each implementation declares the backends that it runs on, the
+backends on which `auto` may select it, and a function that returns the reason why it cannot compute
+given inputs. There is no silent fallback: an implementation that is named explicitly runs or raises
+an error.
 """
 
 import contextlib
@@ -233,14 +234,14 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
 
     Args:
       op: the op.
-      name: an implementation's name; None or 'auto' select the first one whose `auto` contains the
-        backend and that does not refuse the inputs.
+      name: an implementation's name; None or 'auto' select the first implementation that `auto` may
+        select on the backend and that does not refuse the inputs.
       *inputs, **options: the arguments of the implementation.
 
     Raises:
-      UnsupportedError: the op has no implementation of that name, the named implementation refuses
-        these inputs, or `auto` has no implementation that accepts these inputs. The class is a
-        subclass of NotImplementedError.
+      UnsupportedError: the op has no implementation of that name, the named implementation does not
+        run on the backend or refuses these inputs, or `auto` has no implementation that accepts
+        these inputs. The class is a subclass of NotImplementedError.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
     by_name = {one.name: one for one in op.implementations}
@@ -298,6 +299,7 @@ def _record_choice(op: str, name: str) -> None:
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
     """Returns the reason to refuse inputs with dropout, or None if `dropout` is None.
 
-    This function is the `refusal` of implementations that have no dropout.
+    This function is the `refusal` of implementations that have no dropout. It ignores all other
+    arguments.
     """
     return None if dropout is None else "has no dropout; set its rate to 0"

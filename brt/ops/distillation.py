@@ -41,7 +41,8 @@ def summed_divergence(
     temperature: float,
     chunk: int,
 ) -> Float[Array, ""]:
-    """Returns `divergence`, summed over tokens; gradients reach only the student's arguments.
+    """Returns the result of `divergence`, summed over all tokens that count; the arguments of the
+    teacher get no gradient.
 
     Args:
       student, teacher: the last hidden vector of each token in both models. A model's logits are
@@ -69,7 +70,7 @@ def summed_divergence(
 
         Args:
           piece: the student's vectors, the teacher's vectors and the mask of the chunk.
-          weights: the weights of the student's logits.
+          weights: the output embedding of the student.
         """
         ours, theirs, counts = piece
         nats = divergence(logits(ours, weights), logits(theirs, teacher_weights), temperature)

@@ -50,13 +50,19 @@ class Dropout:
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
         """Returns random factors, 0 or 1 / (1 - rate), in the given shape and dtype.
 
-        The first axis of the shape is the rows of the batch that the traced code processes. The
-        factors of a row depend on the row's index in the global batch and not on the other rows.
+        The first axis of the shape has the rows of the batch, or only those of one device within a
+        `shard_map`. The factors of a row depend on the row's index in the batch of all devices, and
+        not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
     def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
-        """Returns a mask [heads, rows, columns] that all rows of the batch share.
+        """Returns one mask [heads, rows, columns], which the caller applies to every row of the
+        batch.
+
+        Args:
+          heads: the number of heads, each of which has a matrix of its own.
+          rows, columns: the size of each matrix.
 
         On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs masks.
         In another shape, XLA would store the random numbers in memory before packing them to bits.

@@ -41,7 +41,8 @@ def bit_layout(rows: int) -> tuple[int, int, int]:
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
     """Returns the mask of each head as a matrix of 32-bit words; `unpack` inverts this function.
 
-    Of the three numbers that `bit_layout` returns, G is the product of the first and the third.
+    G is the number of groups of registers times the number of rows of a register, which are the
+    first and the third result of `bit_layout`.
     """
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)

@@ -78,8 +78,18 @@ def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] of all heads of queries.
 
-        The arguments are those of `attend`, except that `queries`, `bias`, `dropout` and `scale`
-        have H heads; the keys and values have G.
+        The arguments `queries`, `bias`, `dropout` and `scale` have H heads; the keys and values
+        have G heads.
+
+        Args:
+          queries: queries of a segment.
+          cached: keys and values of the block of tokens before the segment.
+          keys, values: keys and values of the segment.
+          bias: a bias for each head and distance, or None.
+          cache_mask: the blocks that may read the block before them.
+          dropout: dropout of the attention weights, or None.
+          scale: a factor for each head, to which `attend` scales the norms of queries, or None.
+          options: the other arguments of `attend`.
         """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]

@@ -26,7 +26,7 @@ class AttentionPart(NamedTuple):
     Attributes:
       output: [*B, K], the weighted mean of the subset's values.
       lse: float32 [*B], the log-sum-exp of the subset's logits, which determines the weight of this
-        subset among others; `softmax.FLOOR` where no key is visible.
+        subset among others; `softmax.FLOOR` (-1000) where no key is visible.
     """
 
     output: Float[Array, "*B K"]
@@ -47,7 +47,7 @@ def attend_to_part(
     backward pass need not read all weights for it.
 
     Args:
-      logits: float32, `softmax.MASKED` where a key is not visible.
+      logits: float32, with the value `softmax.MASKED` where a query must not see a key.
       values: the values of the keys.
       dropout: dropout of the attention weights; None for no dropout.
     """

@@ -38,8 +38,9 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     """Returns the sum of x over the last axis, which stays in the result with size 1.
 
     XLA's CPU backend sums 32 numbers in one pass. For longer vectors, XLA would store the array in
-    memory before the sum. Such vectors are therefore split into parts of 32 numbers. The parts are
-    added elementwise, and then the 32 numbers of the result are summed.
+    memory before the sum. Vectors of 64, 96 ... 1,024 numbers are therefore split into parts of 32
+    numbers on CPUs. The parts are added elementwise, and then the 32 numbers of the result are
+    summed.
     """
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:

@@ -17,7 +17,8 @@ from brt.ops.top_k import top_k
 # other tokens to predict stay as they are.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 # If a row has more slots for tokens to predict than this number, the number of slots is rounded up
-# to a multiple of this number, because the loss processes the slots in chunks.
+# to a multiple of this number. The loss processes the slots in chunks of equal size, so this size
+# must divide the number of slots.
 _CHUNK = 128
 
 

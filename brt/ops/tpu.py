@@ -52,7 +52,7 @@ def cores_per_chip() -> int:
 
 def vmem_budget() -> int:
     """Returns the number of bytes of VMEM that a kernel may use for blocks and intermediate
-    results: 2 MiB less than `vmem_limit()`.
+    results, which is 2 MiB less than the kernel may use in all (`vmem_limit()`).
     """
     return vmem_limit() - 2 * 2**20
 
@@ -143,8 +143,8 @@ def l2_normalize_rows_backward(
 def head_block_spec(*shape: int) -> Any:
     """Returns the block spec with which a step of the grid reads one head of one lane.
 
-    The array has the axes [B, H, *shape]. The first two axes of the kernel's grid must be the heads
-    and the lanes (rows of the batch).
+    The array has the axes [B, H, *shape]; `shape` has the sizes of the axes of one head. The first
+    two axes of the kernel's grid must be the heads and the lanes (rows of the batch).
     """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 
@@ -152,7 +152,8 @@ def head_block_spec(*shape: int) -> Any:
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
     """Returns the compiler parameters for a grid of `axes` axes whose first axis is the heads.
 
-    The heads are divided among the cores of a chip.
+    The parameters divide the heads among the cores of a chip, and let the kernel use up to
+    `VMEM_BYTES` bytes of VMEM.
     """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
@@ -167,7 +168,7 @@ def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None
 
     Args:
       count: the number of iterations.
-      body: the function that computes an iteration.
+      body: the function that computes an iteration, from its number i and the carry.
       carry: the initial carry.
     """
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)

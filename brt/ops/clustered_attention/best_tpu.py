@@ -2,7 +2,8 @@
 
 The best keys of a cluster are the keys with the largest logits of the cluster's centroid. Clusters
 are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has a sorted
-list of the 32 largest logits of the keys that it has seen; each place of the list is one register.
+list of the 32 largest logits of the keys that it has seen; one register holds the same place of all
+8 lists.
 For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and merges them
 with the lists. The larger half of the result is kept. At the end the lists of the 8 sublanes are
 merged in the same way. No step depends on the data, and no data moves within a register.
@@ -30,8 +31,8 @@ from brt.ops.softmax import MASKED
 SUBLANES = 8
 LIST_LENGTH = 32  # A sorted list of the largest logits has this many places.
 STEP_KEYS = LIST_LENGTH * SUBLANES  # One step of a loop over the keys processes this many keys.
-# If a cluster has fewer best keys than its list of their positions has places, this number fills
-# the other places. The number is greater than all positions of keys.
+# The list of the positions of a cluster's best keys has 32 places, too. If there are fewer best
+# keys, this number, which is greater than all positions of keys, fills the other places.
 NO_KEY = 2.0**24
 
 KeyLists = Float[Array, "32 8 C"]
@@ -56,7 +57,7 @@ def step_places(step: Any, lanes: int) -> KeyLists:
 
     Args:
       step: the index of the step.
-      lanes: the number of columns of the result, which are all equal.
+      lanes: C, the number of columns of the result, which are all equal.
     """
     row, sublane = (
         jax.lax.broadcasted_iota(jnp.int32, (LIST_LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
@@ -144,8 +145,11 @@ def best_threshold(
         which each cluster has at most `top_k` best keys.
 
         Each step decides one bit of each limit, from the highest bit to the lowest. The bit is set
-        if the cluster still has at most `top_k` best keys with the larger limit. `position_limit`
-        has the bits that earlier steps have set.
+        if the cluster still has at most `top_k` best keys with the larger limit.
+
+        Args:
+          step: the index of the step; step 0 decides the highest bit.
+          position_limit: the limits with the bits that earlier steps have set.
         """
         further = position_limit + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(count_best(further) > top_k, position_limit, further)

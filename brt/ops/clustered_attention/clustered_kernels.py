@@ -33,7 +33,9 @@ class ClusteredKernelSettings(NamedTuple):
 
     @property
     def clusters(self) -> int:
-        """The number of clusters after padding to complete vector registers of any dtype."""
+        """The number of clusters after padding to a multiple of 16, the number of rows of a vector
+        register of bfloat16 numbers.
+        """
         return -(-self.used // 16) * 16
 
     @property
@@ -42,9 +44,8 @@ class ClusteredKernelSettings(NamedTuple):
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def padding_multiple(self, tokens: int) -> int:
-        """Returns a number; an axis of `tokens` tokens must be padded to a multiple of this number.
-
-        The number is 128 if all tokens fit into one tile, and otherwise the size of a tile.
+        """Returns the number of which the padded size of an axis of `tokens` tokens must be a
+        multiple: 128 if all tokens fit into one tile, and otherwise the size of a tile.
         """
         return self.tile if tokens > self.tile else LANES
 

@@ -70,7 +70,8 @@ def refusal(
         return f"has {_MAX_CLUSTERS} clusters at most, not {config.clusters}"
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
     output_size = queries.shape[2] * values.shape[3]
-    # The backward kernel has two buffers in VMEM for the block of each input and of each output.
+    # The backward kernel reads the queries, keys, values and the output's gradient, and writes the
+    # gradients of the first three. VMEM has two buffers for the block of each of these arrays.
     taken = 2 * (2 * (q + k + v) + output_size) * queries.dtype.itemsize
     taken += _TILE_BYTES
     return vmem_refusal(taken)

@@ -66,8 +66,9 @@ def backward_kernel(
       rows: [2, 8 R, 128], dot products of 128 queries, each as eight partial sums in eight
         consecutive rows: first of the query and the R best keys, then of the gradient of the
         query's output and the R best values.
-      shares: [3, max(R, 8), 256], for 256 queries: the gradients of the logits of the best keys,
-        the weights of these keys, and the sum of the weights times their gradients.
+      shares: [3, max(R, 8), 256], for 256 queries: the gradients of the logits of the R best keys,
+        the weights of these keys, and in 8 equal rows the gradient of the cluster's mass from each
+        query.
       sums: [K, C], the gradients of the centroids.
       settings: static settings of the kernel.
     """
@@ -139,12 +140,13 @@ def _backward_over_queries(
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """Returns `sums` plus the contribution of the 256 queries of the previous step; also writes
-        the weights of the 256 queries of this step to `shares`.
+        the weights of the 256 queries of this step to `shares`, for the next step.
 
         Args:
           step: the index of this step.
           sums: two arrays with sums for each cluster: the gradients of the outputs of its queries
-            [E, C], and the gradient of its mass, in 16 equal rows [16, C].
+            [E, C], and the gradient of its mass [16, C]. The 16 rows are equal; a register of
+            bfloat16 numbers has as many.
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
@@ -183,7 +185,7 @@ def _backward_of_tile(
     settings: ImprovedKernelSettings,
 ) -> None:
     """Writes, for a tile of queries, the gradients of the logits of best keys, the weights of these
-    keys, and the sum of the weights times their gradients to `shares`.
+    keys, and the gradient of the cluster's mass from each query to `shares`.
     """
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(settings.top_k):

@@ -103,7 +103,7 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
         """Adds the 256 queries of a step to the sums of each cluster's queries in `means`.
 
         Returns `counts`, the number of queries of each cluster so far, plus the numbers of this
-        step. Both have 16 equal rows [16, C].
+        step. Both have 16 equal rows [16, C]; a register of bfloat16 numbers has as many.
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
@@ -133,8 +133,9 @@ def _choose_best_keys(
         """Replaces the logits of the best keys among the 256 keys of a step by MASKED, so that only
         the logits of other keys remain. Saves a bit for each key, which is set for best keys.
 
-        Returns, for each key, minus its position if it is a best key, and otherwise minus `NO_KEY`.
-        The largest of these numbers are thus the positions of the best keys in ascending order.
+        Returns, for each cluster and key, minus the key's position if it is a best key of the
+        cluster, and otherwise minus `NO_KEY`. The largest of these numbers are thus the negative
+        positions of the best keys; the smallest position comes first.
         """
         rows, places = best_tpu.step_rows(logits, step), best_tpu.step_places(step, lanes)
         best = best_tpu.is_best(rows, places, threshold, position_limit)
@@ -222,6 +223,8 @@ def _gather_best_keys(
         def take_from_tile(step: Any, words: list[Array]) -> list[Array]:
             """Returns `words`, the bits of the group's best keys and their values, after filling in
             the best keys that are among the 128 keys of this step.
+
+            `words` has an array [W, C] for each of the `KEYS_AT_ONCE` best keys of a cluster.
             """
             current = packed[:, pl.ds(step * LANES, LANES)]
             return [

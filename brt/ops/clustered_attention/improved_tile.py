@@ -19,8 +19,9 @@ from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
 KEYS_AT_ONCE = 4  # Loops over the best keys process this many keys of each cluster at once.
-# The kernels always have this many clusters; some of them may be empty. A row of a vector register
-# thus holds one number of each cluster, so a query can look up the number of its own cluster there.
+# The kernels always have 128 clusters, one for each lane of a vector register, because a query
+# looks up the data of its cluster by the index of a lane. If there are fewer clusters, the others
+# are empty.
 CLUSTERS = LANES
 
 
@@ -51,7 +52,8 @@ class ClusterResults(NamedTuple):
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
       places: [32, C], int32, positions of the best keys; X if there are fewer.
-      words: [32, W, C], int32, the bits of each best key, followed by the bits of its value.
+      words: [32, W, C], int32, the bits of each best key, followed by the bits of its value, in W
+        words of 32 bits.
     """
 
     means: Any
@@ -156,11 +158,16 @@ def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
 class QueryTile:
     """A tile of 128 queries, with the best keys and the statistics of each query's cluster.
 
+    Args:
+      inputs: references to the inputs of one step of a kernel's grid.
+      results: references to the best keys and the statistics of all clusters.
+      step: the index of the tile; tile i has the queries from 128 i on.
+
     Attributes:
       place: the slice of the queries that belong to the tile.
       labels: [1, 128], the cluster of each query.
-      queries: [K, 128], float32.
-      statistics: the statistics of each query's cluster.
+      queries: [K, 128], the queries in float32.
+      statistics: the statistics of each query's cluster, as arrays [1, 128].
     """
 
     def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:
@@ -199,7 +206,8 @@ class QueryTile:
         these keys alone.
 
         Args:
-          logits: the logits of each query for the R best keys of its cluster.
+          logits: the logits of each query for the R best keys of its cluster. If the cluster has
+            fewer best keys, the last of the R logits have no meaning and get weight 0.
         """
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
         seen = jnp.where(place < self.statistics.chosen, logits, MASKED)
@@ -209,8 +217,8 @@ class QueryTile:
 
 
 def partial_sum_rows(r: int) -> slice:
-    """Returns the slice of the eight rows that have the partial sums of the dot products of queries
-    and r-th best keys.
+    """Returns the slice of an array [8 R, 128] with the eight rows of partial sums of the dot
+    products of 128 queries and the r-th of R best keys; `add_partial_sums` adds up all rows.
     """
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 

@@ -38,7 +38,8 @@ def tile_size(tokens: int, clusters: int) -> int:
     """Returns the number of slots of a tile: the largest power of 2 up to the mean number of
     queries of a cluster, but at least 8 and at most 128.
 
-    At most half of all slots are empty if a cluster has 8 or more queries on average.
+    The empty slots are fewer than one tile for each cluster. If a cluster has 8 or more queries on
+    average, a tile has at most this mean number of slots, so at most half of all slots are empty.
 
     Args:
       tokens: the number of queries of a head.
@@ -63,8 +64,9 @@ def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> Que
     members = member_counts(labels, clusters)
     tiles, end_rank = -(-members // size), jnp.cumsum(members, axis=-1)
     end = jnp.cumsum(tiles, axis=-1)
-    # The rank of a query is its index after all queries of a head are sorted by cluster. For all
-    # queries of a cluster, the slot minus the rank is the same number, which is `shift`.
+    # The rank of a query is its index after all queries of a head are sorted by cluster. The
+    # queries of a cluster have consecutive ranks and consecutive slots, so the slot minus the rank
+    # is the same number for all of them. This number is `shift`.
     shift = (end - tiles) * size - (end_rank - members)
 
     order = _sort_by_label(labels)
@@ -92,7 +94,7 @@ def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     """
     tokens = labels.shape[-1]
     # Label and position are combined to the number label * T + position. Labels are at most T, so
-    # the largest such number is T * T + T - 1.
+    # the largest such number is T * T + T - 1, which has to fit into 32 bits.
     if (tokens + 1) * tokens > jnp.iinfo(jnp.uint32).max:
         return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.uint32)[None, None]

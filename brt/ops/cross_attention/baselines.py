@@ -107,8 +107,8 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the mean key and the mean value of every segment, which the targets of all segments
-    read (`SharedKeys`).
+    """Returns the mean key and the mean value of every segment, as a `SharedKeys`: additional keys
+    and values that the targets of all segments read.
 
     Args:
       keys, values: the keys and values of each segment.

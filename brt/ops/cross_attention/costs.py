@@ -87,8 +87,9 @@ def multiplications(
         w = k * d**2 if w_on == "values" else segments * d**3
         return 2 * q * s * d + k * d**2 + w + q * d**2
     window = {"full": k, "segmented": s, "xl_memory": 2 * s, "local_global": s + segments}[kind]
-    # There is an RNN for the keys and another one for the values. Each RNN computes two matrix
-    # products for each position.
+    # There is an RNN for the keys and another one for the values. Each RNN computes two products of
+    # a vector of heads * d numbers and a matrix for each position. Such a product has heads * d**2
+    # multiplications for each head.
     recurrent = 4 * heads * k * d**2 if kind == "xl_memory" else 0
     return 2 * q * window * d + recurrent
 

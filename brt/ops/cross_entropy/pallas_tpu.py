@@ -107,7 +107,8 @@ def token_scores(
       bias: None, because the kernels support no bias.
       scale: factor of the logits.
       chunk: ignored; the kernels choose the size of their tiles.
-      interpret: True runs the kernel on any device, slowly, and with any sizes.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
+        and with any sizes.
     """
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     return TokenScores(results.nats, results.lead > 0)
@@ -289,7 +290,8 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """Returns all tiles that fit into VMEM in both kernels."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    # In measurements, the compiler used up to 1 MiB more VMEM than `_vmem_bytes` estimates.
+    # In measurements, the compiler used up to 1 MiB more VMEM than `_vmem_bytes` estimates. Tiles
+    # must therefore leave 1 MiB of the limit free.
     room = tpu.vmem_limit() - 2**20
     return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
 

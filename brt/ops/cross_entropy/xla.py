@@ -192,10 +192,15 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Returns `total` plus the summed loss and the summed nats of a chunk; and None, because
-        `lax.scan` also expects an output of each step.
+        """Adds the sums over the tokens of a chunk to `total`.
 
-        `piece` has the vectors, the targets and the mask of the chunk.
+        Args:
+          total: [2], the sums over the previous chunks: the loss, which has label smoothing, and
+            the negative log probabilities of the targets (nats), which have none.
+          piece: the vectors, the targets and the mask of the chunk.
+
+        Returns:
+          The new sums; and None, because `lax.scan` also expects an output of each step.
         """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
@@ -207,7 +212,7 @@ def _cross_entropy(
 
 
 def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array, "2"]:
-    """Returns the summed loss and the summed nats of a chunk."""
+    """Returns the sum of the loss, with label smoothing, and of the nats, without it."""
     loss = nats = results.nats
     if smoothing:
         loss = (1 - smoothing) * nats + smoothing * (results.lse - jnp.mean(results.all, axis=-1))
@@ -233,8 +238,9 @@ def _forward(
         """Returns the scan's carry after a chunk is added, and the gradient of the chunk's vectors.
 
         Args:
-          carry: the sums over the previous chunks: the loss and the nats, the gradient of the
-            embedding, and the gradient of the bias.
+          carry: the sums over the previous chunks, which are an array of two numbers (the loss,
+            which has label smoothing, and the nats, the negative log probabilities without label
+            smoothing), the gradient of the embedding, and the gradient of the bias or None.
           piece: the vectors, the targets and the mask of the chunk.
         """
         total, d_embedding, d_bias = carry

@@ -41,9 +41,9 @@ def local_attention(
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
         # The bias depends only on o, the key's position minus the query's position, so it can be
-        # read from any row of `bias` that has this offset. Let r be the radius. If the key is
-        # before the query, row r is read at column 2 r + 1 + o; otherwise, row 0 is read at column
-        # r + 1 + o.
+        # read from any row of `bias` that has this offset. Let r be the radius. Column c of row i
+        # has the offset c - (r + 1) - i. If the key is before the query, row r is read at column
+        # 2 r + 1 + o; otherwise, row 0 is read at column r + 1 + o.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

@@ -164,12 +164,17 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     along -= lse_gradient
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
-        """Adds a tile's contribution to `sums`, the gradients of keys and values.
+        """Adds a tile's contribution to the gradients of keys and values.
 
-        Returns the new sums, and the gradients of the tile's queries and of the tile's bias. `xs`
-        has the tile, the tile's index, the gradient of its outputs, for each query the sum over the
-        keys of the weight times the weight's gradient (which the gradient of the softmax
-        subtracts), and the log-sum-exps of its logits.
+        Args:
+          sums: the gradients of the keys and of the values from the previous tiles.
+          xs: the tile; the tile's index; the gradient of its outputs; for each query, the number
+            that the gradient of a logit subtracts (the sum over the keys of the weight times the
+            weight's gradient, minus the gradient of the log-sum-exp); and the log-sum-exps of the
+            tile's logits.
+
+        Returns:
+          The new sums; and the gradients of the tile's queries and of the tile's bias.
         """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
