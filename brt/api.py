@@ -306,11 +306,11 @@ class Model:
 
         Args:
           split: "train", "validation" or "test".
-          ablate: the part of the memory without which the model is evaluated again: "state",
-            "cache", "memory", or "both" for all three; None evaluates only once.
+          ablate: what a second evaluation resets before every segment: "cache", "state" (recurrent
+            states), "memory" (other memories), or "both" for all three; None evaluates only once.
 
         Raises:
-          ConfigError: the model does not have the memory that `ablate` names, or it was loaded from
+          ConfigError: the model does not have the part that `ablate` names, or it was loaded from
             a directory in Hugging Face's format.
           DataError: there is no such split.
         """
@@ -337,7 +337,7 @@ class Model:
         """Returns the present form of an identity that an earlier version may have saved."""
         settings = {name: value for name, value in saved.items() if "." in name}
         others = {name: saved[name] for name in saved.keys() - settings.keys() - {"model"}}
-        with_kinds = "model" not in saved  # Earlier versions saved the section `Model` as "model".
+        with_kinds = "model" not in saved  # Only earlier versions saved the key "model".
         sections = by_section(settings) if with_kinds else {"Model": saved["model"]}
         try:
             return others | earlier_model_settings(sections, self.config, with_kinds=with_kinds)

@@ -31,7 +31,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the parsed flags, after executing the files of --import.
 
-        `--gin.NAME=VALUE` is read as `--gin_bindings='NAME=VALUE'`.
+        `--gin.NAME=VALUE` is read as `--gin_bindings='NAME=VALUE'`. The arguments are those of
+        argparse's method: the command line (None for the process's own), and an object that
+        receives the flags (None for a new one).
         """
         arguments = sys.argv[1:] if args is None else args
         arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
@@ -44,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         return namespace
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError instead of exiting."""
+        """Raises a ConfigError with the message, where argparse would end the process."""
         raise ConfigError(f"{message} (--help lists the flags)")
 
     def _unknown(self, argument: str) -> str:

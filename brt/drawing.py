@@ -88,6 +88,10 @@ def png(figure: Figure) -> bytes:
 def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
     """Makes the y axis of a plot logarithmic if all plotted values are above 0, with tick labels
     such as 0.6 instead of powers of ten.
+
+    Args:
+      axes: the plot.
+      values: all values that the plot shows.
     """
     if not len(values) or min(values) <= 0:
         return

@@ -201,7 +201,9 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
     with directory(path.parent, below=below) as place:
 
         def opener(name: str, flags: int) -> int:
-            """Opens the file without following links."""
+            """Opens the file for Python's `open`, without following links. `flags` are the flags of
+            the mode; `name` is not used.
+            """
             # Without O_NONBLOCK, opening a FIFO would wait for a writer.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK
             return os.open(path.name, flags, 0o666, dir_fd=place)
@@ -292,7 +294,8 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
     while True:
         name = partial_name()
         descriptor = os.open(name, flags, mode, dir_fd=place)
-        # Another process may have locked the new file in `remove_abandoned`, to delete it.
+        # Before this process locks the new file, another process may lock it in `remove_abandoned`
+        # and delete it. Then the loop creates another file.
         with contextlib.suppress(BlockingIOError):
             locks.acquire(descriptor)
             if os.fstat(descriptor).st_nlink:
@@ -335,7 +338,8 @@ def _stream(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     for standard in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # The stream is closed or has no file.
+        # A stream that is closed, or that is no file, raises an error.
+        with contextlib.suppress(OSError, ValueError):
             if os.path.samestat(status, os.fstat(standard.fileno())):
                 standard.flush()  # Text that was printed before must come first.
                 return os.dup(standard.fileno())

@@ -52,7 +52,8 @@ def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
     a device of this machine. Earlier versions compile a kernel for the device of the program.
 
     Args:
-      gpu: the description of the GPU, an element of `Topology.devices`.
+      gpu: the description of the GPU, one of the `devices` of a
+        `brt.planning.topologies.Topology`.
     """
     if version("jaxlib").startswith("0.10."):
         return contextlib.nullcontext()

@@ -49,7 +49,9 @@ def silence_later_errors() -> None:
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        """Reports an error that Python cannot raise, unless it follows from an earlier one."""
+        """Reports an error that Python cannot raise, unless it follows from an earlier one. Python
+        calls this function as `sys.unraisablehook`, which describes the argument.
+        """
         error, thread = unraisable.exc_value, threading.current_thread()
         late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         closed = isinstance(error and error.__cause__, GeneratorExit)

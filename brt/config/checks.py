@@ -45,8 +45,11 @@ def check_finite(section: Any) -> None:
 
 
 def check_positive(section: object, *names: str) -> None:
-    """Refuses a section in which one of the named fields is not above 0, or is an integer that
-    exceeds an int32.
+    """Refuses a section in which a field is not above 0, or is an integer that exceeds an int32.
+
+    Args:
+      section: the section.
+      names: the names of the fields to check, which contain numbers.
     """
     for name in names:
         value = getattr(section, name)
@@ -56,8 +59,11 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
-    """Refuses a section in which one of the named fields is negative, or is an integer that exceeds
-    an int32.
+    """Refuses a section in which a field is negative, or is an integer that exceeds an int32.
+
+    Args:
+      section: the section.
+      names: the names of the fields to check, which contain numbers.
     """
     for name in names:
         value = getattr(section, name)
@@ -88,7 +94,12 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
 
 
 def check_layers(section: object, *names: str) -> None:
-    """Refuses a section in which a named number of layers is below 1 or exceeds `MAX_LAYERS`."""
+    """Refuses a section in which a number of layers is below 1 or exceeds `MAX_LAYERS`.
+
+    Args:
+      section: the section.
+      names: the names of the fields that contain numbers of layers, such as "encoder_layers".
+    """
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)

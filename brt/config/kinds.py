@@ -42,7 +42,7 @@ class KindSection:
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers that the section names, by the name of their kind:
-        {"recurrent": (-3,)}.
+        {"recurrent": (-3,)}. Sections of several kinds of layers override this method.
         """
         layers: tuple[int, ...] = getattr(self, "layers", ())
         return {self.kind: layers}

@@ -133,7 +133,7 @@ def _union(kinds: list[Any]) -> Any:
 
 def fields_of(name: str) -> list[str]:
     """Returns the names of the fields that a setting may stand for, one for each section that has
-    the setting: ["Pairs.buckets", "Speech.buckets", ...] for "Data.buckets".
+    the setting: ["Pairs.buckets", "Speech.buckets", ...] for the setting `name` "Data.buckets".
     """
     return [own for own in field_names(name) if own in class_field_types()]
 
@@ -151,7 +151,8 @@ def task_field(name: str, task: str) -> str | None:
 
 
 def declaration(name: str) -> Setting:
-    """Returns the declaration of a setting, which is the same in all sections that have it.
+    """Returns the declaration of the setting `name`, such as "Data.train". The declaration is the
+    same in all sections that have the setting.
 
     A `Setting` says whether a resumed run may change the value, which value a run that starts from
     weights has, whether prepared data depend on the value, whether the value names a path, and
@@ -162,7 +163,7 @@ def declaration(name: str) -> Setting:
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of a field or setting, such as "Pairs.train" or "Data.train".
+    """Returns the default of the field or setting `name`, such as "Pairs.train" or "Data.train".
 
     If several sections have the setting, their defaults may differ. The result is then the default
     of the first section that has the setting.

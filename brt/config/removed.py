@@ -114,9 +114,12 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_removed(field: str) -> bool:
-    """Returns True if brt has no such field any more.
+    """Returns True if brt no longer has a field.
 
     `REMOVED` also contains fields that became derived (the data determine them). .gin files cannot
     set derived fields, but saved configs still contain them, so the result is False for them.
+
+    Args:
+      field: the name of the field with its section, such as "Optimizer.momentum".
     """
     return field in REMOVED and field not in class_field_types()

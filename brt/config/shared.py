@@ -86,14 +86,16 @@ def field_name(name: str, task: str) -> str:
 
 
 def tasks_with(name: str) -> list[str]:
-    """Returns the names of the tasks that have the section of a field such as "Pairs.train"."""
+    """Returns the names of the tasks that read the section of a field: ["summarization"] for the
+    field `name` "Pairs.train".
+    """
     section = name.partition(".")[0]
     return [task for task, sections in _TASKS.items() if section in sections.values()]
 
 
 def field_names(name: str) -> Iterator[str]:
-    """Yields the names of the fields that a setting may refer to: for "Data.buckets" the names
-    "Data.buckets", "Pairs.buckets" and so on. Some of these sections may lack the field.
+    """Yields the names of the fields that the setting `name` may refer to: for "Data.buckets" the
+    names "Data.buckets", "Pairs.buckets" and so on. Some of these sections may lack the field.
     """
     section, _, field = name.partition(".")
     yield name

@@ -114,14 +114,15 @@ def prepared_split(
       split: the split to prepare.
       part: True if the split is held out of the documents of Data.train, so that these sources have
         to be read.
-      known: a directory in which a run has prepared this split before; the directory is used again
-        if the sources are unchanged. None if there is no such directory.
+      known: a directory in which a run has prepared this split before; None if there is none. The
+        directory is used again if `part` is True, or if the sources are unchanged or cannot be
+        read any more.
       hashes: function from the names of sources to the hashes of their files.
       build: function that writes prepared data; see `prepared`.
       more: further values, as JSON, that determine the content.
 
     Raises:
-      DataError: a source cannot be read.
+      DataError: a source cannot be read, and `known` does not contain the split.
     """
     reusable = (
         known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None

@@ -120,8 +120,9 @@ def prepare_split(
       data: the section Data of the config.
       split: the name of the split.
       tokenizer: the tokenizer that encodes the split, such as the tokenizer of a trained model.
-      known: a directory in which a run has prepared this split before; the directory is used again
-        if the sources are unchanged. None if there is no such directory.
+      known: a directory in which a run has prepared this split before; None if there is none. The
+        directory is used again if the split is held out of the training documents, or if the
+        sources are unchanged or cannot be read any more.
       progress: True shows a progress bar on a terminal, and otherwise prints a line.
 
     Returns:

@@ -25,7 +25,8 @@ class Walk(NamedTuple):
 
     Attributes:
       files: regular files, sorted by path.
-      missed: paths that cannot be read, each with the reason: `DEAD`, `CLOSED` or `ODD`.
+      missed: paths that cannot be read, each with the phrase `DEAD`, `CLOSED` or `ODD` of this
+        module, which says why.
     """
 
     files: list[Path]

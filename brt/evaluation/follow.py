@@ -98,8 +98,8 @@ class Follower:
       workdir: the run directory.
       config: config of the run, in which the user may have changed some settings.
       split: the split to evaluate.
-      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
-        second evaluation.
+      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
+        evaluation resets before every segment; None for no second evaluation.
       say: called with a line about every checkpoint that is skipped.
     """
 

@@ -37,8 +37,8 @@ class SplitEvaluator:
     Args:
       config: config of the run with all sizes filled in; the user may have changed some settings.
       split: the name of the split.
-      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
-        second evaluation.
+      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
+        evaluation resets before every segment; None for no second evaluation.
       on_result: called with each result before it is written.
       windows: window sizes in tokens. A language model is evaluated once with each of them, and
         Model.window is not used. An empty tuple evaluates once, with Model.window.
@@ -106,8 +106,8 @@ def evaluate(
     Args:
       model: the model of the checkpoint.
       split: the name of the split.
-      ablate: part of the memory that a second evaluation resets, such as "state"; None for no
-        second evaluation.
+      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
+        evaluation resets before every segment; None for no second evaluation.
       on_result: called with the result before it is written.
       windows: window sizes in tokens. A language model is evaluated once with each of them, and
         Model.window is not used. An empty tuple evaluates once, with Model.window.

@@ -92,7 +92,8 @@ def beam_search(
         penalty = jnp.asarray(penalties)[search.length]
         finished = _update_finished(search, candidates, penalty, broken)
         # Candidates that ended get the score -inf, so that they do not become running hypotheses.
-        # If fewer than N others are left, top_k selects some with -inf, which count as missing.
+        # If fewer than N candidates are left, top_k also selects some with the score -inf. Running
+        # hypotheses with this score count as missing.
         scores = jnp.where(candidates.ended, -jnp.inf, candidates.log_probs)
         log_probs, chosen = top_k(scores, decoding.beams)
         return _Search(

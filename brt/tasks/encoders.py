@@ -76,7 +76,9 @@ class EncoderTask(Task):
         )
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the encoder and its head."""
+        """Returns newly initialised parameters of the encoder and its head, drawn with the random
+        key `key`.
+        """
         return encoder.init(self.network(config), key)
 
     def predict(
@@ -178,6 +180,9 @@ class EncoderTask(Task):
         """Returns the encoder in the format of Hugging Face's RoBERTa.
 
         The exported model uses exact attention, even if the encoder was trained with another kind.
+
+        Args:
+          source: the run that trained the encoder.
         """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -300,8 +305,8 @@ def with_exact_attention(config: Config) -> Config | None:
 
 
 def refuse_ablation(ablate: str | None) -> None:
-    """Raises ConfigError if `ablate` names a part of the memory that an evaluation has to reset,
-    because encoders have no memory.
+    """Raises ConfigError unless `ablate` is None. An evaluation with `ablate` would reset a part of
+    the memory of a model, but encoders have no memory.
     """
     if ablate:
         raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")

@@ -316,7 +316,9 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        """Returns a trained model in another library's format; only called if `exports` is True."""
+        """Returns the trained model of the run `source` in another library's format. The method is
+        only called if `exports` is True.
+        """
         raise no_export_format(source.path)
 
     # The following methods initialise a model from the weights of another model (a warm start).

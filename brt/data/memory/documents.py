@@ -30,8 +30,9 @@ _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-# Facts are drawn at random until one belongs to the split, at most this number of times. On
-# average, at least one of eight facts belongs to a split.
+# Facts are drawn at random until one belongs to the split, as at least one of eight facts does on
+# average. If this number of draws is not enough, there are too few different facts, and an error is
+# raised.
 _DRAWS = 1000
 # These characters are removed from filler: < = > because they mark facts, control characters except
 # newlines, and all characters beyond ASCII because they take several bytes.
@@ -120,8 +121,8 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         statements.append((place, f"{before}{name}={value};"))
-        # The distance from the value of a fact to the answer includes the `;` after the value and
-        # the key of the question. Their length is therefore subtracted from that of the filler.
+        # `distance` counts the bytes between the value of a fact and the answer, including the `;`
+        # after the value and the key of the question, so the filler has `label_size` bytes less.
         label_size = len(f";{before}{name}>")
         questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
     if scattered:

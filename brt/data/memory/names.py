@@ -47,7 +47,8 @@ _USUAL: dict[str, dict[str, int]] = {
     "counting": {"distance": 128, "size": 384, "facts": 19, "symbols": 10},
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
-# A value has at least this number of digits, so that every split has hundreds of values.
+# A value has at least this number of hexadecimal digits. With three digits there are 4,096 values,
+# of which validation and test get an eighth each, about 512. Fewer digits would be too few values.
 _SHORTEST = 3
 
 

@@ -118,8 +118,9 @@ class Preparation(abc.ABC):
         Args:
           split: the name of the split.
           encoder: the object that encodes rows, such as the tokenizer of a trained model.
-          known: a directory in which a run has prepared this split before; the directory is used
-            again if the sources are unchanged. None if there is no such directory.
+          known: a directory in which a run has prepared this split before; None if there is none.
+            The directory is used again if the split is held out of the training rows, or if the
+            sources are unchanged or cannot be read any more.
 
         Returns:
           An instance of the class `dataset` with this split.

@@ -185,15 +185,15 @@ def extra_flops_per_token(config: Config) -> int:
     if not distills(config):
         return 0
     logits = 2 * config.model.model_dim * config.model.vocab_size
-    # Besides the teacher's forward pass, the KL divergence needs five matrix products of this size:
-    # the trained model's logits in the forward pass, both models' logits again in the backward
-    # pass, and two products for gradients.
+    # Besides the teacher's forward pass, the KL divergence needs five matrix products, each of as
+    # many FLOPs as the logits: the trained model's logits in the forward pass, both models' logits
+    # again in the backward pass, and two products for gradients.
     return forward_flops_per_token(teacher_config(config).model) + 5 * logits
 
 
 def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
-    """Returns the teacher's entry of the model state, with newly initialised parameters, by its
-    name; an empty dict if the config does not ask for distillation.
+    """Returns {"teacher": newly initialised parameters}, the teacher's entry of the model state; an
+    empty dict if the config does not ask for distillation.
 
     Args:
       config: config of the run.

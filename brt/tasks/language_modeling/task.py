@@ -142,7 +142,7 @@ class LanguageModeling(Task):
         return Batch(ids, ids, np.ones(tokens, bool), np.ones(blocks, bool))
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the decoder."""
+        """Returns newly initialised parameters of the decoder, drawn with the random key `key`."""
         model = config.model
         tokens, start = jnp.zeros((1, model.block_length), jnp.int32), jnp.ones((1, 1), bool)
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
@@ -295,7 +295,7 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        """Returns the decoder in the format of Hugging Face (`exporting.export`)."""
+        """Returns the decoder of the run `source` in the format of Hugging Face."""
         return exporting.export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:

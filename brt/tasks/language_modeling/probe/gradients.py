@@ -202,7 +202,9 @@ def _state_reach(
         ]
 
     def norms(cotangent: tuple[Array, States]) -> dict[int, Float[Array, ""]]:
-        """Returns the norm of the gradient at each layer's state for one cotangent of `read`."""
+        """Returns the norm of the gradient with respect to each layer's state before the segment,
+        by layer, for one cotangent of the results of `read`.
+        """
         (gradients,) = pull_back(cotangent)
         return {layer: optax.tree.norm(arrays) for layer, arrays in gradients.items()}
 

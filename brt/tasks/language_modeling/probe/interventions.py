@@ -57,8 +57,9 @@ class InterventionResult:
       document: index of the block's document, -1 for padding and for blocks that do not count.
       position: number of tokens of the document before the block.
       tokens, bytes: number of scored tokens in the block, and number of bytes of these tokens.
-      foreign: True if the "shuffled" intervention took the memory from another lane, False if
-        there was no other lane.
+      foreign: True if the block counts for the "shuffled" intervention: the memory was taken from
+        another lane, or the segment begins a document and thus needs no memory. False if there was
+        no other lane.
       nats: nats of the blocks for each intervention; the key None is the unchanged model.
       states: metrics of each layer's recurrent state, averaged over lanes and segments.
     """
@@ -202,8 +203,8 @@ class _Streams:
           active: [B], False for lanes whose segment ends in padding.
 
         Returns:
-          A tuple: bool [B, N], True if "shuffled" took the memory from another lane; and the nats
-          [B, N] for each of `interventions`.
+          A tuple: bool [B, N], as `InterventionResult.foreign`; and the nats [B, N] for each of
+          `interventions`.
         """
         normal, source = self._carried[None], _other_lanes(self._active)
         replacements = {

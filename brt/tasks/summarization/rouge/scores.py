@@ -87,7 +87,8 @@ def _rises(a: Words, b: Words) -> list[int]:
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    # Bit j of `flat` is set if word j of b does not make the longest common subsequence longer.
+    # Bit j of `flat` is set if word j of b does not lengthen the longest common subsequence with
+    # the words of a that were processed so far.
     flat = everything
     rises = [0]
     for word in a:
