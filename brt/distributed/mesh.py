@@ -143,7 +143,7 @@ def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding that gives every device a complete copy of an array."""
+    """Returns the sharding that gives every device of `mesh` a complete copy of an array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -170,7 +170,9 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of arrays whose first axis is lanes (rows of the batch)."""
+    """Returns the sharding over the devices of `mesh` of arrays whose first axis is lanes (rows of
+    the batch).
+    """
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 

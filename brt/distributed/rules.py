@@ -233,7 +233,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
     @functools.wraps(function)
     def replicated_function(*args: Any, **kwargs: Any) -> PyTree[Array]:
-        """Returns the results of `function`, constrained to be replicated."""
+        """Returns the results of `function` for these arguments, constrained to be replicated."""
         return replicated(function(*args, **kwargs))
 
     return jax.jit(replicated_function, **options)

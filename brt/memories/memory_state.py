@@ -37,7 +37,10 @@ _BY_HEAD = ("lanes", "kv_heads", None, None)
 
 def memory_axes(model: Model) -> Any:
     """Returns a `MemoryState` in which each array is replaced by the names of its axes, from which
-    `brt.distributed.rules` derives the sharding.
+    `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     return MemoryState(window_axes(model), _BY_HEAD, _BY_HEAD, ("lanes",))
 

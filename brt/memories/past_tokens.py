@@ -96,7 +96,7 @@ class PastTokensLayer(WindowLayer):
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, and the gate of each head."""
+        """Creates the module of attention and MLP, and the gate of each head."""
         m = self.model
         self.tokens = TransformerBlock(
             dataclasses.replace(m, positions=self.window_positions()), cross_attends=m.feedback,

@@ -36,7 +36,8 @@ class DecoderOutput(NamedTuple):
       losses: auxiliary losses of layers by name, float32 scalars. Each is a mean over tokens. A
         train step, whose loss is a sum over tokens, multiplies them by the number of tokens.
       metrics: float32 scalars to log, averaged over neighbouring layers of one kind (a run of
-        layers). A name is, for example, "routing_3/largest_cluster": the run, then the metric.
+        layers). A name such as "routing_3/largest_cluster" consists of the name of the run (the
+        kind and the index of the first layer) and the name of the metric.
     """
 
     hidden: Float[Array, "B T D"]
@@ -160,7 +161,9 @@ class Decoder(nn.Module):
 
 
 def new_state(model: Model, batch: int) -> StackState:
-    """Returns the states of all layers before the first token, for a batch of `batch` rows."""
+    """Returns the states of all layers before the first token, in a model with the settings
+    `model` and for a batch of `batch` rows.
+    """
     return new_stack_state(model, batch, compute_dtype(model))
 
 

@@ -26,7 +26,7 @@ Task = Literal["ctc", "classification", "regression", "spans", "masked_language_
 HEADS = {
     "ctc": heads.Ctc,
     "classification": heads.Classification,
-    "regression": heads.Classification,  # The only class of this head has the number as its logit.
+    "regression": heads.Classification,  # The head has one class, whose logit is the prediction.
     "spans": heads.Spans,
     "masked_language_modeling": heads.MaskedLanguageModel,
 }

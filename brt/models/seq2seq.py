@@ -283,8 +283,8 @@ def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
     """
 
     def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
-        """Returns keys or values in which each beam n has the entries of the earlier beam that beam
-        n continues.
+        """Returns `cache` (the keys or the values of all beams) in the new order of beams: beam n
+        gets the entries of the earlier beam that it continues.
         """
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 
@@ -324,7 +324,7 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
     """Returns BART's parameters with longer tables of position embeddings.
 
-    The caller must set `Seq2Seq.max_positions` to the same number.
+    The caller must set `Seq2Seq.max_positions` to `length`.
 
     Args:
       params: the parameters of the model.

@@ -28,8 +28,8 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
       target: the run directory to write.
       verified: True compares the arrays and the logits of the converted model with those of the
         original.
-      window: the window, and the number of sinks (first tokens that stay visible), of layers that
-        were trained without a window.
+      window: the window and the number of sinks (first tokens that stay visible) with which the
+        model is to read text.
 
     Raises:
       ConfigError: `target` is not empty.

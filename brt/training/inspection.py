@@ -101,8 +101,8 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
-    """Returns a SHA-256 hash of everything that a resumed run restores from the checkpoint of a
-    step.
+    """Returns a SHA-256 hash of everything that a resumed run restores from the checkpoint of the
+    step `step` in a run directory.
 
     Runs with equal hashes continue identically.
     """

@@ -55,7 +55,7 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     )  # fmt: skip
 
     def init(params: PyTree[Array]) -> optax.OptState:
-        """Returns the initial state of the optimizer."""
+        """Returns the initial state of the optimizer for the parameters `params`."""
         return transform.init(_grouped(params, axes))
 
     def update(

@@ -89,7 +89,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     """
 
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
-        """Separates the parameters that are stacked by layer from all others.
+        """Separates the parameters in `tree` that are stacked by layer from all others.
 
         Returns:
           A dict from paths to the other parameters; and for each number of layers, as a string, a
@@ -111,7 +111,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         return unflatten_dict(kernels, sep="/")
 
     def init(params: Parameters) -> LayerwiseState:
-        """Returns the initial state of the optimizer."""
+        """Returns the initial state of the optimizer for the parameters `params`."""
         outside, stacked = split(params)
         state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)

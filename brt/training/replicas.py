@@ -45,9 +45,9 @@ def count(mesh: rules.Mesh | None = None) -> int:
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     """Returns True if each replica holds only a shard of the optimizer's state.
 
-    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default it is used neither for
-    the optimizer Muon nor on CPUs. On CPUs the shards of each array would be sent separately, which
-    would take more time than sharding saves.
+    Such sharding is the first stage of ZeRO (Rajbhandari et al. 2019). By default, the state is not
+    sharded if the optimizer is Muon or the backend is a CPU. On CPUs the shards of each array would
+    be sent separately, which would take more time than sharding saves.
 
     Args:
       optimizer: settings. Optimizer.state is "shared" for shards, "whole" for a copy of the whole

@@ -43,7 +43,8 @@ class Session(OpenRun):
     Attributes:
       steps: Training.steps, the step at which the run ends.
       first: number of completed steps when the current series of steps began. A series begins when
-        the run is started or resumed, after batches were left out, and after a rewind.
+        the run is started or resumed, after batches were left out, and after a rewind. The loss of
+        the first step of a series is shown to the user.
       cut_short: True if a request to stop interrupted the evaluation or the sample of this step.
       program: the compiled train step; None before `compile`.
       throughput: measures the speed of training.

@@ -77,8 +77,8 @@ def _loss_and_gradients(
 
     def split(x: Array) -> Array:
         """Reshapes an array from [lanes, ...] to [microbatches, lanes of a microbatch, ...]."""
-        # Microbatch i consists of the lanes i, i + count, ..., so that every device has lanes of
-        # each microbatch.
+        # Microbatch i consists of the lanes i, i + count, ... A device has adjacent lanes, so every
+        # device has lanes of each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:

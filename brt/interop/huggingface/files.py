@@ -34,7 +34,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of a checkpoint by name, in the dtypes of the files.
+    """Returns all arrays of the checkpoint in `directory`, by name and in the dtypes of the files.
 
     Raises:
       CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are

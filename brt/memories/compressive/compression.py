@@ -83,8 +83,8 @@ def visible_slot_counts(
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
     """Returns N = `blocks` overlapping slices of x along axis 1, as an array [B, N, size, *D].
 
-    Slice n has the `size` entries of x from index n * `step` on. Axis 1 of x must have at least
-    (N - 1) * `step` + `size` entries.
+    Slice n, for block n of a segment, has the `size` entries of x from index n * `step` on.
+    Axis 1 of x must have at least (N - 1) * `step` + `size` entries.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
@@ -151,8 +151,8 @@ def attention_reconstruction_error(
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def attend(keys: Array, values: Array) -> Array:
-        """Returns the attention output [B, N, H, Q, K] of the queries over the given keys and
-        values, which are those of the tokens (`exact`) or of the slots of each block.
+        """Returns the attention output [B, N, H, Q, K] of the queries over `keys` and `values`,
+        which belong either to the tokens of each block (`exact`) or to the block's slots.
         """
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output

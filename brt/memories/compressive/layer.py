@@ -98,10 +98,13 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
 
 
 def compressive_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a compressive layer.
+    """Returns the FLOPs per token of the forward pass of a compressive layer.
 
     These are the FLOPs of a sliding-window layer, of attention to slots and to keys that left the
     window, of the projections of slots to keys and values, and of the compression of tokens.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
@@ -137,8 +140,8 @@ class CompressiveLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP (`tokens`) and, if the compression is learned, its
-        convolution (`compressor`).
+        """Creates the module of attention and MLP (`tokens`) and, if the compression is learned,
+        its convolution (`compressor`).
 
         A second convolution, which reconstructs blocks from slots, is created only for the loss
         "autoencoding".

@@ -33,10 +33,13 @@ def new_gated_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def gated_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a gated dense-memory layer.
+    """Returns the FLOPs per token of the forward pass of a gated dense-memory layer.
 
     They are the FLOPs of a sliding-window layer and of attention to the tokens of the memory that
     have left a token's window, on average over the tokens of a block.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     m = model
     own = (m.block_length + 1) // 2 if m.sliding.attend_to_self else (m.block_length - 1) // 2
@@ -101,7 +104,7 @@ class GatedMemoryLayer(PastTokensLayer):
         left = (readers.places[:, None] + size - columns[None]) > farthest
 
         # A block has W M attention weights for each head. The backward pass recomputes the weights,
-        # because storing them would take too much memory.
+        # because storing them would take too much memory of the device.
         @jax.checkpoint
         def attend_in_block(
             n: Int[Array, ""], past: MemoryAndSegment, queries: Array

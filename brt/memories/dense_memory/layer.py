@@ -67,10 +67,13 @@ def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
 
 
 def dense_memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a dense-memory layer.
+    """Returns the FLOPs per token of the forward pass of a dense-memory layer.
 
     The count is that of a sliding-window layer, in which attention to the window is replaced by
     attention to the memory and to the tokens of the block up to the token itself.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(DenseMemory)
     m = model
@@ -94,7 +97,7 @@ class DenseMemoryLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, without position biases."""
+        """Creates the module of attention and MLP, without position biases."""
         self.tokens = TransformerBlock(
             dataclasses.replace(self.model, positions="none"), training=self.training,
             kernels=self.kernels,
@@ -130,7 +133,7 @@ class DenseMemoryLayer(nn.Module):
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
 
         # A block has W (M + W) attention weights for each head. The backward pass recomputes the
-        # weights, because storing them would take too much memory.
+        # weights, because storing them would take too much memory of the device.
         @jax.checkpoint
         def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
             """Returns the attention output [B, W, H, K] of the tokens of block n.

@@ -41,7 +41,11 @@ from brt.ops.recurrent_attention import StateKV
 
 
 def gated_delta_net_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a `GatedDeltaNetLayer`."""
+    """Returns the FLOPs per token of the forward pass of a `GatedDeltaNetLayer`.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """
     return delta_flops(model) + mlp_flops(model)
 
 
@@ -128,13 +132,20 @@ def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> Window
 
 def window_delta_axes(model: Model) -> WindowDeltaState:
     """Returns a `WindowDeltaState` in which each array is replaced by the names of its axes, from
-    which `brt.distributed.rules` derives the sharding.
+    which `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     return WindowDeltaState(window_axes(model), *delta_axes(model))
 
 
 def window_delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a `WindowGatedDeltaNetLayer`."""
+    """Returns the FLOPs per token of the forward pass of a `WindowGatedDeltaNetLayer`.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """
     return window_flops(model) + delta_flops(model)
 
 
@@ -157,7 +168,7 @@ class WindowGatedDeltaNetLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, and the memory."""
+        """Creates the module of attention and MLP, and the memory."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=self.model.feedback, training=self.training,
             kernels=self.kernels,

@@ -69,13 +69,16 @@ def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
 def delta_axes(model: Model) -> DeltaState:
     """Returns a `DeltaState` in which each array is replaced by the names of its axes, from which
     `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
+
+    Args:
+      model: unused, because the names are the same for all models.
     """
     axes: Any = ("lanes", "heads", None, None), ("lanes", None, "heads", None)
     return DeltaState(*axes)
 
 
 def delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a `DeltaMemory`.
+    """Returns the FLOPs per token of the forward pass of a `DeltaMemory`.
 
     They are the FLOPs of the projections, of the convolution, and of three products with the matrix
     of each head: one that reads the old value of the token's key, one that changes the matrix, and

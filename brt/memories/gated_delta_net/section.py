@@ -57,8 +57,8 @@ class GatedDeltaNet(KindSection):
         return f"GatedDeltaNet.{'window_layers' if kind == _BESIDE else 'layers'}"
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if `Model.feedback` is set and the section places layers without
-        attention, which cannot attend to recurrent states.
+        """Raises ConfigError if `model` has `Model.feedback` set and the section places layers
+        without attention in it, because these layers cannot attend to recurrent states.
         """
         check(
             not self.layers or not model.feedback,

@@ -30,10 +30,13 @@ def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
 
 
 def memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a memorizing layer.
+    """Returns the FLOPs per token of the forward pass of a memorizing layer.
 
     They are the FLOPs of a sliding-window layer, of the search in the memory, and of attention to
     the keys that the search returns.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Memorizing)
     width = model.heads * model.head_dim

@@ -75,14 +75,22 @@ def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
 def state_axes(model: Model) -> RGLRUState:
     """Returns an `RGLRUState` in which each array is replaced by the names of its axes, from which
     `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
+
+    Args:
+      model: unused, because the names are the same for all models.
     """
     axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
     return RGLRUState(*axes)
 
 
 def rg_lru_flops(model: Model) -> int:
-    """Returns the FLOPs per token of an RG-LRU layer: three projections, two gates of each head,
-    the convolution, and the MLP. The recurrence itself has no matrix products and is not counted.
+    """Returns the FLOPs per token of the forward pass of an RG-LRU layer.
+
+    They are the FLOPs of three projections, two gates of each head, the convolution, and the MLP.
+    The recurrence itself has no matrix products and is not counted.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     heads, size = _channels(model)
     width = heads * size

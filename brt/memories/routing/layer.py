@@ -115,6 +115,9 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 def new_routing(model: Model) -> ClusterStatistics:
     """Returns the initial model state of a routing layer: the statistics of the clusters, from
     which the centroids are computed. The statistics are learned without gradients.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
@@ -122,7 +125,7 @@ def new_routing(model: Model) -> ClusterStatistics:
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
     """Returns the model state after a train step, in which the centroids have moved towards the
-    queries of the step. Each train step calls this function once, as `LayerKind.settle`.
+    queries of the step. Each train step calls this function once, at its end.
 
     Args:
       model: the settings of the model, with the window of this layer (`Model.for_layer`).
@@ -132,11 +135,14 @@ def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStati
 
 
 def routing_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a routing layer.
+    """Returns the FLOPs per token of the forward pass of a routing layer.
 
     The count is that of a sliding-window layer, with two changes for the routed heads. The FLOPs of
     assigning tokens to clusters and of attention to the tokens of a cluster are added. The FLOPs of
     attention to a window and of the projection to keys, which routed heads lack, are subtracted.
+
+    Args:
+      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -164,8 +170,8 @@ class RoutingLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the block of the windowed heads with its MLP, and the parameters of the routed
-        heads.
+        """Creates the module of the windowed heads, which also has the MLP, and the parameters of
+        the routed heads.
         """
         section = self.model.of(Routing)
         m = self.model

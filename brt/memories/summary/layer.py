@@ -119,7 +119,7 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
-        """Creates the block of attention and MLP, the modules that compute weighted sums, and, in
+        """Creates the module of attention and MLP, the modules that compute weighted sums, and, in
         layers with a long-term memory, the gate of this memory.
         """
         section = self.model.of(Summaries)

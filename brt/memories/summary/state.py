@@ -83,6 +83,8 @@ def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSu
 
 
 def number_of_summaries(model: Model) -> int:
-    """Returns U, the number of vectors that summarise a block for the layer above."""
+    """Returns U, the number of vectors that summarise a block for the layer above, in a model with
+    the settings `model`.
+    """
     section = model.of(Summaries)
     return section.summaries

@@ -110,8 +110,8 @@ class _Keys:
         return value
 
     def take_optional(self, name: str) -> Any:
-        """Returns the value of a key without a check of its type, or None if the key is missing or
-        null; marks the key as read.
+        """Returns the value of the key `name` without a check of its type, or None if the key is
+        missing or null; marks the key as read.
         """
         return self._left.pop(name, None)
 
@@ -131,13 +131,15 @@ class WindowChoice(NamedTuple):
     """The window and the sinks with which a pretrained model is to read text.
 
     A token attends to the tokens in its window, and to the sinks: the first tokens of the document.
+    If only some layers were trained with a window, these layers keep it and have no sinks, so
+    `window` and `sinks` are for the other layers.
 
     Attributes:
-      window: the number of tokens of the window. 0 takes the window that all layers were trained
-        with. Without such a window, 0 takes the context that the model was trained with, but at
-        most 2048 tokens. If only some layers were trained with a window, they keep their window.
-      sinks: the number of sinks. None takes 0 if all layers were trained with a window and `window`
-        is not shorter, and otherwise 4.
+      window: the number of tokens of the window. 0 selects the window of training if all layers
+        were trained with a window. Otherwise, 0 selects the number of tokens of the context that
+        the model was trained with, but at most 2048.
+      sinks: the number of sinks. None selects 0 if all layers were trained with a window and
+        `window` is at least as long as this trained window; otherwise, None selects 4.
     """
 
     window: int = 0

@@ -49,7 +49,9 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
     @jax.jit
     def read(params: Mapping[str, Any]) -> jax.Array:
-        """Returns the logits [1, T', V] of the document, which is padded to whole blocks."""
+        """Returns the logits [1, T', V] that a decoder with the parameters `params` computes for
+        the document, which is padded to T' tokens (whole blocks).
+        """
         output: Any = Decoder(model).apply(
             {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
         )

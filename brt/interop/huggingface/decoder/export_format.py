@@ -158,10 +158,11 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields pairs of the name and the float32 array of every exported parameter of a model.
+    """Yields pairs of the name and the float32 array of every exported parameter of the model
+    `trained`.
 
-    The position biases of a layer are exported as one array, indexed by the distance of key and
-    query.
+    The position biases of a layer are exported as one array [heads, window], which has the bias of
+    every distance between a query and a key in the window, the nearest key first.
     """
     params, model, first = trained.params, trained.model, 0
     for name in ("embedding", "norm", *(() if model.embedding.tied else ("output",))):

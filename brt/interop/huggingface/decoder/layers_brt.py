@@ -48,7 +48,8 @@ class LayerState(NamedTuple):
 
 
 def rms_norm(x, scale, epsilon=1e-6, offset=0.0):
-    """Returns x normalised by its root mean square over the last axis, times offset + scale."""
+    """Returns x normalised by its root mean square over the last axis, times (offset + scale).
+    `epsilon` is added to the mean square, so that it is not 0."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * inverse * (offset + scale.float())).to(x)
@@ -108,7 +109,8 @@ def read(parts):
 
 
 def attend(queries, keys, values):
-    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K] over all X keys."""
+    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K] over all X keys, given
+    `keys` and `values` [B, X, G, K]."""
     seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device)
     return read([part(queries, keys, values, seen)])
 
@@ -182,7 +184,8 @@ class StateCell(nn.Module):
             yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
 
     def memory(self, vectors):
-        """Returns keys and values of the state vectors, for the tokens of the next block."""
+        """Returns a `Memory` with the keys and values of the state vectors [B, S, D], to which the
+        tokens of the next block attend."""
         return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
 
     def forward(self, vectors, keys, values):
@@ -227,7 +230,7 @@ class DeltaMemory(nn.Module):
         )  # fmt: skip
 
     def new_state(self, batch):
-        """Returns the `DeltaState` before the first token of a text."""
+        """Returns the `DeltaState` before the first token of `batch` texts."""
         heads, key, value = self.sizes
         matrices = torch.zeros(batch, heads, key, value, device=self.rate.device)
         return DeltaState(
@@ -236,7 +239,7 @@ class DeltaMemory(nn.Module):
 
     def forward(self, h, state):
         """Returns the outputs [B, T, D] for the normalised vectors h [B, T, D] of tokens, and the
-        `DeltaState` after these tokens."""
+        `DeltaState` after these tokens; `state` is the `DeltaState` before them."""
         names = "queries", "keys", "values"
         projected = [torch.einsum("btd,dhk->bthk", h, getattr(self, name)) for name in names]
         inputs = torch.cat([state.inputs, torch.cat(projected, dim=-1)], dim=1)
@@ -263,7 +266,8 @@ class DeltaMemory(nn.Module):
 
 
 def register_mlp(module, config):
-    """Registers the parameters of the MLP of a layer, with its norms, in the module."""
+    """Registers the parameters of an MLP and its norms, as zeros, in the module of a layer;
+    `config` has the settings of the model."""
     width, hidden = config.hidden_size, config.intermediate_size
     shapes = {"mlp_norm": (width,), "mlp_in": (width, hidden), "mlp_out": (hidden, width)}
     if config.mlp_bias:
@@ -278,7 +282,7 @@ def register_mlp(module, config):
 
 def mlp(module, config, x):
     """Returns the output of the MLP for x [B, T, D]; `module` has the parameters of the MLP, which
-    `register_mlp` has registered."""
+    `register_mlp` has registered, and `config` has the settings of the model."""
 
     def _dense(z, name):
         y = z @ getattr(module, name)

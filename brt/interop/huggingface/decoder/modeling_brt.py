@@ -327,7 +327,7 @@ def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def load(directory, dtype=torch.float32):
-    """Returns the model of a directory that contains this file; transformers is not needed."""
+    """Returns the model in `directory` with weights of `dtype`; transformers is not needed."""
     from safetensors.torch import load_file
 
     directory = Path(directory)
@@ -347,7 +347,7 @@ IGNORED = "max_length", "pad_token_id", "bos_token_id", "use_cache", "tokenizer"
 
 
 def refuse_padding(attention_mask):
-    """Raises ValueError if the mask excludes a token, because padding would be read as text."""
+    """Raises ValueError if `attention_mask` is 0 for a token: padding would be read as text."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError("padding would be read as text; texts of a batch must be equally long")
 
@@ -372,12 +372,12 @@ if PreTrainedModel is not None:
             self.post_init()
 
         def forward(self, input_ids, state=None, attention_mask=None):
-            """Returns what `Decoder.forward` does; ValueError if attention_mask hides a token."""
+            """Returns the Output of `Decoder.forward`; refuses an attention_mask that has a 0."""
             refuse_padding(attention_mask)
             return self.decoder(input_ids, state)
 
         def stream(self, input_ids, attention_mask=None, **options):
-            """Yields what `Decoder.stream` does; ValueError if attention_mask hides a token."""
+            """Yields what `Decoder.stream` yields; refuses an attention_mask that has a 0."""
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 

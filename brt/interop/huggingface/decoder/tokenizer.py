@@ -17,8 +17,8 @@ BYTES_BOS = "<|bos|>"
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
-    """Writes the files of a tokenizer of brt, in Hugging Face's format, into the directory `target`
-    and returns the names of the files.
+    """Writes the files of `tokenizer`, in Hugging Face's format, into the directory `target`, and
+    returns the names of the files.
     """
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)

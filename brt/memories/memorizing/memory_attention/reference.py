@@ -42,8 +42,8 @@ def memory_attention(
       window: the number of tokens of a block.
       size: the number of tokens of the memory.
       neighbors: the number of neighbours of a query, which are the keys that a search selects.
-      search: "exact" finds the keys with the largest products; "bucketed" finds the best key of
-        each of as many buckets of tokens as a query has neighbours.
+      search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
+        as many buckets as a query has neighbours, and finds the best key of each bucket.
       null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     blocks = counts.shape[1]

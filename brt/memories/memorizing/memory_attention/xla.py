@@ -106,7 +106,9 @@ def _find_in_blocks(
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            """Returns the neighbours of the queries q, which are some of the block's queries."""
+            """Returns the neighbours of the queries q, a part of the block's queries. The parts are
+            searched one after the other to limit the number of scores.
+            """
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)
@@ -131,8 +133,8 @@ def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
     """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
 
     def cut(x: Array) -> Array:
-        """Splits the axis of queries of an array x [B, H, Q, ...] into parts of `rows` queries,
-        stacked on a new first axis.
+        """Splits an array x [B, H, Q, ...] along the axis of queries into parts of `rows` queries,
+        and stacks the parts on a new first axis, over which `jax.lax.map` runs.
         """
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
 

@@ -54,8 +54,8 @@ def routed_attention(
         segment, its tokens and all later tokens do not read `rings`.
       document_start: True where a document starts with block n.
       bias: float32, added to the logits of the cluster's last R tokens, the nearest first.
-      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
-        is the token of the cluster before.
+      attend_to_self: True if the R tokens that a token reads include the token itself, as the
+        nearest one; False if they are the R tokens of the cluster before the token.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
 

@@ -30,8 +30,8 @@ def routed_attention(
       rings: the last R tokens of every cluster before the segment.
       document_start: True where a document starts with block n.
       bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
-        is the token of the cluster before.
+      attend_to_self: True if the R tokens that a token reads include the token itself, as the
+        nearest one; False if they are the R tokens of the cluster before the token.
     """
     visible = readable_tokens(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]

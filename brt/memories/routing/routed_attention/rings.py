@@ -44,7 +44,7 @@ class RoutedTokens(NamedTuple):
 class ReadableTokens(NamedTuple):
     """All tokens that the tokens of a segment may read: the rings, followed by the segment.
 
-    The tokens of a cluster stand in the order in which they were read.
+    The tokens of a cluster stand in the order of the text.
 
     Attributes:
       keys, values: the keys and values of the rings, followed by the keys and values of the

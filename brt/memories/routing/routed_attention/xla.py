@@ -30,8 +30,8 @@ from brt.ops.partial_attention import attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED
 
-# A chunk has at least this number of rows, unless a token reads fewer tokens. Smaller chunks would
-# save some work, but handling more chunks would cost more than that.
+# A chunk has at least this number of rows, or R rows if R is smaller. Smaller chunks would save
+# some work, but handling more chunks would cost more than that.
 MIN_CHUNK = 8
 
 
@@ -64,8 +64,8 @@ def routed_attention(
       rings: the last R tokens of every cluster before the segment.
       document_start: True where a document starts with block n.
       bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the nearest token that a token reads is the token itself; False if it
-        is the token of the cluster before.
+      attend_to_self: True if the R tokens that a token reads include the token itself, as the
+        nearest one; False if they are the R tokens of the cluster before the token.
     """
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
