@@ -1,5 +1,4 @@
-"""The token side of a layer: attention of tokens to their window and to recurrent states, and the
-MLP.
+"""The token side of a layer: the attention of tokens to windows and recurrent states, and the MLP.
 
 Shapes: B rows of the batch, T tokens and N blocks of a segment, model width D, H heads of queries,
 G heads of keys (each serves H / G heads of queries), head size K, W keys in a window, S recurrent
@@ -68,12 +67,13 @@ def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Arra
 
 class TransformerBlock(nn.Module):
     """Pre-norm attention of tokens to their window and, with `cross_attends`, to recurrent states,
-    followed by an MLP. `training` enables dropout, and `kernels` names the implementations of ops.
+    followed by an MLP. `model` has the settings of the model as the layer sees them, `training`
+    enables dropout, and `kernels` names the implementations of ops.
 
     `project` and `attend` are separate methods because between the two calls, the recurrent states
-    attend to the tokens' keys and values. Kernels have an axis of heads: [D, H, K] from tokens to
-    heads, and [n, H, K, D] from n attentions to tokens. If heads are sharded, a device holds the
-    same heads of every kernel, so no data move.
+    attend to the tokens' keys and values. Weights have an axis of heads: [D, H, K] from tokens to
+    heads, and [n, H, K, D] from the outputs of n attentions to tokens. If heads are sharded, a
+    device holds the same heads of all weights, so no data move between devices.
     """
 
     model: Model
@@ -126,12 +126,12 @@ class TransformerBlock(nn.Module):
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns x after norm and dropout, the input of the queries, keys and values."""
+        """Returns x after norm and dropout: the input of the projections."""
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. Each of
-        these is a separate matrix product, because splitting a joint product would copy its parts.
+        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. They
+        are separate matrix products, because splitting a joint product would copy its parts.
         """
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:

@@ -35,8 +35,8 @@ FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 # This is the name of the random stream of dropout masks that all blocks of a segment share.
 SHARED = "shared_dropout"
-# On TPUs, one iteration of a recurrence's loop processes this many blocks. A larger number only
-# makes compilation take longer.
+# One iteration of a recurrence's loop processes this many blocks on TPUs, and on CPUs if the
+# recurrent states are large. A larger number would only make compilation take longer.
 BLOCKS_AT_ONCE = 8
 
 

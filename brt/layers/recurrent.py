@@ -127,6 +127,7 @@ class StateCell(nn.Module):
     """The module that owns the parameters of the recurrent cell, which updates the states.
 
     Attributes:
+      model: the settings of the model, as the layer sees them (`Model.for_layer`).
       initial: [S, D], the learned states at the start of a document, a parameter.
       weights: all other parameters of the state update, a `CellWeights`.
     """
@@ -313,7 +314,7 @@ class RecurrentLayer(nn.Module):
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
-        # The states read one block after another, so every device needs the tokens of all blocks.
+        # Every device scans over all blocks, so it needs the keys and values of all blocks.
         replicated = ("lanes", None, "heads", None)
         own = self.tokens.by_query_head(projections.keys, projections.values)
         keys, values = (constrain(z, *replicated) for z in own)

@@ -18,8 +18,8 @@ from brt.layers.runs import Run
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
 
-# On CPUs, runs of at most this many layers are unrolled. For more layers, a loop is used, because
-# unrolled layers would take long to compile.
+# On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
+# More layers are called in a loop, because they would take long to compile if they were unrolled.
 _CPU_LAYERS = 6
 
 

@@ -166,7 +166,7 @@ class Stack(nn.Module):
             # of parameters needs the check.
             check_constancy_invariants=self.is_initializing(),
         )
-        # The blocks are read one after the other, so every device needs the tokens of all blocks.
+        # Every device scans over all blocks, so it needs the tokens of all blocks.
         x = constrain(x, "lanes", None, None)
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
         below, taps = _swap_lanes_and_layers(state[:serial]), self._taps(*blocks.shape[:2])

@@ -80,7 +80,9 @@ def local_attention(
     """
 
     def attend(q, cached, k, v, bias, first, dropout, scale) -> AttentionPart:
-        """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        """Returns the attention output and the log-sum-exp for the tokens of one device, from the
+        device's parts of the arguments of `local_attention`.
+        """
         part = dispatch.run(
             OP, implementation, q, cached, k, v, bias, first, dropout=dropout,
             attend_to_self=attend_to_self, scale=scale,

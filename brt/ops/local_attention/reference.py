@@ -42,9 +42,8 @@ def local_attention(
     place = jnp.arange(-window, length)
     steps = jnp.arange(length)[:, None] - place[None] - (0 if attend_to_self else 1)
     start = jnp.repeat(first, length // first.shape[1], axis=1)
-    seen = ((steps >= 0) & (steps < window))[None] & (
-        place[None, None] >= start[..., None]
-    )  # [B, T, Z]
+    # The axes of `seen` are [B, T, Z].
+    seen = ((steps >= 0) & (steps < window))[None] & (place[None, None] >= start[..., None])
     logits = jnp.einsum("bqhk,bzhk->bhqz", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
         logits += jnp.take(bias, jnp.clip(steps, 0, window - 1), axis=1)[None]

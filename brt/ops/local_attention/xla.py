@@ -16,8 +16,8 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
 
-# A chunk has at most this many queries. Its logits are then at most CHUNK x (CHUNK + W) numbers for
-# each row and head.
+# A chunk has at most this many queries. This limits the memory for the logits of a chunk to
+# CHUNK x (CHUNK + W) numbers for each row of the batch and head.
 CHUNK = 256
 
 

@@ -91,7 +91,7 @@ def state_scan(
       taps: arrays that collect, in the backward pass, the inputs and output gradients from which
         weight gradients are computed after the scan (`brt.ops.deferred`). None lets the function
         create its own taps. A caller that scans over blocks itself, and passes segments of one
-        block, passes the block's part of the result of `state_taps`.
+        block, passes the block's part of the result of `scan.state_taps`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.

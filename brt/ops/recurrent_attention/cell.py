@@ -34,11 +34,11 @@ class CellWeights(NamedTuple):
         `cross_queries`.
       output: [2, H, K, D], projection of both attention outputs; None in the single layout.
       output_gate: gate of the attention's residual connection; None in the single layout.
-      mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.
+      mlp_norm: [D], scale of the norm before the MLP; None except in the dual layout.
       mlp_in: the first kernel of the MLP, [D, F] in the dual layout and [2, H, K, F] in the single
         layout; None in the skip layout, which has no MLP.
-      mlp_out: [F, D], the second kernel of the MLP.
-      mlp_gate: gate of the MLP's residual connection.
+      mlp_out: [F, D], the second kernel of the MLP; None without an MLP.
+      mlp_gate: gate of the MLP's residual connection; None without an MLP.
     """
 
     norm: Float[Array, " D"]

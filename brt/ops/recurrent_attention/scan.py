@@ -81,8 +81,8 @@ def state_taps(
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product with a kernel [layers, *inputs, *outputs], one for each
-        layer; None if `kernel` is None. `inputs` is the number of axes that the product sums over.
+        """Returns the taps of the product with a kernel, one for each layer; None if `kernel` is
+        None. Axis 0 of the kernel has the layers, and the product sums over the next `inputs` axes.
         """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 

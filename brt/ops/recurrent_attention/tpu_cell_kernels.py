@@ -31,7 +31,8 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
 from brt.ops.recurrent_attention.tpu_kernels import VALUES, StateKernelOutputs, StateKernelSettings
 from brt.ops.tpu import NN, NT, dot_float32, l2_normalize_rows_backward
 
-# The norm and the gate are computed for groups of at most this many states.
+# The norm and the gate are computed for one group of states after the other, so that intermediate
+# results stay small. A group has at most this many states.
 _ROWS = 64
 
 

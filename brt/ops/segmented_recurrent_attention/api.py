@@ -82,8 +82,9 @@ def attend(
       t0: the first target position. If t0 is an array, every query is multiplied with the keys of
         all segments, and all but its own segment are masked, because the segments of the queries
         are not known at trace time.
-      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
-        None in decoding.
+      target_length: the number of target positions of the padded batch, over which
+        `config.index_mode = "batch"` distributes the segments. None in decoding, where
+        `config.q_ref` takes its place.
       dropout: dropout of the softmax weights; None for no dropout.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.

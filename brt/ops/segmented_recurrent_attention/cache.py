@@ -46,7 +46,8 @@ class NeuronCarry(NamedTuple):
 
     Attributes:
       segment: the index of the segment; -1 before the first segment.
-      membrane: float32, the membrane potential U.
+      membrane: float32, the membrane potential U at the segment, before neurons that fire are
+        reset.
       states: the states R of the segment.
       total: float32, the sum of the products A_j = K_j^T V_j of all segments.
       parameters: the parameters of the layer.

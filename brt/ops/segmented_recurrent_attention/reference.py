@@ -39,8 +39,9 @@ def attend(
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
       t0: the first target position.
-      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
-        None in decoding.
+      target_length: the number of target positions of the padded batch, over which
+        `config.index_mode = "batch"` distributes the segments. None in decoding, where
+        `config.q_ref` takes its place.
       dropout: must be None, because dropout is not supported.
 
     Returns:

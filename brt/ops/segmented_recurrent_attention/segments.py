@@ -56,8 +56,8 @@ class SegmentSchedule(NamedTuple):
 def segment_schedule(config: CrossConfig, target_length: int | None) -> SegmentSchedule:
     """Returns the rule by which target positions read segments, as `config.index_mode` selects it.
 
-    `target_length` is the number of positions to which the targets of a batch are padded, or None
-    in decoding.
+    `target_length` is the number of positions to which the targets of a batch are padded. It is
+    None in decoding, where `config.q_ref` takes its place.
     """
     if config.index_mode == "stride":
         return SegmentSchedule(config.stride, shared_by_segments=False)

@@ -111,7 +111,7 @@ def attend_to_window(
       queries: the Q queries of each window, already multiplied by any scale.
       keys, values: keys and values of the windows.
       mask: True for usable keys, for all queries of a window or for each query.
-      dropout: dropout of the softmax weights.
+      dropout: dropout of the softmax weights; None for no dropout.
       lanes: the axis of `queries` that has the rows of the batch. Dropout draws separate random
         numbers for each row.
     """

@@ -65,8 +65,9 @@ def attend(
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
       t0: the first target position. If t0 is an array, the form is "dense".
-      target_length: the number of target positions of the padded batch, for `index_mode = "batch"`;
-        None in decoding.
+      target_length: the number of target positions of the padded batch, over which
+        `config.index_mode = "batch"` distributes the segments. None in decoding, where
+        `config.q_ref` takes its place.
       dropout: dropout of the softmax weights; None for no dropout.
       recur: the function that computes the states of the recurrence, with the arguments and the
         result of `recurrence.recurrence`.

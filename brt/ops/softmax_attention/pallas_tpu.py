@@ -40,7 +40,8 @@ from brt.ops.tpu import (
 _MAX_SLOTS = 2048
 # A tile has at most this many queries. With this number, the compiler's schedules are shortest.
 _ROWS = 256
-# A tile has at most this many logits. The backward kernel has five float32 arrays of this size.
+# A tile has at most this many logits, because the backward kernel needs VMEM for five float32
+# arrays of the size of a tile's logits.
 _TILE = 1024 * _ROWS
 
 

@@ -1,12 +1,12 @@
 """Softmax attention over all keys for XLA's CPU backend, with logits as [keys, queries].
 
 With this layout the maximum over the keys is taken over a column, and many columns are processed
-side by side. All six matrix products multiply [M, K] by [K, N] in memory order; XLA's CPU backend
-takes up to twice as long for other orders. Only arrays with an axis of K numbers are transposed for
-this purpose. A column of ones is appended to the values, so that the product with the values also
-computes the sums of the weights. The backward pass saves exp(logits - maximum) instead of the
-softmax. The division by the sums is then applied to the output, which has fewer numbers than the
-weights have.
+side by side. All six matrix products multiply a matrix [a, b] by a matrix [b, c], both stored row
+by row; XLA's CPU backend takes up to twice as long if one of them is stored transposed. Only arrays
+with an axis of K numbers are transposed for this purpose. A column of ones is appended to the
+values, so that the product with the values also computes the sums of the weights. The backward pass
+saves exp(logits - maximum) instead of the softmax. The division by the sums is then applied to the
+output, which has fewer numbers than the weights have.
 
 In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
 of a head; *B has the rows of the batch and, if there are several, their blocks.

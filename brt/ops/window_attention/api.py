@@ -6,8 +6,8 @@ before. The keys and values of the block before the segment come from the cache.
 the special case of one block per segment.
 
 In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
-values (`brt.ops.grouped_heads`), K of numbers of a head, T of tokens of a segment, and N of its
-blocks of W tokens.
+values (each serves H / G consecutive heads of queries), K of numbers of a head, T of tokens of a
+segment, and N of its blocks of W tokens.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,12 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
-        """Returns the result of `function`, which takes factors of the weights instead of a
-        `DropoutMask`.
+        """Converts a `DropoutMask` to factors of the weights, calls `function`, and returns its
+        result.
 
         Args:
-          inputs: the positional arguments of `function`, except that the last one is the
-            `DropoutMask` or None.
+          inputs: the positional arguments of `function`, the last of which is here a `DropoutMask`
+            instead of factors; None for no dropout.
           options: the keyword arguments of `function`.
         """
         *others, dropout = inputs
@@ -123,8 +123,9 @@ def window_part(
         block n, or where the cache is empty.
       dropout: dropout of the softmax weights, which is the same for all blocks; None for no
         dropout. The axes of the mask [H, W, W] are the heads, the queries of a block and the slots
-        of a query. Slot c of a query is key c of the query's own block if the query sees this key,
-        and otherwise key c of the block before.
+        of a query. A query has W slots, because it sees exactly W of the 2 W keys of its own block
+        and the block before: slot c is key c of the own block if the query sees this key, and
+        otherwise key c of the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values, as in
         the original code of the block-recurrent transformer. False excludes these keys from the
@@ -179,7 +180,7 @@ def window_part_step(
       position: the index of the token in its block.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values.
-      normalize_keys: True if the keys are normalized before the logits are computed.
+      normalize_keys: True scales the keys to norm 1 before the logits are computed.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.

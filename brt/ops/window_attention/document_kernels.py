@@ -13,8 +13,10 @@ from brt.ops.dispatch import Implementation, dropout_refusal
 from brt.ops.window_attention import pallas_gpu, pallas_tpu
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
-# Blocks, and windows on GPUs, must have a multiple of this many tokens, so that no document starts
-# inside of a tile.
+# Documents start only at starts of blocks. The number of tokens of a block must be a multiple of
+# this number, so that no document starts inside of a tile of queries. On GPUs, tiles of keys are
+# counted from the first key of the cache, which has as many keys as the window. The window must
+# then be a multiple, too, so that no document starts inside of a tile of keys.
 _TILE = 128
 
 

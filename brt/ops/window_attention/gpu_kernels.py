@@ -32,7 +32,8 @@ class WindowTileInputs(NamedTuple):
       q: [T, K], queries.
       keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
       band: float32, the bias of each distance times log2(e), the farthest key first. The band is
-        padded with MASKED on both sides, for keys of a tile that are outside of a query's window.
+        padded on both sides with MASKED, a very low logit, for keys of a tile that are outside of a
+        query's window.
       first: int32 [D], for each part, the place of the first token of its document.
       ends: int32 [E], for each group of keys, the place where the next document starts; T if no
         document starts after the keys.
@@ -240,7 +241,8 @@ def window_attention_forward(
         return read * shrunk[:, None] + dot_float32(kept, values), top, total
 
     # The running softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no key.
-    # In rows without visible keys, this logit has all the weight, so that the output is zero.
+    # In rows without visible keys, this logit has all the weight, so that the output is zero. In
+    # other rows its weight is zero, because FLOOR is far below the logits of visible keys.
     start = jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
     if null_keys:
         start = jax.lax.fori_loop(begin, first, add_null_keys, start)

@@ -121,7 +121,8 @@ def window_attention_forward(
 
         # The running softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no
         # key. In rows without visible keys, this logit has all the weight, so that the output is
-        # zero.
+        # zero. In other rows its weight is zero, because FLOOR is far below the logits of visible
+        # keys.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
         return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 

@@ -47,7 +47,8 @@ from brt.ops.window_attention.mosaic_inputs import (
     vector_parts,
 )
 
-# The last axis of the grid varies fastest, so neighbouring programs read the same keys.
+# The last axis of the grid varies fastest. Programs that run one after another are therefore for
+# neighbouring tiles of one head, whose windows share keys, so that caches serve many of the reads.
 _AXES = ("lane", "head", "tile")
 _SWIZZLE = 128  # Matrix products read shared memory in a swizzling pattern of this many bytes.
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
@@ -124,13 +125,13 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
 
 
 def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """Starts the copy of a square tile of an array [H, R, C] to shared memory.
+    """Starts the copy of a square tile of an array [H, X, Y] to shared memory.
 
     Args:
-      array: the array in global memory.
+      array: the array in global memory, such as the strip, with a matrix [X, Y] for each head.
       head: the index along H.
-      row: the index of the tile along R, in tiles.
-      column: the index of the tile along C, in tiles.
+      row: the index of the tile along X, counted in tiles.
+      column: the index of the tile along Y, counted in tiles.
       to: shared memory for one tile.
       arrived: the barrier at which the copy arrives.
     """
@@ -362,7 +363,8 @@ def call(
       inputs: the inputs of the kernel.
       outputs: the shapes and dtypes of the outputs.
       grid: the number of programs along the axes of lanes (or parts of lanes), heads and tiles.
-      interpret: the argument `interpret` of the Pallas call, which runs the kernel without a GPU.
+      interpret: None runs the kernel on the GPU; another value is passed to Pallas as its argument
+        `interpret`, to run the kernel without a GPU.
       scratch: the shared memory and the barriers, by name.
       options: static arguments of the body.
     """

@@ -51,7 +51,8 @@ _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16",
 # The launch parameters of the kernels are tuned for this compute capability (H100, H200). Other
 # GPUs have less shared memory or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
-# A program of the kernel for the gradient of the bias sums over at most this many query tiles.
+# A program of the kernel for the gradient of the bias sums over at most this many query tiles, so
+# that several programs share the work of a long segment.
 MOST_TILES_PER_PROGRAM = 32
 
 
@@ -263,10 +264,7 @@ _attend.defvjp(_forward, _backward)
 def _bias_gradient(
     arguments: _Arguments, settings: WindowGpuSettings, others: dict[str, Array]
 ) -> Float[Array, "H W"]:
-    """Returns the bias's gradient.
-
-    The kernel sums tiles of R distances; `_sum_diagonals` then sums the diagonals of each tile.
-    """
+    """Returns the bias's gradient: the kernel sums tiles, whose diagonals are then summed."""
     batch, tokens, heads, _ = arguments.q.shape
     launch = arguments.launch("band")
     rows = launch.rows
@@ -340,13 +338,13 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec `place(x, *options)` of an input x; None if x is None, which means
-        that the kernel does not have this input.
+        """Returns the block spec of an input x, `place(x, *options)`; None if x is None, because
+        the kernel does not have this input. `options` are further arguments of `place`.
         """
         return None if x is None else place(x, *options)
 
     def lane_spec(x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a program reads one lane of an array [B, D]."""
+        """Returns the block spec with which a program reads its lane of an array x [B, D]."""
         return pl.BlockSpec((None, x.shape[1]), lambda _, h, g: (jax.lax.div(g, parts), 0))
 
     members = inputs.q.shape[2] // inputs.keys.shape[2]

@@ -101,9 +101,10 @@ def window_attention(
       keys, values: the keys and values of the cached block, followed by those of the segment.
       bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
-        c of a query is key c of the query's own block if the query sees this key, and otherwise key
-        c of the block before.
+      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
+        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
+        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
+        the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       interpret: None runs the kernels on the GPU; another value is passed to Pallas as its argument
@@ -142,14 +143,16 @@ class _Arguments(NamedTuple):
         The result is a function, so that the backward pass can differentiate it. The strip has the
         biases and the mask of a tile of queries and all keys in their windows, [H, TILE, W + TILE].
         The transposed strip has the biases and the mask of a tile of keys and all queries that see
-        these keys.
+        these keys. `settings` says whether tokens attend to themselves, which shifts the bias.
         """
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
         """Returns the inputs of the kernels.
 
-        `others` are the fields of `WindowMosaicInputs` that only backward kernels read, by name.
+        Args:
+          settings: static settings of the kernels.
+          others: the fields of `WindowMosaicInputs` that only backward kernels read, by name.
         """
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, transposed_strip = self.strips(settings)(bias)

@@ -31,9 +31,10 @@ def window_attention(
       keys, values: the keys and values of the cached block, followed by those of the segment.
       bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
-        c of a query is key c of the query's own block if the query sees this key, and otherwise key
-        c of the block before.
+      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
+        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
+        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
+        the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
     """

@@ -67,7 +67,9 @@ def segment_part(
     """
 
     def attend(*inputs: Any) -> AttentionPart:
-        """Returns the attention output and the log-sum-exp for the tokens of one device."""
+        """Returns the attention output and the log-sum-exp for the tokens of one device. `inputs`
+        are the device's parts of the positional arguments of `segment_part` and of `scale`.
+        """
         *others, scale = inputs
         return window_part(
             *others, attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,

@@ -253,7 +253,8 @@ def forward_kernel(
 ) -> None:
     """Writes the output [W, K] and the log-sum-exp [1, W] of a block to `outputs`.
 
-    Both arrays are written as unsigned integers with the same bits (`dispatch.to_bits`).
+    Both arrays are written as unsigned integers with the same bits, because JAX saves integers for
+    the backward pass without an additional operation (`dispatch.output_residual`).
 
     Args:
       first: [B, D], for each of the B lanes and D parts of the segment, the place of the first

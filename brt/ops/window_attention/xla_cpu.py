@@ -8,11 +8,11 @@ read by the next. The method of the module `xla` has no unused numbers, but need
 over the logits, which take longer on CPUs.
 
 Logits have the layout [keys, rows]. With this layout a maximum or a sum is taken over a column, and
-many columns are processed side by side. All six matrix products multiply [M, K] by [K, N] in memory
-order; XLA's CPU backend takes up to twice as long for other orders. Only arrays with an axis of K
-numbers are transposed for this purpose. The backward pass saves exp(logits - maximum) instead of
-the softmax. The division by the sums is then applied to the output, which has fewer numbers than
-the weights have.
+many columns are processed side by side. All six matrix products multiply a matrix [a, b] by a
+matrix [b, c], both stored row by row; XLA's CPU backend takes up to twice as long if one of them is
+stored transposed. Only arrays with an axis of K numbers are transposed for this purpose. The
+backward pass saves exp(logits - maximum) instead of the softmax. The division by the sums is then
+applied to the output, which has fewer numbers than the weights have.
 
 XLA recomputes an array in each loop that reads the array, if the computation seems cheap. The
 computation of two arrays is in fact expensive: the bias tile, whose indices take longer to compute
@@ -36,8 +36,9 @@ from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
-# A tile has half as many rows as a window has tokens, but if possible no fewer and no more rows
-# than these limits. Smaller tiles are slower, and larger tiles compute more masked logits.
+# A tile has half as many rows as a window has tokens. A number above _MAX_ROWS is halved further,
+# because larger tiles compute more masked logits. No number is halved below _MIN_ROWS, because
+# smaller tiles are slower.
 _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
@@ -72,9 +73,10 @@ def window_attention(
       keys, values: the keys and values of the cached block, followed by those of the segment.
       bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. Slot
-        c of a query is key c of the query's own block if the query sees this key, and otherwise key
-        c of the block before.
+      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
+        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
+        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
+        the block before.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
     """
