@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # These are the numbers of parameters in <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # By these numbers, mallopt knows its parameters.
 _NEVER = 2**31 - 1
 _EXHAUSTED = re.compile(
     "RESOURCE_EXHAUSTED|out of memory|can't start new thread|resource temporarily unavailable",

@@ -69,7 +69,7 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
         data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
         unpacked = contents.refuse_containers(name, data)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, unpacked)))
-    # Python represents bytes that the locale cannot decode by these characters.
+    # Python represents bytes of the command line that the locale cannot decode by these characters.
     elif prompt and re.search("[\udc80-\udcff]", prompt):
         prompt = plain_text.decoded("--prompt", os.fsencode(prompt))
     else:

@@ -31,7 +31,8 @@ _SETTINGS = {
 # planes of Unicode that are hardly used. A tokenizer may lack pieces for these bytes, and then
 # refuses texts that contain them.
 RARE = {bytes([byte]) for byte in (*range(9), 11, 12, *range(14, 32), 0x7F, 0xF1, 0xF2, 0xF3, 0xF4)}
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # These bytes never occur in UTF-8.
+# These bytes never occur in UTF-8, so a tokenizer needs no pieces for them.
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
@@ -87,7 +88,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         try:
             with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        # The tokenizers library raises instances of Exception itself, not of a subclass.
+        # The tokenizers library raises Exception itself, so no subclass could be caught instead.
         except Exception as error:
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         for encoding in encoded:

@@ -206,7 +206,8 @@ def remove_abandoned(directory: Path) -> None:
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
-        # rmdir deletes only an empty directory. The error for other directories is ignored.
+        # A process that was killed early has left an empty directory. Other directories are kept,
+        # because rmdir raises an error for them, which is ignored.
         with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):

@@ -52,9 +52,9 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        # If another split is held out of Data.train, this list has an entry for each document of
+        # If a wanted split is a part of Data.train, this list has an entry for each document of
         # Data.train, in reading order. The entry says which part of the document belongs to which
-        # split. The list is empty if every split has a source.
+        # split. Otherwise, the list is empty.
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):

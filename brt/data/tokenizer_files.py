@@ -76,7 +76,7 @@ def json_model(path: Path, content: bytes) -> Any:
     try:
         with untrusted.catching_panics():
             tokenizer = Tokenizer.from_buffer(content)
-    # The tokenizers library raises instances of Exception itself, not of a subclass.
+    # The tokenizers library raises Exception itself, so no subclass could be caught instead.
     except Exception as error:
         raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()
@@ -89,7 +89,7 @@ def json_model(path: Path, content: bytes) -> Any:
     tokenizer.encode_special_tokens = True
     try:
         (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
-    except Exception as error:  # As above, the library raises instances of Exception itself.
+    except Exception as error:  # As above, the library raises Exception itself.
         raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not encoding.ids:
         raise DataError(

@@ -17,7 +17,8 @@ from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
 # A line of training text has at most this number of characters, and therefore at most four times as
-# many bytes. sentencepiece silently drops lines with more bytes than `max_sentence_length`.
+# many bytes. sentencepiece would silently drop lines with more bytes than `max_sentence_length`,
+# which is set to four times this number.
 PIECE = 1024
 MAX_BYTES = 200_000_000  # The sample of text that is held in memory has at most this many bytes.
 FIXED = 260  # A vocabulary has about this number of pieces for the 256 bytes and special tokens.

@@ -39,7 +39,7 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         if not whole and seal and os.path.exists(seal):
             continue
         actual = sources.sha256(path)
-        # Errors are ignored, because a file without a seal is only read again the next time.
+        # Errors are ignored, because without a seal, the file is only read again next time.
         with contextlib.suppress(OSError):
             if seal and actual != expected:
                 seal.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
     if sampling.top_p < 1.0:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        # A token remains if the probability of the more likely tokens is less than top_p. The
+        # A token remains if all more likely tokens together have a probability below top_p. The
         # most likely token always remains.
         last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
         last = jnp.minimum(last, logits.shape[-1] - 1)

@@ -21,8 +21,8 @@ def flops(module: Module, computation: str, instruction: Instruction) -> float:
         return sum(flops(module, called, inner) for inner in fused)
     if _is_product(instruction):
         return _product(module, computation, instruction)
-    # A custom call of a Pallas kernel states the kernel's FLOPs. The call may also be in a fusion,
-    # which writes the kernel's result into a part of an array.
+    # A custom call of a Pallas kernel states the kernel's FLOPs. A call inside of a fusion is also
+    # counted here, because the sum above calls this function for each instruction of the fusion.
     return (
         schedules.flops(instruction.attributes) if instruction.operation == "custom-call" else 0.0
     )

@@ -81,7 +81,7 @@ PROTOCOLS = {
         # but splits sentences by rules instead of NLTK's trained model.
         RougeProtocol("hf", True, sentences, "at line breaks and by rules"),
         # The protocol "t5" follows the function `rouge` in T5's t5.evaluation.metrics. What the
-        # papers about T5 call ROUGE-L is rougeLsum.
+        # papers about T5 call ROUGE-L is called rougeLsum here.
         RougeProtocol("t5", False, _spaced_periods, _SPACED),
         # LongT5 uses the protocol of T5. The protocol has a second name, so that tables can show
         # which paper the figures are compared with.
