@@ -40,11 +40,14 @@ def _dense(x: Array, kernel: Array, inputs: int) -> Array:
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
     """Returns the product that `dense` returns, and the pair (x, kernel) that the backward pass of
-    `dense` needs; the arguments are described in `dense`.
+    `dense` needs.
 
     Functions with custom gradients of their own call this function instead of `dense`, whose custom
     gradient would hide the product from JAX's rematerialization. A product that is not hidden can
     be saved by the policies of the setting `remat_keep`.
+
+    Args:
+      x, kernel, inputs: as for `dense`.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 

@@ -57,7 +57,9 @@ def summed_divergence(
     chunk = chunk_length(student.shape[1], chunk)
 
     def logits(vectors: Float[Array, "B C D"], weights: Float[Array, "V D"]) -> Logits:
-        """Returns the float32 logits of the tokens of a chunk from their vectors."""
+        """Returns the float32 logits of the tokens of a chunk, computed from their vectors and the
+        output embedding `weights` of a model.
+        """
         weights = weights.astype(vectors.dtype)
         products = jnp.einsum("bcd,vd->bcv", vectors, weights, preferred_element_type=jnp.float32)
         return constrain(scale * products, "lanes", "tokens", "vocab")
@@ -79,7 +81,8 @@ def summed_divergence(
     def add_chunk(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         """Returns `total` plus the divergence of a chunk, and None.
 
-        `lax.scan` expects the second result as the output of a step.
+        `lax.scan` expects the second result as the output of a step. `piece` is as for
+        `chunk_divergence`.
         """
         return total + chunk_divergence(piece, student_weights), None
 

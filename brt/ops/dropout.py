@@ -60,14 +60,14 @@ class Dropout:
         """Returns one mask [heads, rows, columns], which the caller applies to every row of the
         batch.
 
-        Args:
-          heads: the number of heads, each of which has a matrix of its own.
-          rows, columns: the size of each matrix.
-
         On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs masks.
         In another shape, XLA would store the random numbers in memory before packing them to bits.
         An optimization barrier separates the masks of several layers, because one instruction that
         packed five masks took the compiler seven times as long as five instructions.
+
+        Args:
+          heads: the number of heads, each of which has a matrix of its own.
+          rows, columns: the size of each matrix.
         """
         indices = jnp.arange(heads)
         if not dispatch.policy().packs_dropout:

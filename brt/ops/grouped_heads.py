@@ -85,11 +85,12 @@ def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
           queries: queries of a segment.
           cached: keys and values of the block of tokens before the segment.
           keys, values: keys and values of the segment.
-          bias: a bias for each head and distance, or None.
-          cache_mask: the blocks that may read the block before them.
+          bias: the bias of each head and distance between a query and a key, or None.
+          cache_mask: True for the blocks that may read the block before them.
           dropout: dropout of the attention weights, or None.
-          scale: a factor for each head, to which `attend` scales the norms of queries, or None.
-          options: the other arguments of `attend`.
+          scale: for each head, the norm that `attend` gives to the queries; None leaves them as
+            they are.
+          options: the other keyword arguments of `attend`.
         """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]

@@ -20,7 +20,8 @@ from brt.ops import dispatch
 
 # XLA's CPU backend sums this many adjacent numbers in one pass.
 _VECTOR_WIDTH = 32
-# `sum_last` does not split a vector that would have more than this many parts.
+# `sum_last` does not split a vector that would have more than this many parts, because each part
+# adds a slice and an addition to the program.
 _MAX_PARTS = 32
 
 

@@ -18,7 +18,7 @@ class Spans(NamedTuple):
       start: int32, the index of the first token.
       end: int32, the index of the last token.
       score: the sum of the logits of the start and the end, or the lowest finite number if no span
-        is allowed.
+        is allowed; `start` and `end` then have no meaning.
     """
 
     start: Int[Array, " B"]

@@ -23,7 +23,8 @@ from brt.ops.normalization import EPSILON
 LANES = 128
 VMEM_BYTES = 64 * 2**20  # A kernel may use this much on-chip vector memory (VMEM).
 _V4_VMEM_BYTES = 16 * 2**20  # A core of a TPU v4 has only this much VMEM.
-# JAX names the TPU v5p "TPU v5" or "TPU v5p".
+# These chips have two cores that share the grid of a kernel. JAX names the TPU v5p "TPU v5" or
+# "TPU v5p".
 _TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
 _MAX_UNROLL = 16  # The function `unrolled_loop` unrolls up to this many iterations.
 
@@ -74,6 +75,8 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
 def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
     """Returns the reason why a kernel does not accept heads of `width` numbers with this dtype, or
     None if it does.
+
+    The kernels accept heads of 64, 128 or 256 numbers in float32 or bfloat16.
     """
     if width not in (64, 128, 256):
         return f"has heads of 64, 128 or 256, not of {width}"

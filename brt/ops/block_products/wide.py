@@ -87,7 +87,9 @@ class HeadLayout(NamedTuple):
 
     @property
     def padded_size(self) -> int:
-        """The number of columns of one row in VMEM, where each head has at least 128 columns."""
+        """The number of columns of one row in VMEM, where a narrower head is padded to 128 columns,
+        the number of lanes of a vector register.
+        """
         return self.groups * self.heads * max(self.width, LANES)
 
     @property

@@ -100,7 +100,10 @@ def _memory_of_block(
     centroids: Centroids,
     block: int,
 ) -> CentroidMemory:
-    """Returns the memory of a block from the segment's initial memory and all blocks since then."""
+    """Returns the memory that the segment's block with the index `block` reads, computed from the
+    segment's initial memory and the first `block` blocks of `keys` and `values`. The first of these
+    blocks is the cached block, so the block right before the reading block is not among them.
+    """
     blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
     linked = cache_mask[:, : block + 1]
@@ -118,8 +121,8 @@ def _memory_of_block(
           new_part: the keys or values [B, H, Z, K] of the cached block and of the segment.
 
         Returns:
-          The R keys or values of the initial memory, followed by those of all blocks before the
-          block `block`, which are the same for all centroids: M in total.
+          The R keys or values of the initial memory, followed by those of the first `block` blocks
+          of `new_part`, which are the same for all centroids: M in total.
         """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))

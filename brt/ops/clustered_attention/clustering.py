@@ -61,8 +61,8 @@ def cluster_queries(
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
     centroids, steps = sample[:, :, :clusters], config.iterations
-    # With `fit_queries`, k-means fits the centroids to a sample of the queries. Afterwards, each
-    # query is assigned to its nearest centroid.
+    # If `fit_queries` is not 0, k-means fits the centroids to a sample of the queries. Afterwards,
+    # each query is assigned to its nearest centroid.
     if config.fit_queries:
         exist = jnp.arange(sample.shape[2])[None] < count
         _, centroids = kmeans(

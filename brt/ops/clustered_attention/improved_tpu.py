@@ -150,7 +150,9 @@ def _local(
     settings: ImprovedKernelSettings,
 ) -> Float[Array, "B H T E"]:
     def tokens_last(x: Array) -> Array:
-        """Returns x [B, H, T, K] as [B, H, K, T], with K and T padded to complete registers."""
+        """Returns x [B, H, T, K] as [B, H, K, T], with K padded to a multiple of 8 (the rows of a
+        register) and T to a multiple of 256 (the tokens of a step).
+        """
         spare = ((0, 0),) * 3 + ((0, -x.shape[3] % SUBLANES),)
         return pad_tokens(jnp.pad(x, spare).swapaxes(2, 3), STEP_KEYS)
 

@@ -36,7 +36,7 @@ from brt.ops.tpu import (
 
 _MAX_CLUSTERS = 1024
 # This number is added to the distances of centroids that no code may be assigned to. The number is
-# greater than all distances.
+# greater than all distances, so none of these centroids is the nearest of a code.
 _UNUSED = 2.0**22
 # A tile has this many distances, which fill half of the vector registers.
 _TILE = 32 * 8 * LANES

@@ -202,8 +202,8 @@ def _segment_sums(x: Array, indices: Array, count: int) -> Array:
     """
 
     def sum_rows(x: Array, indices: Array) -> Array:
-        """Returns, for one head, an array [count, ...] whose row i is the sum of those rows of x
-        whose entry of `indices` is i.
+        """Returns, for one head, an array of `count` rows. Row i is the sum of the rows x[j] for
+        all j with indices[j] = i.
         """
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 

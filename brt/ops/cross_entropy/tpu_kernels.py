@@ -99,9 +99,9 @@ def backward(
       embedding: [C, D], the embeddings of the columns.
       targets: [1, R], the target of each token.
       lse: [1, R], the log-sum-exp of each token's logits.
-      d_others: [1, R]; for an entry of the vocabulary other than the target, the gradient of the
-        product of the token's vector and the entry's embedding (the logit before it is multiplied
-        by `scale`) is this number times the probability of the entry.
+      d_others: [1, R], a factor for each token: the gradient of the product of the token's vector
+        and the embedding of an entry other than the target is this factor times the probability of
+        the entry. A logit is `scale` times such a product.
       d_target: [1, R], the gradient of the product of the token's vector and the target's
         embedding.
       d_embedding: [C, D], output: the float32 gradient of the embedding.
