@@ -37,8 +37,8 @@ class Centroids(NamedTuple):
 class CentroidMemory(NamedTuple):
     """The keys and values that each centroid keeps or summarizes of a document.
 
-    The memory that a block reads covers all blocks before the previous one, because the block reads
-    each key of the previous block itself.
+    The memory that a block reads covers all blocks before the previous one. The tokens of a block
+    attend to each key of the previous block individually.
 
     Attributes:
       keys: [B, H, C, R, K], the R keys with the largest logits for the centroid, in descending
