@@ -26,7 +26,7 @@ def relative_buckets(
     Args:
       offsets: positions of keys minus positions of queries, of any shape.
       buckets: the number of buckets.
-      max_distance: the distance from which on all keys share a bucket.
+      max_distance: the distance from which on all keys on one side of the query share a bucket.
       both_ways: True reserves the upper half of the buckets for keys after the query. False gives
         all keys after the query the bucket of offset 0.
     """
@@ -45,7 +45,7 @@ def offset_bias(
     Args:
       table: the bias of each bucket and head.
       offsets: [O], positions of keys minus positions of queries.
-      max_distance: the distance from which on all keys share a bucket.
+      max_distance: the distance from which on all keys on one side of the query share a bucket.
       both_ways: True if keys before and after the query have different buckets; see
         `relative_buckets`.
     """
@@ -71,7 +71,7 @@ def bias_tile(
       queries: Q, the number of queries.
       keys: S, the number of keys.
       first: the position of key 0 minus the position of query 0.
-      max_distance: the distance from which on all keys share a bucket.
+      max_distance: the distance from which on all keys on one side of the query share a bucket.
       both_ways: True if keys before and after the query have different buckets; see
         `relative_buckets`.
     """
