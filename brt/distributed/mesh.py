@@ -219,8 +219,8 @@ def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettin
 
     Args:
       mesh: the settings of the mesh with which the run was trained.
-      needs: sizes that must be divisible by the number of devices that shard them; see
-        `DivisibleSizes`.
+      needs: sizes of the model; see `DivisibleSizes`. Only the number of heads has to be divisible
+        by the number of devices that shard the heads.
     """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}

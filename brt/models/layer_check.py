@@ -46,7 +46,7 @@ def check_layers(model: Model) -> None:
     Raises:
       ConfigError: a `LayerKind` names fields that the state of its layers does not have.
       AssertionError: a rule does not hold. The message names the rule, the methods that may break
-        it, and the first token whose logits are wrong.
+        it, and the first token whose logits are wrong or the wrong field of the state.
     """
     check_states(model)
     reader = _Reader(dataclasses.replace(model, vocab_size=_VOCABULARY))

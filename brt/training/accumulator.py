@@ -29,7 +29,8 @@ class MetricAccumulator:
         unchanged, and with a phrase that says why.
 
     Attributes:
-      tokens_seen: number of scored tokens (targets that are not padding) since step 0.
+      tokens_seen: number of scored tokens (targets that are not padding) since step 0, without
+        the tokens of skipped steps.
       skipped: number of steps since step 0 without an update.
     """
 

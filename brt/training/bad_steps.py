@@ -188,8 +188,11 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of the file bad_batches.jsonl, one dict for each bad step with the
-    entries "step", "policy", "reason" and "batch"; [] if the file does not exist.
+    """Returns the records of the file bad_batches.jsonl, one dict for each bad step; [] if the file
+    does not exist.
+
+    A record has the entries "step", "policy" (Training.on_bad_step), "reason" and "batch" and,
+    after a rollback, "from", the step of the checkpoint to which the run returned.
 
     Raises:
       CheckpointError: the file is damaged.

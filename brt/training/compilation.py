@@ -27,7 +27,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def use_cache() -> None:
-    """Stores compiled programs in the user's cache, where the next command finds them.
+    """Makes JAX store compiled programs in the user's cache, where the next command finds them.
 
     The function does nothing if JAX's environment variables, or the program that imports brt, have
     already configured the cache.

@@ -1,7 +1,7 @@
 """Describes a run directory for `brt.inspect`: its checkpoints, its config and its metrics.
 
-`survey` collects the description as JSON, `check` raises an error if the described checkpoint is
-damaged, and `text` formats the description for people.
+`survey` collects the description as JSON, `check` raises an error if the requested (or the newest)
+checkpoint is damaged, and `text` formats the description for people.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
       The description, as JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an
       entry for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has
       the last value of each metric. The keys that describe one checkpoint (`step`, `parameters`,
-      `config` ...) are missing if that checkpoint is damaged.
+      `config` ...) are missing if no checkpoint is intact, or if the requested one is not.
 
     Raises:
       ConfigError: the workdir does not exist.

@@ -46,9 +46,9 @@ class MetricsWriter:
 
     Each step has one line, however often the run is restarted: a new writer removes the lines of
     steps after `resume_step`, because the run trains these steps again. If lines are damaged, the
-    writer copies the file to metrics.damaged_1.jsonl before it removes the lines. If TensorBoard
-    fails, training continues after one warning. Every line has the entry "perf/time", the time at
-    which the first metric of the step was written, in seconds since 1970.
+    writer copies the file to metrics.damaged_1.jsonl (or the next free number) before it removes
+    the lines. If TensorBoard fails, training continues after one warning. Every line has the entry
+    "perf/time", the time at which the first metric of the step was written, in seconds since 1970.
 
     Args:
       workdir: the run directory, which contains metrics.jsonl.

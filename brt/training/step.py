@@ -49,8 +49,8 @@ def _loss_and_gradients(
     def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
-        """Returns the loss of one microbatch with its additional results (`Aux`), and the gradients
-        of the summed loss with respect to the trained parameters.
+        """Returns the results of the task's loss function for one microbatch (`Aux`, such as the
+        sum of nats), and the gradients of the summed loss with respect to the trained parameters.
 
         Args:
           carry: carry of the microbatch's lanes.
@@ -140,8 +140,8 @@ def _over_replicas(
           key: random key.
 
         Returns:
-          A tuple over all replicas: sum of nats, number of tokens, means of the metrics, and sums
-          of the gradients; and the new carry of the replica's lanes.
+          A tuple of results over all replicas (sum of nats, number of tokens, means of the metrics,
+          and sums of the gradients), and the new carry of the replica's lanes.
         """
         replica_state = state._replace(params=params)
         aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)

@@ -120,7 +120,7 @@ class RGLRULayer(TokenStateLayer):
     """
 
     def setup(self) -> None:
-        """Creates the parameters of the recurrent block, and the MLP."""
+        """Creates the parameters of the two branches and of the output projection, and the MLP."""
         m = self.model
         channels = _channels(m)
         self.norm = norm_parameter(self, m, "norm")

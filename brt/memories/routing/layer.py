@@ -154,10 +154,11 @@ class RoutingLayer(nn.Module):
     """A layer with windowed heads and routed heads.
 
     In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
-    token's query. The token attends to the last tokens of this cluster, including itself
-    (`brt.memories.routing.routed_attention`). The query is also the token's key. With T5's position
-    bias, distances are counted in tokens of the cluster. The layer has a model state: statistics of
-    the clusters, from which the centroids are computed, and which are learned without gradients.
+    token's query. The token attends to the last tokens of this cluster, including itself unless
+    `Window.attend_to_self` is False (`brt.memories.routing.routed_attention`). The query is also
+    the token's key. With T5's position bias, distances are counted in tokens of the cluster. The
+    layer has a model state: statistics of the clusters, from which the centroids are computed, and
+    which are learned without gradients.
 
     Attributes:
       model: the settings of the model, with the window of this layer (`Model.for_layer`).
