@@ -112,7 +112,8 @@ def _with_local_cache(
     blocks, tokens = document_start.shape[1], projections.keys.shape[1]
     begins = jnp.arange(blocks, dtype=jnp.int32)[None] * (tokens // blocks)
     first = jnp.where(document_start, begins, -state.length[:, None])
-    # Blocks before the first document start of the segment continue the document of the state.
+    # Each block belongs to the document that started last at this block or before it. Blocks before
+    # the first document start of the segment continue the document of the state.
     first = jax.lax.cummax(first, axis=1)
     length = jnp.minimum(tokens - first[:, -1], LONGEST)
     if not model.sliding.cache:

@@ -84,7 +84,7 @@ class LayerKind(NamedTuple):
         None for sliding windows: all layers that no section lists are sliding-window layers.
       recurs: True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the
         state, and if its open block has the keys and values of these vectors in the field `memory`.
-        With `Model.feedback`, all layers attend to the vectors of the highest of these layers.
+        With `Model.feedback`, all layers attend to the vectors of the highest such layer.
       loops: True if the layer scans over the blocks of a segment. The results of such a layer are
         stored for its backward pass. Results of other layers are recomputed in the backward pass on
         backends where this is faster.

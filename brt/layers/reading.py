@@ -78,7 +78,7 @@ def window_part(
         queries, keys = rotate(queries, own), rotate(keys, own)
     inputs = (cached, past.values), keys, tokens.values
     if not m.window_is_block:
-        # The window and the block have different lengths. In this case, `with_cache` has set
+        # The window and the block have different lengths. `with_cache` then returns a cache with
         # `first`, the place where each block's document begins.
         assert past.first is not None
         return local_attention(

@@ -67,7 +67,7 @@ class Clustered(KindSection):
 
     kind: ClassVar[str] = "clustered"
 
-    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are clustered.
     clusters: int = adaptable(64)  # The queries of a head are divided into this many clusters.
     # A centroid is the vector that stands for a cluster of queries. Each centroid keeps this many
     # keys of the past, and a weighted sum of the values of all other keys.
@@ -81,8 +81,8 @@ class Clustered(KindSection):
         check_positive(self, "clusters", "top_k")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are clustered layers and the model has rotary positions or no
-        cache.
+        """Raises ConfigError if there are clustered layers and the model has rotary positions, by
+        which queries would be rotated before they are clustered, or no cache of earlier tokens.
         """
         check(
             not self.layers or model.positions != "rotary",

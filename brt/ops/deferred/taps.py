@@ -186,7 +186,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 def multiplies_separately(parts: int) -> bool:
     """Returns True if `dot_of_parts` multiplies each of its inputs separately instead of
-    concatenating the inputs, which is faster on some backends.
+    concatenating the inputs. On some backends, separate products are faster.
 
     Args:
       parts: the number of inputs.

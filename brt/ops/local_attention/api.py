@@ -59,8 +59,8 @@ def local_attention(
         the factor of the logits.
       cached: keys and values of the W tokens before the segment, oldest first.
       keys, values: keys and values of the segment.
-      bias: float32, the bias of each distance; column 0 is for the nearest key that a token sees.
-        None stands for no bias.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
+        token sees. None stands for no bias.
       first: for each of N blocks, the place (index) of the first token of its document, a multiple
         of the number of tokens of a block. The segment begins at place 0, and cached tokens have
         negative places.
@@ -114,15 +114,16 @@ def local_attention_step(
 
     Args:
       query: the token's query, already normalized and multiplied by any scale.
-      keys, values: ring buffers of W slots. The token at place p of the open block is written to
-        slot p % W, where it replaces the token W places before it. If tokens see themselves, the
-        token's own key and value have already been written; otherwise they have not.
-      bias: float32, the bias of each distance; column 0 is for the nearest visible key. None stands
-        for no bias.
+      keys, values: ring buffers of W slots. The token at place p of the open block (the block that
+        is not yet complete) is written to slot p % W, where it replaces the token W places before
+        it. If `attend_to_self` is True, the token's own key and value have already been written;
+        otherwise they have not.
+      bias: float32, the bias of each head and distance; column 0 is for the nearest key that the
+        token sees. None stands for no bias.
       read: the number of tokens of the document before this token.
-      position: the place of the token in the open block, the block that is not yet complete.
+      position: the place of the token in the open block.
       attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      normalize_keys: True if the keys are normalized before the logits are computed.
+      normalize_keys: True scales the keys to norm 1 before the logits are computed.
 
     Returns:
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.

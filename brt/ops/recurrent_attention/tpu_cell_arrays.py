@@ -65,7 +65,7 @@ class TokenBlocks(NamedTuple):
 
     def previous_and_own(self, first: Array) -> tuple[Array, Any]:
         """Returns the keys, or values, of the previous block as an array, and the keys, or values,
-        of this block as the kernel's reference `own`.
+        of this block as a reference (`own`), which has not been loaded yet.
 
         Args:
           first: True for the first block of the segment, whose previous block is in the cache.

@@ -267,7 +267,8 @@ def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     keys, values = residuals
-    # The gradient is float32, and the products with keys and values should have their dtype.
+    # The gradient is float32. It is converted, so that the products with the keys and the values
+    # and their results have the dtype of the keys.
     gradient = gradient.astype(keys.dtype)
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),

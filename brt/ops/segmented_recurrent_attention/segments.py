@@ -22,9 +22,8 @@ class SegmentSchedule(NamedTuple):
     trace time.
 
     Attributes:
-      positions: the number of target positions that read all segments of a source together, if
-        `shared_by_segments` is True, or that read each single segment, if `shared_by_segments` is
-        False.
+      positions: if `shared_by_segments` is True, the number of target positions that together read
+        all segments of a source; otherwise, the number of target positions that read each segment.
       shared_by_segments: True divides `positions` evenly among the segments of a source.
     """
 

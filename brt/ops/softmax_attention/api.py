@@ -24,19 +24,22 @@ from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 def _by_head_and_block(
     function: Callable[..., Any], swapaxes_copy: Callable[[Array, int, int], Array] = jnp.swapaxes
 ) -> Callable[..., Any]:
-    """Wraps an implementation that expects heads before tokens, and an axis for the blocks, if any.
+    """Wraps an implementation that expects heads before tokens in queries, too, and an axis for the
+    blocks, if any.
 
     The wrapper also normalizes queries if a scale is passed.
 
     Args:
       function: the implementation.
-      swapaxes_copy: the function that exchanges the axes of heads and tokens.
+      swapaxes_copy: the function that exchanges the axes of heads and tokens of the queries and of
+        the output.
     """
 
     def attend_by_token(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
     ) -> Array:
-        """Calls `function`, which expects heads before tokens; here, tokens come before heads.
+        """Calls `function`, for which the axis of heads of the queries must come before the axis of
+        tokens, as in the keys. Here, the queries and the output have tokens before heads.
 
         Args:
           queries: [B, T, H, K].

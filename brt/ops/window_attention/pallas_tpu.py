@@ -234,8 +234,9 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         shape = (None, None, window, x.shape[3])
 
         def key_head(h: Array) -> Array:
-            """Returns h // members, the head of x that belongs to head h of the queries. Kernels
-            cannot compute the operator //, because it also handles negative numbers.
+            """Returns h // members, the head of x that belongs to head h of the queries. The
+            operator // is not used, because it handles negative numbers in a way that kernels do
+            not support.
             """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
