@@ -39,12 +39,16 @@ def is_full(error: BaseException) -> bool:
 
 
 def storage_fails(error: BaseException) -> bool:
-    """Returns True if the storage has failed and the command may succeed after a repair."""
+    """Returns True if an error means that the storage has failed, for example because the disk is
+    full, so that the command may succeed after a repair.
+    """
     return getattr(error, "errno", None) in _FAILING
 
 
 def storage_refuses(error: BaseException) -> bool:
-    """Returns True if the storage failed, or denies access that it granted before."""
+    """Returns True if an error means that the storage has failed, or that it denies access. Callers
+    use the function for files that they could access before.
+    """
     return storage_fails(error) or isinstance(error, PermissionError)
 
 

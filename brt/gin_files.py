@@ -144,11 +144,13 @@ class _Values(config_parser.ParserDelegate):
         self.references: list[str] = []
 
     def configurable_reference(self, name: str, evaluate: bool) -> None:
-        """Adds a reference to `references`: @name, or @name() if `evaluate` is True."""
+        """Adds a reference to `references`: @name, or @name() if `evaluate` is True. Gin's parser
+        calls this method.
+        """
         self.references.append(f"@{name}{'()' if evaluate else ''}")
 
     def macro(self, name: str) -> Macro:
-        """Returns the value that stands for a macro (%NAME)."""
+        """Returns the value that stands for the macro %name. Gin's parser calls this method."""
         return Macro(name)
 
 

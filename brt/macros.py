@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
     """Checks the macros that bindings use, and returns for each used macro, by its name, one of the
-    bindings that use it.
+    bindings that use it. The caller can thus find macros that are never used.
 
     Args:
       macros: the bindings of macros by name.

@@ -261,7 +261,7 @@ class Model:
 
     def parity(self) -> "Model":
         """Returns the same model with the arithmetic of the authors' code of Block-Recurrent
-        Transformers (google-research/meliad).
+        Transformers (google-research/meliad), for comparisons with this code.
         """
         return dataclasses.replace(
             self,

@@ -41,7 +41,7 @@ class Plan:
     Attributes:
       splits: the splits that have documents.
       held_out: for each split without a source, a phrase that says which part of Data.train it is.
-      bad: the quarantine of documents that could not be read.
+      bad: the errors of documents that could not be read.
 
     Raises:
       DataError: a document is too short to hold out its end.

@@ -102,7 +102,7 @@ class TokenStore:
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """Returns the store with the attribute `lost`, which is estimated if it is None.
+        """Returns the store, in which `lost` is estimated if it is None.
 
         Args:
           tokenizer: the tokenizer that wrote the store.

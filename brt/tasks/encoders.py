@@ -313,7 +313,9 @@ def refuse_ablation(ablate: str | None) -> None:
 
 
 def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns the commands that evaluate a run, with the trained and with exact attention."""
+    """Returns the commands that evaluate the run in `workdir`, with the kind of attention of its
+    training and with exact attention.
+    """
     evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 

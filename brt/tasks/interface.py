@@ -139,7 +139,8 @@ class Task(abc.ABC):
 
     def example_row(self, config: Config) -> Any:
         """Returns a batch of one row with the largest number of tokens that a row of a training
-        batch can have, or None if the shape of rows depends on the data.
+        batch can have, or None if the shape of rows depends on the data. With this batch, the
+        memory of a step can be planned without reading data.
         """
         return None
 
@@ -195,7 +196,8 @@ class Task(abc.ABC):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a batch, summed over all scored tokens or rows, and further results.
+        """Returns the loss of a batch, summed over all scored tokens or rows, and an `Aux` with the
+        values that are logged and the state that the next step starts from.
 
         Args:
           config: config of the model.
@@ -290,7 +292,9 @@ class Task(abc.ABC):
     # The following methods generate and score texts, and export a model.
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> Writer:
-        """Returns an object that generates text; only called if `generates_text` is True."""
+        """Returns an object that generates text with the learned arrays `variables`. The method is
+        only called if `generates_text` is True.
+        """
         raise self.cannot_generate()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
@@ -376,7 +380,8 @@ class Task(abc.ABC):
     def start_model_state(
         self, config: Config, weights: Weights, initial: PyTree[Array]
     ) -> PyTree[Array]:
-        """Returns the model state that training starts with; the default takes the initial one.
+        """Returns the model state (arrays that are learned without gradients) that training starts
+        with. The default takes the state of a new model.
 
         Args:
           config: config of the model to train.

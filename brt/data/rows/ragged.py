@@ -34,9 +34,10 @@ class Ragged:
         return np.diff(self.offsets)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """Returns {name: values, name + "_offsets": offsets}, two columns for a store of rows.
+        """Returns {name: values, name + "_offsets": offsets}: the two arrays by the names under
+        which a store of rows saves them.
 
-        For an opened store, `store.Files.ragged` makes a ragged array of the two columns again.
+        For an opened store, `store.Files.ragged` makes a ragged array of the two arrays again.
         """
         return {name: self.values[:], f"{name}_offsets": self.offsets}
 

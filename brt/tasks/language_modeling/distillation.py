@@ -80,7 +80,7 @@ def check_distillation(config: Config) -> None:
 
 def student_state(carry: StackState | DistillationCarry) -> StackState:
     """Returns the caches and recurrent states of the trained model from the carry of a run, which
-    may also contain those of a teacher.
+    may also contain the caches of a teacher.
     """
     return carry.student if isinstance(carry, DistillationCarry) else carry
 
@@ -104,12 +104,12 @@ def with_teacher_state(
 
 
 def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
-    """Returns the names of the axes of a run's carry: with those of the teacher's caches if the
-    config asks for distillation, and otherwise unchanged.
+    """Returns the names of the axes of the arrays in a run's carry. They include the axes of the
+    teacher's caches if the config asks for distillation.
 
     Args:
       config: config of the run.
-      axes: the names of the axes of the trained model's carry.
+      axes: the names of the axes of the arrays in the trained model's carry.
     """
     if not distills(config):
         return axes

@@ -178,7 +178,7 @@ class Classifier(SentenceEvaluator):
     correlation are computed from the same most likely labels. Bits are -log2 p of the true labels
     without smoothing, averaged over rows. Empty rows, which only fill up a batch, do not count, and
     neither do rows that were left out when the data were prepared. Rows of more than
-    Data.max_length tokens were cut at the same time; the model does not see the rest of them.
+    Data.max_length tokens were cut then, too, so the model reads only a part of them.
     """
 
     bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")

@@ -7,7 +7,12 @@ from brt.formatting import counted, short
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the result of `job.probe_report` as tables for people, followed by the verdicts."""
+    """Returns the results of the probes as tables for people, followed by a sentence about each
+    part of the memory.
+
+    Args:
+      report: the result of `job.probe_report`.
+    """
     p = report["protocol"]
     lines = [
         f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
