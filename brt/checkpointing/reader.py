@@ -32,7 +32,8 @@ from brt.errors import CheckpointError, NonFiniteError
 # FORMAT is the version of the layout of arrays. Since version 2, kernels have an axis of heads.
 # Since version 3, heads come first in the matrices of optimizer states.
 FORMAT = 3
-_PARAMETER_FORMATS = (2, FORMAT)  # Parameters can be read from checkpoints of these versions.
+# Parameters of version 2 can be read, too, because version 3 changed only optimizer states.
+_PARAMETER_FORMATS = (2, FORMAT)
 META = "meta.json"
 # This file contains the step that was saved last, even if its checkpoint has been removed since.
 LAST = "last_checkpoint.txt"

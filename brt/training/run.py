@@ -250,7 +250,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     the sizes of `batch`.
 
     The arguments of the lowered step are the two results of `step_inputs`, a batch, the random key
-    and, if `skips_spikes` is True, the largest loss with which a step is not skipped.
+    and, if `skips_spikes` is True, the loss above which the step leaves the train state unchanged.
 
     Args:
       config: the config of the run.

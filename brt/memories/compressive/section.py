@@ -13,6 +13,9 @@ from brt.config.kinds import KindSection
 class Compressive(KindSection):
     """Settings of layers of the Compressive Transformer, which keep older blocks in compressed
     form.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = "compressive"

@@ -14,6 +14,9 @@ from brt.memories.checks import check_reach
 class DenseMemory(KindSection):
     """Settings of layers whose tokens attend to every token of a memory of past tokens, in addition
     to their own block or (with a gate) to their window.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = "dense_memory"

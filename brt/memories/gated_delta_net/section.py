@@ -18,6 +18,9 @@ class GatedDeltaNet(KindSection):
 
     The section is for two kinds of layers. In the layers in `layers`, the memory takes the place of
     attention. The layers in `window_layers` also attend to their window.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = _ALONE

@@ -14,6 +14,9 @@ from brt.memories.checks import check_reach
 class Memorizing(KindSection):
     """Settings of layers that attend to a few tokens of a long memory, which a search selects for
     each query.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = "memorizing"

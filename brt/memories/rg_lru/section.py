@@ -11,7 +11,11 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RGLRU(KindSection):
-    """Settings of layers with a gated linear recurrence over tokens (Griffin, De et al. 2024)."""
+    """Settings of layers with a gated linear recurrence over tokens (Griffin, De et al. 2024).
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
+    """
 
     kind: ClassVar[str] = "rg_lru"
     any_window: ClassVar[bool] = True

@@ -13,6 +13,9 @@ from brt.config.kinds import KindSection
 class Routing(KindSection):
     """Settings of layers of a causal Routing Transformer, in which some heads attend to the tokens
     of a cluster instead of a window.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = "routing"

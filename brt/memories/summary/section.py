@@ -19,6 +19,9 @@ class Summaries(KindSection):
     The section is for two kinds of layers. The layers in `layers` have a short-term memory, and the
     layers in `long_layers` also have a long-term memory. The kinds share a section because all
     layers must have the same number of summaries.
+
+    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
+    the fields.
     """
 
     kind: ClassVar[str] = _SHORT

@@ -122,8 +122,9 @@ def parameters(module, **shapes):
 
 
 class Gate(nn.Module):
-    """A gate that combines old state vectors with an update. A gate of the kind "fixed" is
-    constant. Other gates depend on features [B, S, ...], whose last axes have sizes `features`."""
+    """A gate that combines old state vectors with an update. `config.gate` is the kind of gate. The
+    kind "fixed" gives the same weights to all inputs. The weights of other kinds depend on features
+    [B, S, ...], whose last axes have the sizes `features`."""
 
     def __init__(self, config, features):
         super().__init__()
@@ -135,8 +136,8 @@ class Gate(nn.Module):
             parameters(self, input_bias=(width,), input_kernel=(*features, width))
 
     def forward(self, vectors, update, features):
-        """Returns the new state vectors from the old ones, `vectors`, and their update, both
-        [B, S, D], and, if the gate is not constant, from the features [B, S, ...]."""
+        """Returns the new state vectors from the old ones, `vectors`, and their `update`, both
+        [B, S, D]; `features` [B, S, ...] is not used by a gate of the kind "fixed"."""
 
         def _opened(kernel, bias, shift):
             logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)

@@ -281,7 +281,7 @@ class Decoder(nn.Module):
         """Generates without end: yields pairs of the next tokens [B] and the State before them.
 
         forward(tokens[:, None], state) reads these tokens. `generate` explains the options."""
-        # Only the last logits are needed, and small pieces keep the array of logits small.
+        # Reading in pieces keeps the array of logits small; only the last logits are needed.
         for piece in input_ids.split(self.config.block, dim=1):
             logits, state = self(piece, state)
         while True:

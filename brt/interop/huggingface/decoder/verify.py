@@ -130,7 +130,8 @@ def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float
     brt, and returns a line for the user.
     """
     torch, window = importlib.import_module("torch"), model.block_length
-    size = max(window - WRITTEN // 2, 1)  # The generated text then crosses the end of a block.
+    # With a prompt of this number of tokens, the generated text crosses the end of a block.
+    size = max(window - WRITTEN // 2, 1)
     prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
     text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN, eos_token_id=[])
     text = text.numpy()
