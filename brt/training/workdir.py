@@ -175,7 +175,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 
 
 def refuse_links(workdir: Workdir) -> None:
-    """Raises ConfigError if a path that a run writes to is a link, except for checkpoints.
+    """Raises ConfigError if a path that a run writes to is a link; `checkpoints` may be a link.
 
     The test is needed because TensorBoard, the profiler and tracking services, which also write to
     the workdir, would follow links.

@@ -46,7 +46,9 @@ class DataManifest(NamedTuple):
 
 
 def write(workdir: Workdir, dataset: Dataset) -> None:
-    """Writes the tokenizer and data.json of a run."""
+    """Writes the tokenizer of `dataset`, and data.json, which describes the splits of `dataset`,
+    into a run directory.
+    """
     name, content = dataset.tokenizer.file
     workdirs.write_bytes(workdir.tokenizer / name, content, below=workdir.path)
     manifest = DataManifest(str(dataset.directory.absolute()), dataset.described())

@@ -86,8 +86,8 @@ def compare(
     """Checks a conversion of a decoder from or to Hugging Face's format, and yields the lines of a
     report.
 
-    The arrays before and after the conversion must be equal, and brt and transformers must compute
-    the same logits.
+    The arrays before and after the conversion must be equal up to rounding, and brt and
+    transformers must compute the same logits up to rounding.
 
     Args:
       params: the parameters of brt's decoder.
