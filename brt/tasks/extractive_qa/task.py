@@ -88,8 +88,8 @@ class ExtractiveQa(EncoderTask):
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the cross-entropy of the answers' first and last tokens, summed over a batch.
 
-        The second result has the same sum and the number of scored targets, two for each window,
-        for metrics.
+        The second result, from which metrics are computed, has the same sum and the number of
+        scored targets, two for each window.
 
         Args:
           config: config of the model.

@@ -15,11 +15,12 @@ from brt.types import Variables
 
 
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
-    """Returns the loss of a batch, summed over scored tokens, and an `Aux` with the cross-entropy
-    alone, the number of scored tokens, the new carry and model state, and metrics.
+    """Returns the loss of a batch, summed over scored tokens, and further results.
 
-    The loss is the cross-entropy, plus the auxiliary losses of layers, plus, in runs with
-    distillation, the weighted divergence from the teacher.
+    The loss is the cross-entropy, smoothed by Training.label_smoothing, plus the auxiliary losses
+    of layers, plus, in runs with distillation, the weighted divergence from the teacher. The second
+    result has the cross-entropy alone, without smoothing, the number of scored tokens, the new
+    carry and model state, and metrics.
 
     Args:
       config: config of the run.

@@ -210,6 +210,9 @@ class LanguageModeling(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the loss of a segment, summed over its scored tokens, and further results.
 
+        The second result has the cross-entropy without smoothing and auxiliary losses, the number
+        of scored tokens, the new carry and model state, and metrics.
+
         Args:
           config: config of the model.
           params: parameters of the decoder.

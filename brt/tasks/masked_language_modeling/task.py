@@ -90,7 +90,10 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss, summed over the masked tokens of a batch, and further results (`Aux`).
+        """Returns the cross-entropy of the masked tokens, summed over a batch, and further results.
+
+        The cross-entropy is smoothed by Training.label_smoothing. The second result has the
+        cross-entropy without smoothing, and the number of masked tokens, for metrics.
 
         Args:
           config: config of the model.

@@ -152,7 +152,8 @@ class SpeechRecognition(EncoderTask):
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the CTC loss of the transcripts, summed over a batch.
 
-        The second result has the same sum and the number of scored tokens, for metrics.
+        The second result, from which metrics are computed, has the same sum and the number of
+        scored tokens.
 
         Args:
           config: config of the model.

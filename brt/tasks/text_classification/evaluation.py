@@ -74,7 +74,8 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log p of each row's target; training minimises the sum over all rows.
+        """Returns -log p of each row's target, without label smoothing. Training minimises the sum
+        over all rows, smoothed by Training.label_smoothing.
 
         The values of empty rows, which only fill up a batch, are 0.
 
@@ -98,14 +99,14 @@ class SentenceEvaluator(HeadEvaluator):
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Returns the function that is compiled and evaluated for each batch.
 
-        The function maps the parameters and a batch to the predictions [B, C] and the training loss
-        [B] of each row.
+        The function maps the parameters and a batch to the predictions [B, C], and to -log p of the
+        target of each row [B].
         """
 
         def read(
             params: PyTree[Array], batch: TextBatch
         ) -> tuple[Float[Array, "B C"], Float[Array, " B"]]:
-            """Returns the predictions and the training loss of each row."""
+            """Returns the predictions and -log p of the target, for each row of a batch."""
             logits = self.task.predict(config, params, batch)
             return self.predictions(logits), self.nats(logits, batch)
 

@@ -158,7 +158,7 @@ def _backward(
     """Returns the gradients of the loss of a segment, and the state after the segment."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss and its other results for these parameters."""
+        """Returns the loss for these parameters, and the further results of the loss function."""
         # A key selects the forward pass of training. Its value has no effect, as dropout is off.
         key = jax.random.key(0)
         carry = jax.lax.stop_gradient(carried)

@@ -28,6 +28,8 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     """Returns the examples of each split in the order of its list of addresses, by the name of the
     split; stories are read as examples are requested.
 
+    A story that is missing or cannot be read yields a BadRow instead of an example.
+
     Args:
       directory: the directory of the published files; see the docstring of this module.
 

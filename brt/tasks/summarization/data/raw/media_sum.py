@@ -21,7 +21,8 @@ LISTS = ("utt", "speaker")
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     """Returns the examples of each split, by the name of the split.
 
-    The file of transcripts is read once for each split, as the split's examples are requested.
+    The file of transcripts is read once for each split, as the split's examples are requested. A
+    transcript that is missing or damaged yields a BadRow instead of an example.
 
     Args:
       directory: the directory of the published files; see the docstring of this module.

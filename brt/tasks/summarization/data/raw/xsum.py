@@ -38,6 +38,8 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     """Returns the examples of each split, by the name of the split; articles are read as examples
     are requested.
 
+    An article that cannot be used yields a BadRow instead of an example.
+
     Args:
       directory: the directory of the published files; see the docstring of this module.
 
