@@ -265,8 +265,8 @@ class TransformerBlock(nn.Module):
         m = self.model
         drops = m.dropout and self.training
         own = projections
-        # With `normalize_qk`, `window_part` normalises queries and keys. Otherwise it uses its
-        # inputs unchanged, so the settings `Norm.queries_keys` and `query_scale` are applied here.
+        # With `normalize_qk`, `window_part` normalises and scales queries and keys. Otherwise it
+        # does neither, so the settings `Norm.queries_keys` and `query_scale` are applied here.
         if not m.attention.normalize_qk:
             own = own._replace(
                 queries=self.scaled_queries(own.queries), keys=self.normalized_keys(own.keys)

@@ -63,7 +63,7 @@ def window_part(
       past: keys and values of the tokens before the segment.
       bias: the position bias of each head by distance, the nearest key first; None for no bias.
       scale: the length to which the queries of each head are normalised; keys are then normalised
-        to length 1. None uses queries and keys unchanged.
+        to length 1. None means that queries and keys are not normalised here.
       dropout: dropout of the attention weights, or None.
       kernels: the implementations of `brt.ops.window_attention` and `brt.ops.local_attention`.
 

@@ -77,9 +77,7 @@ class RecurrentState(NamedTuple):
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns a `RecurrentState` with the names of each array's axes in place of the array, for
-    sharding.
-    """
+    """Returns a `RecurrentState` of the names of the arrays' axes, by which arrays are sharded."""
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
@@ -260,7 +258,8 @@ class RecurrentLayer(nn.Module):
 
     Tokens attend to their window and to the state vectors before their block. The states are
     updated once per block, by attention to the states and to the tokens of the block and of the
-    block before it. `training` enables dropout, and `kernels` names the implementations of ops.
+    block before it. `model` has the settings of the model as the layer sees them, `training`
+    enables dropout, and `kernels` names the implementations of ops.
     """
 
     model: Model

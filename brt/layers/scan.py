@@ -53,7 +53,7 @@ def scan_layers(
 
     Args:
       layers: the module of the layers of the run.
-      run: the run.
+      run: the description of the run.
       method: `__call__`, `begin_block`, `decode_step` or `end_block`.
       stream: the inputs of the run's lowest layer.
       each: keyword arguments that differ between layers; every array has the layers on `axis`.

@@ -32,7 +32,8 @@ class Tap(NamedTuple):
 
     Attributes:
       inputs: [N, *rows, *inputs], the inputs x_t, where `rows` are the axes of x that the product
-        does not sum over and `inputs` the others; for `dot_of_parts`, one array for each part.
+        does not sum over and `inputs` the others; if `dot_of_parts` multiplies its inputs
+        separately, one array for each of these inputs.
       outputs: [N, *rows, *outputs] for each kernel [*inputs, *outputs], the gradients dy_t of the
         products.
     """

@@ -273,12 +273,13 @@ def window_attention_band(
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the gradient of one tile of the strip of biases, summed over `tiles_per_program` tiles
-    of queries.
+    """Writes a part of the gradient of one tile of the strip of biases: the sum over
+    `tiles_per_program` tiles of queries.
 
     A tile of the strip belongs to one distance, in tiles, between queries and keys. Its gradient is
     the gradient of the logits, summed over all pairs of a query tile and a key tile with this
-    distance. The gradient of the bias follows from these sums. The kernel loops over such pairs.
+    distance. A program loops over some of these pairs. The caller adds up the parts, and computes
+    the gradient of the bias from the gradient of the strip.
 
     Args:
       inputs: references to the inputs.
