@@ -213,17 +213,17 @@ class Model:
         When a new text begins, the iterator of the previous text raises ConfigError.
 
         Args:
-          prompt: text without NULs and without surrogates that lack their partner; a byte order
-            mark at its start is removed.
+          prompt: text without NULs and unpaired surrogates; a leading byte order mark is removed.
           state: the state from which the model continues; None starts without a state.
-          max_tokens: the number of new tokens; None is 500, or a summariser's Decoding.max_length.
+          max_tokens: the most new tokens; None is 500, or Decoding.max_length for summaries.
           seed: the seed of random sampling.
-          beams: the number of beams of a search for the most probable text; None samples.
-          temperature: the divisor of the logits; 0 takes the most probable token.
+          beams: the number of beams of a search for the most probable text; None samples, but
+            without the next three arguments, a summariser searches with Decoding.beams.
+          temperature: the divisor of the logits; 0 takes the most probable token. Here and in the
+            next two arguments, None takes the value of the config's section Sampling.
           top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.
           top_p: only the most probable tokens whose probabilities add up to this value can be
-            drawn; 1 allows all tokens. If one of the last three arguments is None, the value of
-            the config's section Sampling is used.
+            drawn; 1 allows all tokens.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.

@@ -142,7 +142,8 @@ def inspect(
       on_text: called with the report as text for people, before the files are written.
 
     Returns:
-      The metrics by name, with the run directory as `workdir` and the checkpoint as `step`.
+      The metrics by name. The entry "workdir" has the run directory, and "step" the step of the
+      checkpoint.
 
     Raises:
       ConfigError: the model has no memory, the config names another tokenizer than the run's, or

@@ -14,7 +14,7 @@ class TextReader(RowReader):
 
     Attributes:
       store: the rows. Its method `read` returns the ids of a row, int32 [T], and its attribute
-        `row_targets` is int [rows, targets].
+        `row_targets` is int or float [rows, targets].
       max_length: the largest number of tokens that a row may have.
     """
 
