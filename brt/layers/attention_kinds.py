@@ -112,8 +112,8 @@ def attend(
 
 
 def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
-    """Returns those settings of the section `Attention` that clustered attention reads, as the
-    configuration of the op.
+    """Returns those settings of the section `Attention` (`config`) that clustered attention reads,
+    as the configuration of the op.
     """
     return clustered_attention.ClusteredConfig(
         kind=config.kind,

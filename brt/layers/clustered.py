@@ -107,6 +107,8 @@ def clustered_flops(model: Model) -> int:
     multiplied with all centroids of its head, with the keys that left the window, and with the keys
     that its centroid keeps. Every centroid attends once to each key of the past, and once per block
     to the keys that it keeps.
+
+    `model` has the settings of the model, as the layer sees them.
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim

@@ -35,7 +35,8 @@ from brt.ops.window_attention import segment_part
 
 def speeds_of(model: Model) -> RotarySpeeds:
     """Returns the angles, in radians per token of distance, by which rotary position embeddings
-    rotate each pair of channels of a head, as the section `Rotary` of the settings defines them.
+    rotate each pair of channels of a head, as the section `Rotary` of the settings `model` defines
+    them.
     """
     r = model.rotary
     return rotary_speeds(

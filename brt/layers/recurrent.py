@@ -3,7 +3,8 @@ each block.
 
 Shapes: B rows of the batch (lanes), T tokens and N blocks of a segment, S state vectors, model
 width D, H heads. Arguments `taps` collect the inputs and output gradients of matrix products in a
-scan over blocks; the weight gradients are computed from them once, after the scan.
+scan over blocks; the weight gradients are computed from them once, after the scan. Arguments
+`model` have the settings of the model, as the layer sees them.
 """
 
 from collections.abc import Mapping

@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 def runs(model: Model) -> list[Run]:
-    """Returns the runs of the model, the lowest first.
+    """Returns the runs of the model with the settings `model`, the lowest first.
 
     Raises:
       ConfigError: a kind does not exist, or Model.feedback is set although no layer has recurrent
@@ -81,6 +81,9 @@ def runs(model: Model) -> list[Run]:
 
 def check_states(model: Model) -> None:
     """Checks that the state of every layer has the fields that its `LayerKind` names.
+
+    Args:
+      model: the settings of the model.
 
     Raises:
       ConfigError: a kind does not exist; a part names a field that the state does not have; or

@@ -107,8 +107,8 @@ def _counts_tokens(model: Model) -> bool:
 
 
 def window_axes(model: Model) -> Any:
-    """Returns the state of a sliding-window layer in which each array is replaced by the names of
-    its axes, by which the array is sharded.
+    """Returns the state of a sliding-window layer with the settings `model`, in which each array is
+    replaced by the names of its axes, by which the array is sharded.
     """
     if not _counts_tokens(model):
         return WINDOW_AXES
@@ -198,13 +198,15 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
     """Returns, for each row of the batch, True if the tokens of the next block may attend to the
     keys in `state`, the keys of the tokens before that block.
+
+    The result is False for all rows if the settings `model` have no cache.
     """
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
     return valid & model.sliding.cache
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if the settings let tokens of the first block of a document attend to keys of
-    zeros in place of the missing cache.
+    """Returns True if the settings `model` let tokens of the first block of a document attend to
+    keys of zeros in place of the missing cache.
     """
     return model.sliding.cache and not model.sliding.mask_empty_cache

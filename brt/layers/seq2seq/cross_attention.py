@@ -21,8 +21,8 @@ from brt.ops.cross_attention import CrossCache, CrossConfig
 
 
 def cross_config(config: CrossAttention) -> CrossConfig:
-    """Returns those settings of the section `CrossAttention` that the op `cross_attention` reads,
-    as the configuration of the op.
+    """Returns those settings of the section `CrossAttention` (`config`) that the op
+    `cross_attention` reads, as the configuration of the op.
     """
     translated: dict[str, Any] = {
         "use_segment": "segment" not in config.without,

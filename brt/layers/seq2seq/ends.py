@@ -71,7 +71,7 @@ class Ends(nn.Module):
 
 def relative_bias(model: Seq2Seq) -> Embedding:
     """Returns a module with T5's table [R, H] of relative position biases, which has a bias for
-    each of R buckets of distances and H heads.
+    each of R buckets of distances and H heads. `model` has the settings of the encoder-decoder.
     """
     shape = (model.relative_buckets, model.heads)
     return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)

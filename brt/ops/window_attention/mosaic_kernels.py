@@ -79,7 +79,7 @@ def window_attention_forward(
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
         """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
-        to a slot.
+        to the slot with the index `slot`. The copies arrive at `barrier`.
         """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
@@ -94,7 +94,8 @@ def window_attention_forward(
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the weighted values of the n-th key tile to `read`.
+            """Adds the weighted values of the n-th key tile, which is in the slot with the index
+            `slot`, to `read`.
 
             Returns the maximum logits and the sums of weights after this tile; `carry` has both as
             they are before this tile.
@@ -165,7 +166,7 @@ def window_attention_queries(
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
         """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
-        to a slot.
+        to the slot with the index `slot`. The copies arrive at `barrier`.
         """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
@@ -178,7 +179,9 @@ def window_attention_queries(
         """
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th key tile to `totals`; the carry is unused."""
+            """Adds the contribution of the n-th key tile, which is in the slot with the index
+            `slot`, to `totals`; the carry is unused.
+            """
             may_read = begin + n >= first if null_keys else True
             logits = (
                 zero_unless(may_read, tile_product(query_tile.at[opaque_zero(n)], keys.at[slot]))
@@ -234,7 +237,7 @@ def window_attention_keys(
 
     def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
         """Starts the copies of the n-th query tile that may read the keys, and of the arrays that
-        belong to the query tile, to a slot.
+        belong to the query tile, to the slot with the index `slot`. The copies arrive at `barrier`.
         """
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
@@ -249,7 +252,9 @@ def window_attention_keys(
         """
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th query tile to the totals; the carry is unused."""
+            """Adds the contribution of the n-th query tile, which is in the slot with the index
+            `slot`, to the totals; the carry is unused.
+            """
             logits = tile_product(key_tile.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)
@@ -302,8 +307,9 @@ def window_attention_band(
     barrier_wait(ready)
 
     def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th pair of tiles to a slot: a query tile, and the key tile
-        that is `distance` tiles after the start of the query tile's window.
+        """Starts the copies of the n-th pair of tiles to the slot with the index `slot`: a query
+        tile, and the key tile that is `distance` tiles after the start of the query tile's window.
+        The copies arrive at `barrier`.
         """
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
@@ -315,7 +321,7 @@ def window_attention_band(
 
     def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
         """Returns `total`, a sum of gradients of logits [TILE, TILE], plus the contribution of the
-        n-th pair of tiles.
+        n-th pair of tiles, which is in the slot with the index `slot`.
         """
         first, _ = inputs.key_tile_range(lane, begin + n)
         may_read = begin + n + distance >= first

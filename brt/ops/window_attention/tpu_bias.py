@@ -73,7 +73,7 @@ def _call(
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
         """Returns the block spec with which a step of the grid reads or writes its head of an array
-        whose first axis is the heads.
+        of this shape, whose first axis is the heads.
         """
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
