@@ -83,7 +83,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
     if mask is not None:
-        # The mask gets the shape [*B, 1, 1, S] or [*B, 1, Q, S].
+        # The mask gets the axes of the logits: its shape becomes [*B, 1, 1, S] or [*B, 1, Q, S].
         mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
         logits = jnp.where(mask, logits, 0.0 if null_keys else MASKED)
     weights = jax.nn.softmax(logits, axis=-1)

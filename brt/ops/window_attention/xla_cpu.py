@@ -221,9 +221,9 @@ def _forward(
     )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    # For a single maximum over all keys, XLA would store the logits in memory. The keys are
-    # therefore split into ranges of R keys. The elementwise maximum of all ranges is taken first,
-    # and then the maximum within the resulting range.
+    # To take a single maximum over all keys, XLA would write the logits to memory and read them
+    # again. The keys are therefore split into ranges of R keys. The elementwise maximum of all
+    # ranges is taken first, and then the maximum within the resulting range.
     stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)
