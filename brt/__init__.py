@@ -37,8 +37,8 @@ _HOMES = {
     "register_task": "brt.tasks",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
-# These names are modules of the package. The module brt.train is a command that can also be called
-# as a function.
+# These names are modules of the package, so `__getattr__` returns the module itself. The module
+# brt.train is callable (its class defines `__call__`), so that brt.train(...) trains a model.
 _MODULES = ("config", "train")
 
 

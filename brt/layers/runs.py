@@ -86,8 +86,9 @@ def check_states(model: Model) -> None:
       model: the settings of the model.
 
     Raises:
-      ConfigError: a kind does not exist; a part names a field that the state does not have; or
-        `axes` does not give an array of the state as many names as it has axes.
+      ConfigError: a kind does not exist; `LayerKind.parts`, which groups the fields of the state
+        into cache, recurrent state and memory, has the name of a field that the state lacks; or
+        `LayerKind.axes` does not give an array of the state as many names as it has axes.
     """
     for run in runs(model):
         kinds.check_state(run.kind, run.model)

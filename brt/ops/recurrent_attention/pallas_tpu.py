@@ -156,10 +156,11 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns these arrays in the form in which the kernels read them.
+        """Returns these arrays as the kernels read them: each scale fills a row of lanes, and keys
+        and values are separate tuples.
 
-        `others` are the fields of `StateKernelInputs` that only the backward kernel reads, from
-        `gradient` on.
+        `others` are further fields of `StateKernelInputs` by name, which only the backward kernel
+        reads: the field `gradient` and those after it.
         """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)

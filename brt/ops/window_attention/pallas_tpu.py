@@ -220,8 +220,8 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
     """Returns the block specs of the inputs; after the last block, they stay at the last block."""
 
     def block_index(n: Array) -> Array:
-        """Returns n, the index of the block that step n of a segment reads. The backward kernel has
-        an additional step after the last block, which reads the last block once more.
+        """Returns the index of the block that step n of a segment reads: n, or the index of the
+        last block if there is no block n. The backward kernel has one step more than blocks.
         """
         return jnp.minimum(n, blocks - 1)
 

@@ -128,10 +128,9 @@ class SentenceEvaluator(HeadEvaluator):
 
         Args:
           config: config of the model.
-          outputs: for each row of the split, by its index, the results of the function that
-            `forward` returns.
-          timed: the function that `forward` returns, in an object that has recorded the number of
-            inputs and the time of the function's calls.
+          outputs: for each row of the split, by its index, the predictions and the nats of the row
+            (see `forward`).
+          timed: the number of inputs of the model and the time that it took to read them.
         """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
