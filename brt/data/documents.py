@@ -87,11 +87,14 @@ def _read_file(
                 """Returns an iterator over the text of the file, in chunks, from its start."""
                 return _text(file, kind, errors, max_bytes)
 
-            def read_all() -> deque[str]:
-                """Reads and discards the whole text, which raises an error if it is damaged."""
-                return deque(text(), maxlen=0)
+            def is_readable() -> bool:
+                """Reads the whole text and discards it. Returns True, or raises BadRecord if the
+                text is damaged.
+                """
+                deque(text(), maxlen=0)
+                return True
 
-            if not bad.most or bad.call_and_collect(read_all, file.name) is not None:
+            if not bad.most or bad.call_and_collect(is_readable, file.name):
                 yield Document(file.name, text())
 
 

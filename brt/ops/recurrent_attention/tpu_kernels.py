@@ -254,7 +254,11 @@ def add_gradients(
     settings: StateKernelSettings,
 ) -> None:
     """Writes the gradients of the states' keys, queries and values, and adds this lane's
-    contribution to the gradients of the scales.
+    contribution to the gradients of the scales of the queries.
+
+    `sums` gets the gradients of all keys and values that the states attend to, those of the states
+    first. `results.projected` gets the gradients of the states' own keys and values: the first part
+    of `sums`, plus the gradients from outside, `inputs.d_states`.
 
     Two kernels call this function: `backward_kernel` and the kernel of the complete cell.
 
