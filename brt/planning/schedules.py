@@ -59,7 +59,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
     }.items()
 }
 # The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
-# another type, which `_TYPES` states. For all other kernels, the table has only bfloat16, and a plan
+# another type, which `_TYPES` states. For all other kernels, the table has only bfloat16. A plan
 # does not use its cycles for float32, because float32 products take several times as long.
 _TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
 # A part of the work of improved clustered attention does not grow with the number of tokens. This
