@@ -34,10 +34,11 @@ from brt.redaction import redacted
 
 
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
-    """Returns `base`, or the defaults, with settings replaced.
+    """Returns `base`, or the default config, with some settings replaced.
 
     Args:
-      values: checked values by section and field.
+      values: the new values by section and field, {"Model": {"layers": 12}}, which already have
+        the types of their settings.
       base: the config whose settings are replaced; None replaces settings of the default config.
 
     Raises:
@@ -137,14 +138,17 @@ def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def earlier_model_settings(
     saved: Mapping[str, Any], config: Config, *, with_kinds: bool
 ) -> dict[str, Any]:
-    """Returns a model's settings with their present names, in the form of `model_settings`, from
-    settings that an earlier version may have saved under other names.
+    """Returns settings of a model that an earlier version of brt saved, translated to the present
+    names and in the form of `model_settings`. They can then be compared with the settings of a
+    present model, to find out whether both models are the same.
 
     Args:
-      saved: the settings by section and field; see `config_from_json`.
-      config: the config from which sections are taken that were not saved at that time.
-      with_kinds: False if settings of kinds of layers were saved only in the section `Model`, which
-        the earliest versions did, or not at all.
+      saved: the saved settings by section and field, with present or earlier names.
+      config: the config of the present model. Sections that the earlier version did not save are
+        taken from this config.
+      with_kinds: True if `saved` has the sections of all kinds of layers of the model. False if it
+        may lack them because the earliest versions saved the section `Model` alone; if it has none
+        of them, they are taken from `config`.
 
     Raises:
       ConfigError: see `config_from_json`.

@@ -129,11 +129,14 @@ def check_buckets(section: Any) -> None:
 
 
 def fill_held_out_rows(section: Any) -> None:
-    """Sets and checks the sources of the validation and the test split.
+    """Sets and checks the sources of the validation and the test split of a section.
 
     If the user named training rows but no rows for a split, the split becomes 5 % of the training
-    rows. If the training rows are the default or generated, a split has the default sources that
+    rows. If the training rows are the default or generated, the split has the default sources that
     the section declares.
+
+    Args:
+      section: the section of the data, which is changed in place.
 
     Raises:
       ConfigError: the share of a split is not between 0 and 0.5.

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _DECLARED = "setting"
-_SOURCES = "sources"  # This value of `cached` marks fields that name the files of prepared data.
+_SOURCES = "sources"  # This value of `cached` marks fields that name the sources of data.
 _USUAL = "usual"
 _NESTED = "nested"
 _AUTO: Any = ("auto",)  # This value stands for held-out sources that the user did not name.

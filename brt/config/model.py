@@ -181,7 +181,7 @@ class Model:
 
     @property
     def key_heads(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of heads of keys and values: `SelfAttention.kv_heads`, or `heads` if it is 0."""
         return self.attention.kv_heads or self.heads
 
     def has_own_window(self, layer: int) -> bool:
@@ -261,7 +261,7 @@ class Model:
 
     def parity(self) -> "Model":
         """Returns the same model with the arithmetic of the authors' code of Block-Recurrent
-        Transformers (google-research/meliad), for comparisons with this code.
+        Transformers (google-research/meliad), so that the results of both codes can be compared.
         """
         return dataclasses.replace(
             self,

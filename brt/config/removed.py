@@ -10,10 +10,10 @@ class Removed(NamedTuple):
     """A setting of earlier versions that no longer exists.
 
     Attributes:
-      value: the only value that a saved config may have, because brt now always behaves in this
-        way; None if any value is allowed.
-      now: the end of a sentence that says how brt behaves instead.
-      ignored: True if other values have no effect; False if they are refused.
+      value: the value of the setting that describes how brt now always behaves; None if saved
+        configs may have any value.
+      now: the end of an error or a warning, which says how brt behaves instead.
+      ignored: True if other values are accepted but have no effect; False if they are refused.
     """
 
     value: Any

@@ -27,9 +27,10 @@ class Rotary:
     scaling: Literal["none", "linear", "llama3"] = inherited("none")
     factor: float = inherited(1.0)  # Scaling divides angles per token by this number.
     # Each pair of channels turns at its own speed. With 'llama3', the number of full turns over
-    # original_length tokens decides about a pair. The angles of pairs with fewer than low_frequency
-    # turns are divided by `factor`, those with more than high_frequency turns are unchanged, and
-    # those in between are divided by a number between 1 and `factor`.
+    # original_length tokens decides how a pair is scaled. The angles of a pair with fewer than
+    # low_frequency turns are divided by `factor`, the angles of a pair with more than
+    # high_frequency turns are unchanged, and the angles of all other pairs are divided by a number
+    # between 1 and `factor`.
     low_frequency: float = inherited(1.0)
     high_frequency: float = inherited(4.0)
     original_length: int = inherited(8192)  # Number of tokens of the context before scaling.

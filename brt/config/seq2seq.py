@@ -17,7 +17,8 @@ from brt.config.columns import check_columns, column
 from brt.config.fields import derived, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
-# With CrossAttention.raf_parameters = 'bounded', neurons fire at thresholds above this value.
+# With CrossAttention.raf_parameters = 'bounded', the thresholds at which neurons fire are above
+# this value.
 SMALLEST_THRESHOLD = 1e-3
 
 
@@ -102,7 +103,9 @@ class Seq2Seq:
 
     @property
     def scale_logits(self) -> bool:
-        """True if the decoder's output is multiplied by model_dim ** -0.5 before the logits."""
+        """True if the decoder's output is multiplied by model_dim ** -0.5 before the logits are
+        computed from it.
+        """
         return self.logits.endswith("scaled")
 
 
@@ -128,7 +131,7 @@ class CrossAttention:
     # the authors' code does in training, and 'stride' moves on by one segment every `stride`
     # positions.
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # With index_mode = 'stride', a segment serves this many tokens.
+    stride: int = fixed(8)  # With index_mode = 'stride', a segment serves this many target tokens.
     # Padding counts as tokens, as in the authors' code, in the number of segments of a source
     # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
     count_padding_in: tuple[str, ...] = fixed(())
@@ -258,7 +261,7 @@ class Pairs:
     # the head and the tail are read. Summaries always keep their head.
     truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
     # Batches are padded to one of these ascending source lengths in tokens; () pads all batches to
-    # the longest.
+    # max_source_length.
     buckets: tuple[int, ...] = fixed(())
     # If a row is empty, damaged or not UTF-8, the file is refused or the row is skipped.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)

@@ -70,7 +70,8 @@ def public_name(name: str) -> str:
 
 
 def field_name(name: str, task: str) -> str:
-    """Returns the field that a setting refers to in runs of a task, the inverse of `public_name`.
+    """Returns the field that a setting refers to in runs of a task: "Pairs.train" for "Data.train"
+    in runs of summarisation. `public_name` is the inverse.
 
     The section of the task may lack this field. For language models, for example, the result for
     `Data.buckets` is "Data.buckets", although `Data` has no such field.

@@ -18,8 +18,8 @@ def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[A
     """Returns, for each token of a segment, the number of earlier tokens of the token's document.
 
     The number is 0 for the first token of a document. If the document started before the segment,
-    the true number is unknown. The result is then a number above T and above `CONVOLVED`, which is
-    larger than all distances between tokens with which callers compare it.
+    the true number is unknown. The result is then a number that is larger than T and `CONVOLVED`,
+    and so larger than every distance between tokens that a caller compares with the result.
 
     Args:
       document_start: True where a block is the first of a document.

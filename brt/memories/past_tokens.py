@@ -123,7 +123,9 @@ class PastTokensLayer(WindowLayer):
           places: the positions of the reading tokens in their block.
         """
         if self.model.sliding.sinks:
-            assert before is not None  # The states of layers with sinks count the tokens.
+            # Layers with sinks count the tokens of the document in their state, so the number of
+            # tokens before each block is known.
+            assert before is not None
             counts = jnp.clip(before - self.model.sliding.sinks, 0, counts)
         names = ("lanes", "heads", None, None)
         shared = MemoryAndSegment(

@@ -18,7 +18,7 @@ class TokenStateLayer(nn.Module):
     Attributes:
       model: the settings of the model, with the window of this layer (`Model.for_layer`).
       training: True applies dropout.
-      kernels: unused, because the subclasses have a single implementation.
+      kernels: unused, because each operation of the subclasses has a single implementation.
     """
 
     model: Model

@@ -122,7 +122,8 @@ def delta_rule(
 
         Args:
           state: the state before the chunk.
-          chunk: the arrays of this chunk: queries, keys, the products of queries and keys times
+          chunk: the arrays of this chunk: the queries times the decay since the beginning of the
+            chunk, the keys times the decay until its end, the products of queries and keys times
             the decay between their tokens, X (b V) and X (b d K) (see `delta_rule`), and the decay
             of the state over the chunk.
         """

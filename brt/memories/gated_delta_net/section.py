@@ -41,7 +41,8 @@ class GatedDeltaNet(KindSection):
         check_not_negative(self, "heads", "key_dim", "value_dim")
 
     def sizes(self, model: Model) -> tuple[int, int, int]:
-        """Returns the number of heads, and the numbers of channels of a key and of a value.
+        """Returns the number of heads, and the numbers of channels of a key and of a value. For a
+        setting that is 0, the result has the model's own number of heads or width of a head.
 
         Args:
           model: the settings of the model.

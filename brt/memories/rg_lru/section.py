@@ -30,7 +30,9 @@ class RGLRU(KindSection):
         check_not_negative(self, "width")
 
     def width_of(self, model: Model) -> int:
-        """Returns the number of channels of the recurrence in a model, in all heads together."""
+        """Returns the number of channels of the recurrence, in all heads together: `width`, or the
+        `model_dim` of the model if `width` is 0.
+        """
         return self.width or model.model_dim
 
     def check_model(self, model: Model) -> None:

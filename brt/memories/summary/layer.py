@@ -386,7 +386,7 @@ class SummaryLayer(nn.Module):
 
 
 class LongSummaryLayer(SummaryLayer):
-    """A `SummaryLayer` that also has a long-term memory, to which every block adds vectors."""
+    """A `SummaryLayer` that also has a long-term memory, to which every block adds some vectors."""
 
     remembers: ClassVar[bool] = True
 

@@ -8,10 +8,11 @@ tokens:
 
   window: the W keys that a sliding-window layer reads, exactly.
   nearby: keys of the previous block that have left the window, exactly.
-  best: the R keys of all earlier blocks with the largest logits for the token's centroid, exactly.
-  rest: the other keys of all earlier blocks. The centroid attends to them in place of the token,
-    and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k) over
-    queries around c is about exp(c.k + var |k|^2 / 2).
+  best: of all keys before the previous block, the R keys with the largest logits for the token's
+    centroid, exactly.
+  rest: the other keys before the previous block. The centroid attends to them in place of the
+    token, and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k)
+    over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
 The best keys of each centroid, and one vector for the centroid's attention to the rest, are the
 memory. Centroids are parameters. The loss trains them through the keys that they keep and

@@ -4,8 +4,8 @@ The kernels compute the attention of each token to the keys before its window. E
 assigned to a centroid, which keeps some of these keys and summarizes all others. Plain XLA sorts a
 block's queries by centroid and gathers the keys of each centroid. The kernels instead multiply
 every query with the keys that all centroids keep, and mask the keys of other centroids than the
-query's own. 64 centroids with 16 keys each are as many keys as two windows of 512 tokens. Nothing
-is gathered, and no gradient is scattered.
+query's own. The cost is moderate: 64 centroids with 16 keys each keep as many keys as two windows
+of 512 tokens have. In return, nothing is gathered, and no gradient is scattered.
 
 The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
 are transposed, slots x rows. The rows are the queries of a block. The slots are the keys of the
@@ -164,7 +164,8 @@ class _Arguments(NamedTuple):
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the arrays of which the kernels read a block in each step.
+        """Returns the arrays of which the kernels read a block in each step. The kernels read
+        `cache_mask` and `filled` as scalars instead.
 
         `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and
         `weighted_gradient_sum`, which `FarKernelInputs` describes.

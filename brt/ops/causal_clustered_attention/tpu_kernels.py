@@ -106,9 +106,8 @@ class _RowTile(NamedTuple):
 
     @property
     def near(self) -> slice:
-        """The slice of the first S keys of the previous block.
-
-        The other keys of this block have not left the window of any row of the tile.
+        """The slice of the first S keys of the previous block. All other keys of that block are in
+        the windows of all rows of the tile.
         """
         return slice(0, self.outside_window.shape[0])
 

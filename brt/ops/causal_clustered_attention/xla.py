@@ -5,7 +5,7 @@ centroid's keys are gathered once for several of its queries.
 
 In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
 a segment, N of its blocks of W tokens, C of centroids of a head, and Q of queries of a block. Each
-centroid keeps R keys. Z = T + W counts the cached block, too, and M is a number of keys.
+centroid keeps R keys. Z = T + W counts the cached block, too.
 """
 
 import jax

@@ -1,16 +1,18 @@
 """Selection of each cluster's best keys on TPUs, by sorting networks.
 
 The best keys of a cluster are the keys with the largest logits of the cluster's centroid. Clusters
-are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has a sorted
-list of the 32 largest logits of the keys that it has seen; one register holds the same place of all
-8 lists.
-For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and merges them
-with the lists. The larger half of the result is kept. At the end the lists of the 8 sublanes are
-merged in the same way. No step depends on the data, and no data moves within a register.
+are along the lanes of vector registers and keys along the rows. For each cluster, each of the 8
+sublanes has a sorted list of the 32 largest logits of the keys that it has seen; one register holds
+the same place of all 8 lists.
+For each step, a sorting network of maxima and minima sorts the next 32 logits of each sublane and
+merges them with the sublane's list. The larger half of the result is kept. At the end the lists of
+the 8 sublanes are merged in the same way. No step depends on the data or moves data within a
+register.
 
-The last value of a list is the threshold of the best keys. If too many keys have exactly that
-logit, the first of them are chosen, up to a position that a bisection determines. Finally the
-positions of the best keys pass through the same lists.
+The merged list's value at place k, where k is the number of best keys, is the threshold: the best
+keys have at least this logit. If too many keys have exactly this logit, the first of them are
+chosen, up to a position that a bisection determines. Finally the same network sorts the positions
+of the best keys.
 
 In shapes, X is the number of keys and C the number of clusters. A step processes 256 keys. The keys
 of a step, and the lists of all sublanes, have the layout [32, 8, C]: 32 rows or places, 8 sublanes,
@@ -73,8 +75,9 @@ def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> K
 
     Args:
       steps: the number of steps, each of which processes 256 keys.
-      rows: a function from the index of a step to the values of the step's keys, [32, 8, C].
-      lists: [256, C], float32 scratch memory for the lists.
+      rows: a function from the index of a step to the values of the step's keys, [32, 8, C], such
+        as their logits.
+      lists: [256, C], float32 scratch memory for the lists of the 8 sublanes, with 32 places each.
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
@@ -104,12 +107,14 @@ def best_threshold(
     Args:
       logits: reference to the logits [X, C].
       values: the largest logits of each cluster, from `largest_values`.
-      counts: the number of queries of each cluster; the result for empty clusters has no meaning.
+      counts: the number of queries of each cluster. Empty clusters cause no search for a position,
+        and their result has no meaning.
       top_k: the number of best keys.
 
     Returns:
-      For each cluster, the smallest logit of its best keys; and the position below which keys with
-        exactly this logit are best keys.
+      For each cluster, the smallest logit of its best keys (or a number between MASKED and all
+        other logits, if there are fewer than `top_k` valid keys); and the position below which keys
+        with exactly this logit are best keys.
     """
     # The threshold is greater than the logits of masked keys, so that a masked key is never a best
     # key.

@@ -1,4 +1,4 @@
-"""Bodies of the TPU kernels of clustered attention, for one head of a lane.
+"""Bodies of the TPU kernels of clustered attention, for one head of a lane (row of the batch).
 
 The module `clustered_tpu` describes the algorithm. In shapes, T is the number of queries, X the
 number of keys, C the number of clusters, and K and E the widths of a key and of a value.
@@ -40,7 +40,9 @@ class ClusteredKernelSettings(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """The number of tokens (queries or keys) that the kernels process at once."""
+        """The number of tokens (queries or keys) that the kernels process at once: a multiple of
+        128, such that the logits of all clusters for these tokens fill half of the registers.
+        """
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def padding_multiple(self, tokens: int) -> int:
@@ -51,15 +53,18 @@ class ClusteredKernelSettings(NamedTuple):
 
 
 class ClusteredKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (a head of a lane), or their block specs.
+    """Inputs of the kernels, with the shapes of one step of the grid (a head of a lane).
 
-    The fields from `gradient` on are None in the forward pass.
+    The fields are references inside of a kernel, and complete arrays or block specs outside. The
+    fields `gradient`, `centroids`, `centroid_outputs` and `statistics` are only for the backward
+    pass, and None in the forward pass.
 
     Attributes:
       queries: [K, T].
       keys, values: [K, X] and [E, X].
       labels: [1, T], int32, the cluster of each query; at least C for padding.
-      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
+      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or for padding MASKED, a
+        large negative number.
       gradient: [E, T], the gradient of the output.
       centroids: [C, K], float32, the mean query of each cluster.
       centroid_outputs: [C, E], float32, the attention output of the centroids.
@@ -79,7 +84,7 @@ class ClusteredKernelInputs(NamedTuple):
 
 
 class ClusteredKernelOutputs(NamedTuple):
-    """Outputs of a step of the forward kernel, or their shapes.
+    """Outputs of the forward kernel, or only their shapes, for one step of the grid.
 
     Attributes:
       y: [E, T], the attention output of the queries.
@@ -136,7 +141,7 @@ def forward_kernel(
         """Adds the i-th tile of queries to the sums of each cluster's queries in `centroids`.
 
         Returns `count`, the number of queries of each cluster so far, plus the numbers of this
-        tile. Both are 128 partial sums for each cluster, [C, 128].
+        tile. `count` and the result have 128 partial sums for each cluster, [C, 128].
         """
         place = pl.ds(i * query_tile, query_tile)
         members = membership(inputs.labels, place, settings.clusters)
@@ -152,7 +157,7 @@ def forward_kernel(
         """Returns `top`, the largest logit of each centroid so far, updated by the i-th tile of
         keys.
 
-        Both are 128 partial maxima for each cluster, [C, 128].
+        `top` and the result have 128 partial maxima for each cluster, [C, 128].
         """
         logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
         return functools.reduce(jnp.maximum, _column_registers(logits), top)
@@ -160,10 +165,11 @@ def forward_kernel(
     top = jnp.max(unrolled_loop(key_steps, update_maximum, nothing + FLOOR), axis=1, keepdims=True)
 
     def add_values(i: Any, total: Array) -> Array:
-        """Adds the weighted values of the i-th tile of keys to `centroid_outputs`.
+        """Adds the values of the i-th tile of keys, multiplied by the softmax weights before their
+        normalization, to `centroid_outputs`.
 
         Returns `total`, the sum of each centroid's weights so far, plus the weights of this tile.
-        Both are 128 partial sums for each cluster, [C, 128].
+        `total` and the result have 128 partial sums for each cluster, [C, 128].
         """
         place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)

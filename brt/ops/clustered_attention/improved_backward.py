@@ -60,8 +60,8 @@ def backward_kernel(
       d_best: [R, K + E, C], the gradients of each cluster's best keys and of their values.
       d_best_transposed: [R, C, K + E], `d_best` with the last two axes exchanged.
       d_tokens: [X + 8, K + E], for each key and its value, the sum of the gradients from all
-        clusters whose best keys include this key. Row X is for clusters with fewer best keys, whose
-        lists of positions are filled up with X.
+        clusters whose best keys include this key. Row X is for clusters with fewer than R best
+        keys, whose lists of positions are filled up with X. The last 7 rows are padding.
       d_queries_exact: [K, T], the exact parts of the queries' gradients.
       rows: [2, 8 R, 128], dot products of 128 queries, each as eight partial sums in eight
         consecutive rows: first of the query and the R best keys, then of the gradient of the
@@ -139,14 +139,18 @@ def _backward_over_queries(
     steps = inputs.queries.shape[1] // STEP_KEYS
 
     def process_step(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns `sums` plus the contribution of the 256 queries of the previous step; also writes
-        the weights of the 256 queries of this step to `shares`, for the next step.
+        """Writes the weights and gradients of this step's 256 queries to `shares` and
+        `d_queries_exact`. Adds the contribution of the 256 queries before them, whose weights and
+        gradients the previous step wrote to `shares`, to `d_best` and `sums`.
 
         Args:
           step: the index of this step.
           sums: two arrays with sums for each cluster: the gradients of the outputs of its queries
             [E, C], and the gradient of its mass [16, C]. The 16 rows are equal; a register of
             bfloat16 numbers has as many.
+
+        Returns:
+          `sums` plus the contribution.
         """
         place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]

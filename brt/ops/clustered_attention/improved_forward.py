@@ -1,7 +1,8 @@
 """Forward kernel of improved clustered attention on TPUs; `improved_tpu` describes the algorithm.
 
 In shapes, T is the number of queries, X of keys, C of clusters, R of best keys of a cluster, and W
-of 32-bit words of a key and its value; K and E are the widths of a key and of a value.
+of 32-bit words of a key and its value; K and E are the widths of a key and of a value. A step of a
+loop processes 256 queries or keys if nothing else is said.
 """
 
 import functools
@@ -55,7 +56,8 @@ def forward_kernel(
     Args:
       inputs: references to the inputs of one step of the grid.
       y: reference to the output [E, T].
-      results: references to the results of each cluster, which the backward pass reads.
+      results: references to further outputs, the results of each cluster. The tiles of queries read
+        the results, and so does the backward pass.
       logits: [X, C], float32, for the centroids' logits.
       lists: [256, C], float32, for the sorted lists with which `best_tpu` finds the best keys.
       packed: [W, X], int32, for the bits of keys and values.
@@ -80,7 +82,9 @@ def forward_kernel(
     common = (1 - statistics.mass) * results.rest[...]
 
     def attend_tile(step: Any, _: None) -> None:
-        """Writes the output of the 128 queries of tile number `step`."""
+        """Writes the output of the 128 queries of tile number `step`: the weighted sum of the best
+        values of each query's cluster, plus the output of the cluster's centroid for other keys.
+        """
         tile = QueryTile(inputs, results, step)
         for r in range(settings.top_k):
             rows[partial_sum_rows(r)] = tile.partial_dot_products(tile.queries, tile.keys(r))
@@ -103,7 +107,8 @@ def _compute_centroids(inputs: ImprovedKernelInputs, means: Any) -> Float[Array,
         """Adds the 256 queries of a step to the sums of each cluster's queries in `means`.
 
         Returns `counts`, the number of queries of each cluster so far, plus the numbers of this
-        step. Both have 16 equal rows [16, C]; a register of bfloat16 numbers has as many.
+        step. `counts` and the result have 16 equal rows [16, C], which is the number of rows of a
+        register of bfloat16 numbers.
         """
         place = pl.ds(step * STEP_KEYS, STEP_KEYS)
         members = membership(inputs, place)
@@ -165,7 +170,7 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
         """Returns `top`, the largest logit of each centroid so far, updated by the keys of this
         step.
 
-        Both are 8 partial maxima for each cluster, [8, C].
+        `top` and the result have 8 partial maxima for each cluster, [8, C].
         """
         return jnp.maximum(top, jnp.max(best_tpu.step_rows(logits, step), axis=0))
 
@@ -174,7 +179,8 @@ def _attend_to_rest(inputs: ImprovedKernelInputs, logits: Any, rest: Any) -> Flo
     rest[...] = jnp.zeros_like(rest)
 
     def add_values(step: Any, total: Array) -> Array:
-        """Adds the weighted values of this step's keys to `rest`.
+        """Adds the values of this step's keys, multiplied by the softmax weights before their
+        normalization, to `rest`.
 
         Returns `total` [1, C], the sum of each centroid's weights so far, plus the weights of this
         step.

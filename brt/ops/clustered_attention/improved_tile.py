@@ -43,7 +43,7 @@ class ImprovedKernelSettings(NamedTuple):
 
 
 class ClusterResults(NamedTuple):
-    """Results of the forward pass for each cluster; clusters are along the lanes.
+    """Results of the forward pass for each cluster; clusters are along the lanes of registers.
 
     Attributes:
       means: [K, C], float32, the centroids.
@@ -51,7 +51,8 @@ class ClusterResults(NamedTuple):
       statistics: [8, C], float32, the four fields of `CentroidStatistics` and four rows of zeros.
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
-      places: [32, C], int32, positions of the best keys; X if there are fewer.
+      places: [32, C], int32, positions of the best keys. If there are fewer than 32, the other
+        places have the number X.
       words: [32, W, C], int32, the bits of each best key, followed by the bits of its value, in W
         words of 32 bits.
     """
@@ -65,15 +66,18 @@ class ClusterResults(NamedTuple):
 
 
 class ImprovedKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (a head of a lane), or their block specs.
+    """Inputs of the kernels, with the shapes of one step of the grid (a head of a lane, that is, of
+    a row of the batch).
 
-    The fields `gradient` and `results` are None in the forward pass.
+    The fields are references inside of a kernel, and complete arrays or block specs outside. The
+    fields `gradient` and `results` are only for the backward pass, and None in the forward pass.
 
     Attributes:
       queries: [K, T].
       keys, values: [K, X] and [E, X].
       labels: [1, T], int32, the cluster of each query; at least `CLUSTERS` for padding.
-      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or MASKED for padding.
+      key_mask_bias: [1, X], float32, added to the logits of each key: 0, or for padding MASKED, a
+        large negative number.
       gradient: [E, T], the gradient of the output.
       results: a `ClusterResults`, the results of the forward pass.
     """
@@ -124,12 +128,13 @@ def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
 def centroid_logits(
     inputs: ImprovedKernelInputs, means: Float[Array, "K C"], place: Any
 ) -> Float[Array, "X C"]:
-    """Returns the float32 logits of some keys for all centroids.
+    """Returns the float32 logits of some keys for all centroids, one row for each of these keys.
 
     Args:
       inputs: the inputs of the kernel.
       means: the centroids.
-      place: the slice of the X keys that the logits are for.
+      place: the slice of the head's keys that the logits are for; here X is the length of the
+        slice.
     """
     key_mask_bias = inputs.key_mask_bias[:, place]
     key_mask_bias = jnp.broadcast_to(key_mask_bias, (CLUSTERS, key_mask_bias.shape[1]))

@@ -104,8 +104,8 @@ def padded_labels(
 
 
 def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
-    """Returns the float32 term that hides padding when it is added to the logits: 0 for valid keys
-    and MASKED for padding.
+    """Returns the float32 term that hides padding when it is added to the logits: 0 for valid keys,
+    and for padding MASKED, a large negative number.
 
     Args:
       valid: True for valid keys.

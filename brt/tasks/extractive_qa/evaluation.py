@@ -65,6 +65,7 @@ class AnswerEvaluator(HeadEvaluator):
 
         The function's arguments are the parameters, a batch, and a mask that is True for tokens of
         the context. Its results are the fields of WindowPrediction except for `row`, arrays [B].
+        `config` is the config of the model, with the longest answer that may be predicted.
         """
         longest = config.questions.max_answer_length
 

@@ -100,7 +100,7 @@ class SentenceEvaluator(HeadEvaluator):
         """Returns the function that is compiled and evaluated for each batch.
 
         The function maps the parameters and a batch to the predictions [B, C], and to -log p of the
-        target of each row [B].
+        target of each row [B]. `config` is the config of the model.
         """
 
         def read(
@@ -130,7 +130,8 @@ class SentenceEvaluator(HeadEvaluator):
           config: config of the model.
           outputs: for each row of the split, by its index, the predictions and the nats of the row
             (see `forward`).
-          timed: the number of inputs of the model and the time that it took to read them.
+          timed: the function that `forward` returns, in an object that has recorded the number of
+            inputs and the time of the function's calls.
         """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))

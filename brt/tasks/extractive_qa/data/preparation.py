@@ -48,7 +48,12 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens the questions that a config section describes."""
+    """Prepares and opens the questions that a config section describes.
+
+    Args:
+      section: the section Questions of the config.
+      progress: True reports the progress on stderr.
+    """
 
     dataset = QuestionDataset
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
