@@ -29,7 +29,7 @@ from brt.ops.block_products.wide import HeadLayout, Weights, compiler_options, r
 from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
 # A tile of `shared_input_matmul` has at most this many output columns, added up over all weight
-# arrays.
+# arrays. Each weight array may have 128 columns in any case, even if the sum is then greater.
 _COLUMNS = 512
 # An output tile of `summed_matmul` has one of these numbers of columns.
 _TILES = 256, LANES
@@ -79,7 +79,8 @@ def shared_input_matmul(
       kernels: the weight arrays, all of one shape: [C, *outputs] or, if `transposed`,
         [*outputs, C].
       transposed: True if the products sum over the last axis of the weight arrays.
-      relu: True returns max(product, 0), named so that rematerialized layers can save the result.
+      relu: True returns max(product, 0) and marks the result by `dispatch.output_residual`, so that
+        rematerialized layers (`jax.checkpoint`) can save it.
       where: an array in the shape of a product; each product is set to 0 where the entry of `where`
         is not positive. None changes nothing.
       interpret: True runs the kernel on any device, slowly, and with any sizes.

@@ -55,7 +55,8 @@ def summed_matmul(
       xs: the inputs, each [*rows, *inputs].
       kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: ignored; only the TPU kernel uses this argument.
+      as_bits: ignored. True tells the TPU kernel to read the inputs as integers with the same bits,
+        which saves a conversion.
     """
     total = jnp.zeros(())
     for x, kernel in zip(xs, kernels, strict=True):

@@ -144,7 +144,7 @@ class Weights(NamedTuple):
         *,
         narrow_first: bool,
     ) -> "Weights":
-        """Returns weight arrays in the form of this class, converted to `dtype`.
+        """Returns a `Weights` that contains the given weight arrays, converted to `dtype`.
 
         Args:
           kernels: a sequence of weight arrays, each [C, *axes] if `narrow_first` and otherwise
@@ -275,7 +275,8 @@ def compiler_options(multiplications: int, *read: Array) -> dict[str, Any]:
 
     Args:
       multiplications: the number of multiplications of the kernel.
-      *read: the arrays that the kernel reads, whose sizes in bfloat16 the cost estimate counts.
+      *read: the arrays that the kernel reads. The cost estimate counts two bytes, the size of a
+        bfloat16 number, for each of their numbers.
     """
     return {
         "compiler_params": pltpu.CompilerParams(

@@ -34,7 +34,8 @@ def shared_input_matmul(
       x: the input, whose last axis the products sum over.
       kernels: the kernels, [C, *outputs] or, if `transposed`, [*outputs, C].
       transposed: True if the products sum over the last axis of the kernels.
-      relu: True returns max(product, 0), named so that rematerialized layers can save the result.
+      relu: True returns max(product, 0) and marks the result by `dispatch.output_residual`, so that
+        rematerialized layers (`jax.checkpoint`) can save it.
       where: an array in the shape of a product; each product is set to 0 where the entry of `where`
         is not positive. None changes nothing.
     """
@@ -63,7 +64,8 @@ def summed_matmul(
       xs: the inputs, each [*rows, *inputs].
       kernels: the kernels, [*inputs, C] or, if `transposed`, [C, *inputs].
       transposed: True if the first axis of each kernel, not the last, is the output.
-      as_bits: ignored; only the TPU kernel uses this argument.
+      as_bits: ignored. True tells the TPU kernel to read the inputs as integers with the same bits,
+        which saves a conversion.
     """
     pairs = list(zip(xs, kernels, strict=True))
     if transposed:

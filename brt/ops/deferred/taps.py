@@ -78,7 +78,8 @@ def tap(
     The backward pass computes the gradients of `kernels` from the tap, after the scan.
 
     Args:
-      kernels: the kernels that one call of `dots` multiplies with the same x.
+      kernels: the kernels that one call of `dots` multiplies with the same x, or the only kernel of
+        a call of `dot_of_parts`.
       rows: the sizes of the first axes of the tap's arrays: N, the number of scan steps, followed
         by the axes of x that the products do not sum over, such as the lanes (rows of the batch)
         and the states of a lane.
@@ -101,7 +102,7 @@ def layer_taps(
 
     With taps, each step's pairs of inputs and output gradients are written once and read once.
     Without taps, a step writes and reads its float32 weight gradients and the sum of the gradients.
-    The result is None if taps would move more memory.
+    The result is None if taps would write and read more bytes than a step does without taps.
 
     Args:
       kernels: the kernels of all layers, each [layers, *inputs, *outputs].

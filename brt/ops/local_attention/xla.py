@@ -65,13 +65,15 @@ def local_attention(
     heads, groups = queries.shape[2], keys.shape[2]
 
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
-        """Returns x, the queries or the weights, with the queries of all R heads that share a head
-        of keys on one axis.
+        """Returns x, the weights or the queries (which have K numbers instead of X), with the
+        queries of all R heads that share a head of keys on one axis.
         """
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
     def by_query_head(x: Float[Array, "B G RQ X"]) -> Float[Array, "B H Q X"]:
-        """Returns x with a separate axis for the heads of queries; the inverse of `by_key_head`."""
+        """Returns x, the logits or the outputs (which have K numbers instead of X), with a separate
+        axis for the heads of queries. The function is the inverse of `by_key_head`.
+        """
         return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
     @jax.checkpoint

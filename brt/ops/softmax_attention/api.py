@@ -138,8 +138,8 @@ def _attend(
     """Selects the implementation and runs it on each device for the device's part of the arrays."""
 
     def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
-        """Returns the attention output of one device, computed from the device's parts of the
-        arrays of the same names.
+        """Returns the attention output of one device. The arguments are the device's parts of the
+        arguments of `_attend` with the same names.
         """
         return dispatch.run(
             OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale

@@ -35,8 +35,8 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-# The kernels accept at most this many keys, because the logits of a tile of queries (rows) and all
-# keys must fit into VMEM.
+# The kernels accept blocks of at most this many keys, and at most as many queries, because the
+# logits of a tile of queries (rows) and all keys must fit into VMEM.
 _MAX_SLOTS = 2048
 # A tile has at most this many queries. With this number, the compiler's schedules are shortest.
 _ROWS = 256
@@ -56,7 +56,7 @@ def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
     """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    # If there is a `cache_mask`, the keys belong to two blocks.
+    # If there is a `cache_mask`, the keys belong to two blocks, each with a multiple of 128 keys.
     key_multiple = 128 if cache_mask is None else 256
     if queries % 128 or keys % key_multiple or max(queries, keys) > _MAX_SLOTS:
         return (
@@ -276,8 +276,8 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns the keys or values x. If `seen` is False, the queries must not read the first
-        half, which is replaced by zeros.
+        """Returns the keys or values x, with zeros in the first half if the queries must not read
+        this half (`seen` is False).
         """
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)

@@ -90,14 +90,15 @@ class _Side(NamedTuple):
         return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
-        """Returns the position of the i-th tile along the axes A, H and K, counted in tiles."""
+        """Returns the indices, counted in tiles, of the i-th tile along the axes A, H and K."""
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
     def arrays_of_steps(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
-        """Returns the arrays `parts`, one for each step of the loop, in this layout.
+        """Returns the arrays `parts`, one for each step of the loop, in the layout of this class.
 
-        The kernels that compute most of these arrays already write them in this layout.
+        Most of these arrays come from kernels that already write them in this layout, so that they
+        need not be copied.
         """
         shape = self.lanes, self.rows, *self.groups, self.width
         return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
@@ -182,10 +183,10 @@ def weight_gradient(
         """
 
         def side_index(*tile: Any) -> tuple:
-            """Returns the position of the side's block along A, B, H, R and K in a step of the
-            grid.
+            """Returns the index, along A, B, H, R and K, of the tile of this side that a step of
+            the grid reads.
 
-            `tile` is the position of the step along both axes of the grid.
+            `tile` has the two indices of the step along the axes of the grid.
             """
             group, head, column = side.place(tile[axis])
             return group, 0, head, 0, column
@@ -194,7 +195,7 @@ def weight_gradient(
         return pl.BlockSpec(shape, side_index, **options)
 
     def output_index(i: Any, j: Any) -> tuple:
-        """Returns the position of the output's block for tile i of the left side and tile j of the
+        """Returns the index of the output's block for tile i of the left side and tile j of the
         right side, along each axis of the output.
 
         The output has the axes [A, H, A', H', K, K'], where a prime marks the right side.
@@ -236,7 +237,9 @@ def _kernel(x: list[Any], dy: list[Any], output: Any) -> None:
     lanes, left, right = x[0].shape[0], output.shape[0], output.shape[1]
 
     def as_numbers(x: Array) -> Array:
-        """Returns x as floating-point numbers; if x has integers, these are the numbers' bits."""
+        """Returns x if x has floating-point numbers. If x has integers, returns the floating-point
+        numbers with the same bits.
+        """
         dtype = dy[0].dtype
         return x if x.dtype == dtype else dispatch.from_bits(x, dtype)
 

@@ -21,7 +21,8 @@ def weight_gradient(
         for any axes.
       dy: [N, *rows, *outputs], the gradient of the product in each step.
       inputs, outputs: the numbers of the weight's input axes and of its output axes.
-      as_bits: ignored; only kernels for TPUs read x as integers.
+      as_bits: ignored. True tells the TPU kernel that layers stored x as integers with the same
+        bits, so that the kernel can read these integers.
     """
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)

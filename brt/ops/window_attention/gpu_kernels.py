@@ -31,17 +31,17 @@ class WindowTileInputs(NamedTuple):
     Attributes:
       q: [T, K], queries.
       keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
-      band: float32, the bias of each distance times log2(e), the farthest key first. The band is
-        padded on both sides with MASKED, a very low logit, for keys of a tile that are outside of a
-        query's window.
+      band: float32 [W + 2 max(R, C)] for tiles of R queries and C keys, the bias of each distance
+        times log2(e), the farthest key first. The band is padded on both sides with MASKED, a very
+        low logit, for keys of a tile that are outside of a query's window.
       first: int32 [D], for each part, the place of the first token of its document.
       ends: int32 [E], for each group of keys, the place where the next document starts; T if no
         document starts after the keys.
       dropout: int8 [W, W], not zero for weights that dropout keeps.
       gradient: [T, K], gradient of the output.
       lse: [T], the log-sum-exp of each query's logits.
-      along: [T], for each query the sum over the keys of the weight times the weight's gradient,
-        which the gradient of the softmax subtracts.
+      along: [T], for each query the number that the gradient of the softmax subtracts: the sum
+        over the keys of the weight times the weight's gradient, minus the gradient of `lse`.
     """
 
     q: Any
@@ -140,7 +140,8 @@ class WindowTiles(NamedTuple):
     def gradients(
         self, i: Array, j: Array, products: Array, d_weights: Array
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Returns the weights of two tiles after dropout, and the gradient of the tiles' logits.
+        """Returns the weights of a query tile and a key tile after dropout, and the gradient of the
+        logits of both tiles.
 
         Args:
           i: the index of the query tile.
@@ -343,7 +344,8 @@ def window_attention_band(
 
     def add_query_tile(i: Array, total: Array) -> Array:
         """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
-        query tile i and of the key tile that is `distance` tiles after the start of its window.
+        query tile i and of the key tile that is `distance` tiles after the start of the query
+        tile's window.
         """
         farthest, _, first = tiles.key_tile_range(i)
         j = farthest + distance

@@ -30,13 +30,13 @@ def vector_parts(x: Array) -> int:
 def opaque_zero(n: Array) -> Array:
     """Returns zero, computed from `n` so that the compiler does not recognise it as a constant.
 
-    If the compiler knows the index of an operand, it computes the descriptors of this operand for
-    all unrolled iterations of a loop in advance and keeps the descriptors in registers. The matrix
-    products need these registers. Callers therefore use this zero instead of the constant 0 as an
-    index, or add it to an index.
+    If the compiler knows the index of an operand of a matrix product, it computes the descriptors
+    of this operand for all unrolled iterations of a loop in advance and keeps the descriptors in
+    registers. The matrix products need these registers. Callers therefore use this zero instead of
+    the constant 0 as an index, or add it to an index.
 
     Args:
-      n: an index or a number of tiles, far smaller than 2**20.
+      n: an integer from 0 to 2**20 - 1, such as the index of a tile or an entry of a mask.
     """
     return jax.lax.div(n, _ABOVE_ANY_TILE)
 
@@ -56,8 +56,9 @@ class WindowMosaicInputs(NamedTuple):
       transposed_strip: float32 [H, TILE, W + TILE], bias and mask for a tile of keys (rows) and all
         queries that see these keys (columns).
       gradient: [B, T, H, K], gradient of the output.
-      sums: [B, H, 2, T], for each query the log-sum-exp, and the sum over the keys of the weight
-        times the weight's gradient, which the gradient of the softmax subtracts.
+      sums: [B, H, 2, T], two numbers for each query: the log-sum-exp of the logits, and the number
+        that the gradient of the softmax subtracts. The latter is the sum over the keys of the
+        weight times the weight's gradient, minus the gradient of the log-sum-exp.
       dropout: [H, W, W], factors of the weights; transposed for the kernel that computes the
         gradients of keys.
     """

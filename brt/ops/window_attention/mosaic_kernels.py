@@ -11,6 +11,9 @@ The biases and the mask for all distances between a query tile and a key tile ar
 side in an array, the strip. The window of a query tile begins at the key tile with the same index,
 so a tile of the strip belongs to one place in the window.
 
+In the backward pass, an input has two numbers for each query (`inputs.sums`): the log-sum-exp of
+the logits, and the number that the gradient of the softmax subtracts.
+
 The functions named `copy_...` within a kernel start the copies for step n of the loop to the slot
 with the index `slot`; `barrier` is the slot's barrier, at which the copies arrive. The functions
 named `add_...` are the steps; their argument `slot` is the index of the slot that has the tiles of
@@ -61,7 +64,7 @@ def window_attention_forward(
     Args:
       inputs: references to the inputs.
       y: output, [B, T, H, K].
-      lse: output, float32 [B, H, tiles, TILE].
+      lse: output, float32 [B, H, T / TILE, TILE].
       null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
       query_tile: shared memory for the tile of queries.
       keys, values: shared memory with slots for tiles of keys and of values.
@@ -95,7 +98,7 @@ def window_attention_forward(
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the weighted values of the n-th key tile, which is in the slot with the index
-            `slot`, to `read`.
+            `slot`, to the accumulators `read`.
 
             Returns the maximum logits and the sums of weights after this tile; `carry` has both as
             they are before this tile.
@@ -180,7 +183,7 @@ def window_attention_queries(
 
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the contribution of the n-th key tile, which is in the slot with the index
-            `slot`, to `totals`; the carry is unused.
+            `slot`, to the accumulators `totals`. Returns the carry, which is empty.
             """
             may_read = begin + n >= first if null_keys else True
             logits = (
@@ -191,7 +194,7 @@ def window_attention_queries(
             d_weights = apply_dropout(
                 tile_product(output_gradient.at[opaque_zero(n)], values.at[slot]), factors, slot
             )
-            # Null keys are zero, so they contribute nothing to the gradient.
+            # Null keys are zero, so they contribute nothing to the gradient of the queries.
             d_logits = zero_unless(may_read, weights * (d_weights - read_by_row(row.at[0, 1])))
             for part, total in enumerate(totals):
                 wgmma(total, d_logits.astype(query_tile.dtype), keys.at[slot, part])
@@ -222,8 +225,8 @@ def window_attention_keys(
       ready: barrier at which the copies of `key_tile` and `value_tile` arrive.
       q: shared memory with slots for tiles of queries.
       gradient: shared memory with slots for the gradients of the query tiles' outputs.
-      strip: shared memory with slots for the transposed biases and mask, [TILE, TILE], of a query
-        tile.
+      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
+        query tile; the rows are the keys, because `inputs.transposed_strip` is read.
       row: shared memory with slots for the two numbers that `inputs.sums` has for each query.
       arrived: barriers, one for each slot, at which the copies to the slot arrive.
       factors: shared memory with slots for dropout factors; None without dropout.
@@ -253,7 +256,7 @@ def window_attention_keys(
 
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
             """Adds the contribution of the n-th query tile, which is in the slot with the index
-            `slot`, to the totals; the carry is unused.
+            `slot`, to `keys_total` and `values_total`. Returns the carry, which is empty.
             """
             logits = tile_product(key_tile.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
@@ -345,6 +348,6 @@ def window_attention_band(
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
     """Returns x times the dropout factors in a slot of the shared memory `factors`.
 
-    Returns x if there is no dropout (`factors` is None).
+    Returns x if there is no dropout (`factors` is None). `slot` is the index of the slot.
     """
     return x if factors is None else x * factors[slot]

@@ -60,7 +60,11 @@ _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
 def program_place() -> tuple[Array, Array, Array]:
-    """Returns the indices of the program's lane (row of the batch), head and tile."""
+    """Returns the position of the program in the grid.
+
+    The three results are the indices of the lane (row of the batch), the head and the tile. If the
+    grid has groups of query tiles instead of lanes, the first result is the index of the group.
+    """
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
@@ -95,8 +99,8 @@ def square_tiles(slots: int) -> Any:
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of `WindowMosaicInputs.sums`, which has two numbers
-    for each row of a tile.
+    """Returns shared memory [slots, 2, TILE] for `slots` tiles of the array
+    `WindowMosaicInputs.sums`, which has two numbers for each query of a tile.
     """
     return SMEM((slots, 2, TILE), jnp.float32)
 
@@ -109,7 +113,8 @@ def barrier(copies: int, slots: int = 1) -> Any:
 
 
 def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of vectors from an array [B, T, H, K] to shared memory.
+    """Starts the copies of a tile of vectors from an array [B, T, H, K] to shared memory, one copy
+    for each part of the vectors' columns.
 
     Args:
       array: the array in global memory.
@@ -154,7 +159,8 @@ def copy_factors(
     Args:
       inputs: the inputs of the kernel.
       head: the index of the head.
-      row, column: the indices of the two tiles, in the order of the axes of `inputs.dropout`.
+      row, column: the indices of the query tile and of the key tile. If `inputs.dropout` is
+        transposed, the index of the key tile comes first.
       to: shared memory with slots for square tiles; None without dropout.
       slot: the index of the slot.
       arrived: the barrier at which the copy arrives.
@@ -165,13 +171,13 @@ def copy_factors(
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of an array [B, H, 2, T], two numbers for each row, to shared
-    memory.
+    """Starts the copy of the two numbers that the array `WindowMosaicInputs.sums` has for each
+    query of a tile, to shared memory.
 
     Args:
-      sums: the array in global memory.
+      sums: the array [B, H, 2, T] in global memory.
       place: the indices of the lane, the tile and the head.
-      to: shared memory for one tile of numbers.
+      to: shared memory [2, TILE] for the numbers.
       arrived: the barrier at which the copy arrives.
     """
     lane, tile, head = place
@@ -253,8 +259,8 @@ class CopyRing(NamedTuple):
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def run_step(n: Array, carry: Any) -> Any:
-            """Returns the carry after step n, and then starts the copies for a later step to the
-            slot of step n, which is free again.
+            """Waits for the copies of step n, runs the step, starts the copies for a later step to
+            the slot of step n, which is then free again, and returns the carry after step n.
             """
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])

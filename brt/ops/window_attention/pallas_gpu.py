@@ -338,13 +338,14 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec of an input x, `place(x, *options)`; None if x is None, because
-        the kernel does not have this input. `options` are further arguments of `place`.
+        """Returns the block spec of an input x, `place(x, *options)`, where `place` is one of the
+        functions `_head_spec`, `_token_spec` and `_row_spec`, and `options` are its further
+        arguments. Returns None if x is None, because the kernel does not have this input.
         """
         return None if x is None else place(x, *options)
 
     def lane_spec(x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a program reads its lane of an array x [B, D]."""
+        """Returns the block spec with which a program reads its lane of x, [B, D] or [B, E]."""
         return pl.BlockSpec((None, x.shape[1]), lambda _, h, g: (jax.lax.div(g, parts), 0))
 
     members = inputs.q.shape[2] // inputs.keys.shape[2]

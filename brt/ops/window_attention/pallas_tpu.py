@@ -195,8 +195,8 @@ class _Arguments(NamedTuple):
         """Returns the inputs of the kernels.
 
         Args:
-          tile: the result of `bias_tile`.
-          others: the fields of `WindowKernelInputs` that only the backward kernel reads, by name.
+          tile: [H, W, R], the bias tile that the method `bias_tile` returns; None for no bias.
+          others: for the backward kernel, the fields `gradient`, `lse` and `along` by name.
         """
         scale = None
         if self.scale is not None:
@@ -234,9 +234,9 @@ def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
         shape = (None, None, window, x.shape[3])
 
         def key_head(h: Array) -> Array:
-            """Returns h // members, the head of x that belongs to head h of the queries. The
-            operator // is not used, because it handles negative numbers in a way that kernels do
-            not support.
+            """Returns h // members, the head of x that serves head h of the queries:
+            `members` heads of queries share one head of x. The operator // is not used, because it
+            has code for negative numbers that kernels do not support.
             """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
@@ -297,8 +297,8 @@ def _forward(
     )(arguments.first, inputs)  # fmt: skip
     y, lse = output_residual(y, arguments.v.dtype), output_residual(lse, lse.dtype)
     sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
-    # If the kernel normalizes queries and keys, the backward pass reads these arrays as they were
-    # before normalization. `input_residual` lets a rematerialized layer save them.
+    # If the kernel normalizes queries and keys, the backward pass reads the queries and keys before
+    # normalization, and the values. `input_residual` lets a rematerialized layer save all three.
     if arguments.scale is not None:
         q, k, v = map(input_residual, arguments[:3])
         arguments = arguments._replace(q=q, k=k, v=v)

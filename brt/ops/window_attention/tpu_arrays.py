@@ -54,8 +54,8 @@ class WindowKernelInputs(NamedTuple):
       dropout: the mask of the weights that dropout keeps, slots x rows, packed by `dropout_bits`.
       gradient: [W, K], gradient of the output.
       lse: [1, W], the log-sum-exp of each row's logits, as unsigned integers with the same bits.
-      along: [1, W], for each row the sum over the keys of the weight times the weight's gradient,
-        which the gradient of the softmax subtracts.
+      along: [1, W], for each row the number that the gradient of the softmax subtracts: the sum
+        over the keys of the weight times the weight's gradient, minus the gradient of `lse`.
     """
 
     q: Any
@@ -74,11 +74,12 @@ class WindowKernelGradients(NamedTuple):
 
     Attributes:
       q: [W, K], the gradient of the block's queries.
-      keys, values: [W, K], the gradients of the keys and values of the previous block.
+      keys, values: [W, K], the gradients of the keys and values of the previous block, if that
+        block is in the segment.
       cached_keys, cached_values: [W, K], the gradients of the cached keys and values, which the
         first step of a segment writes.
-      scale, tile: float32 [1, 128] and [W, R], the gradients of the inputs of these names, summed
-        over all steps of a head.
+      scale, tile: float32 [1, 128] and [W, R], the gradients of `WindowKernelInputs.scale` and
+        `WindowKernelInputs.tile`, summed over all steps of a head; None if the input is None.
     """
 
     q: Any

@@ -66,8 +66,9 @@ class _LoadedBlocks(NamedTuple):
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
     # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
-    # block belongs to another document, and 0 otherwise. If documents may start inside of blocks,
-    # it is 0, because each tile then has a mask of its own.
+    # block belongs to another document, and 0 otherwise. It is always 0 in two cases: if documents
+    # may start inside of blocks, because each tile then has a mask of its own, and with null keys,
+    # because the hidden keys and values are then replaced by zeros instead of being masked.
     unseen: Array
 
 
@@ -114,12 +115,12 @@ class _RowTile(NamedTuple):
 
     @property
     def current(self) -> slice:
-        """The slice of the current block's keys that at least one row of the tile sees."""
+        """The slice of the current block's W keys that at least one row of the tile sees."""
         return slice(0, (self.i + 1) * self.rows)
 
     @property
     def before(self) -> slice:
-        """The slice of the previous block's keys that at least one row of the tile sees."""
+        """The slice of the previous block's W keys that at least one row of the tile sees."""
         return slice(self.i * self.rows, None)
 
     def _own(self) -> Bool[Array, "R R"]:
@@ -131,6 +132,8 @@ class _RowTile(NamedTuple):
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
         """Returns, for each slot and row, the logit (or another product) of the key in the slot.
+
+        This tile is the i-th of the block, so its rows see only some keys of both blocks.
 
         Args:
           current: the logits [(i + 1) R, R] of the keys `self.current` of the current block and the
@@ -227,7 +230,8 @@ class _RowTile(NamedTuple):
 
         Args:
           columns: the transposed values [K, W] of the previous block and of the current block.
-          current: the weights [(i + 1) R, R] of the current block's keys `self.current`.
+          current: the weights [(i + 1) R, R] of the current block's keys `self.current`, where i is
+            the index of this tile in the block.
           before: the weights [W - i R, R] of the previous block's keys `self.before`.
         """
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
@@ -289,17 +293,18 @@ def backward_kernel(
     """Writes the gradients of one step to `results`.
 
     Step n of a segment writes the gradients of the queries of block n, and of the keys and values
-    of block n - 1, which no later queries see. An additional step after the last block writes the
-    gradients of the last block's keys and values.
+    of block n - 1 (at step 0, of the cached block), which no later queries see. An additional step
+    after the last block writes the gradients of the last block's keys and values. The gradients of
+    `inputs.scale` and of the bias tile are sums, to which every step of a head adds.
 
     Args:
       first: [B, D], for each of the B lanes and D parts of the segment, the place of the first
         token of the part's document. The segment begins at place 0.
       inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
-      keys_sum, values_sum: [2, W, K], float32 scratch memory for the gradients of keys and values
-        of two consecutive blocks.
-      settings: static settings.
+      keys_sum, values_sum: [2, W, K], float32 scratch memory, in which the gradients of keys and
+        values of two consecutive blocks are added up.
+      settings: static settings of the kernel.
     """
     lane, n, blocks = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     # `before` and `current` are the indices of the previous and the current block in the scratch
@@ -337,9 +342,10 @@ def backward_kernel(
             )
 
     d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
-    # The step writes the gradient of the keys of block n - 1, which are usually the keys of the
-    # previous block. In the additional step after the last block, however, the inputs are still
-    # those of the last block, so block n - 1 is the block that the inputs call their own.
+    # To differentiate the normalization of the keys, the step needs the keys of block n - 1. They
+    # are usually the keys of the previous block. In the additional step after the last block,
+    # however, the inputs are still those of the last block, so block n - 1 is the block that the
+    # inputs call their own.
     if inputs.scale is not None:
         block_keys, last = inputs.keys.previous_and_own(n == 0)
         d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]

@@ -1,11 +1,12 @@
 """Window attention for XLA's CPU backend: tiles of rows with the range of keys that each may see.
 
 A row is a query. The rows of a segment are split into tiles of R consecutive rows. The rows of a
-tile see, together, a range of W + R - 1 keys. Each row sees W of these keys; for the other keys,
-the bias of the tile is MASKED. The softmax of a row therefore has R unused numbers out of W + R,
-and each key is copied W / R + 1 times. In return, every array is written by one matrix product and
-read by the next. The method of the module `xla` has no unused numbers, but needs additional passes
-over the logits, which take longer on CPUs.
+tile see, together, a range of W + R - 1 keys. A tile reads one key more, W + R keys, because the
+range then consists of complete tiles. Each row sees W of these keys; for the other keys, the bias
+of the tile is MASKED. The softmax of a row therefore has R unused numbers out of W + R, and each
+key is copied W / R + 1 times. In return, every array is written by one matrix product and read by
+the next. The method of the module `xla` has no unused numbers, but needs additional passes over the
+logits, which take longer on CPUs.
 
 Logits have the layout [keys, rows]. With this layout a maximum or a sum is taken over a column, and
 many columns are processed side by side. All six matrix products multiply a matrix [a, b] by a
@@ -247,7 +248,8 @@ def _backward(null_keys: bool, residuals: tuple, gradients: tuple[Array, Array])
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's
-    # gradient, which is a sum over K numbers only.
+    # gradient, which is a sum over K numbers only. The gradient of the log-sum-exp is subtracted
+    # from the sum, because the derivatives of the log-sum-exp are the weights.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
     d_weights = _matmul(_visible_keys(v, tiles, null_mask), scaled)
