@@ -5,7 +5,8 @@ queries are called the members of group g (Ainslie et al. 2023). Keys and values
 in memory, unless the heads of queries are sharded over more devices than there are heads of keys.
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, S of keys, H of heads of
-queries, G of heads of keys and values, and K of numbers of a head; R = H / G.
+queries, G of heads of keys and values, and K of numbers of a head; R = H / G. *S stands for any
+other axes.
 """
 
 import dataclasses

@@ -96,7 +96,7 @@ def bias_row(
 
     Args:
       table: the bias of each bucket and head.
-      query: the position of the query, known only at run time.
+      query: the position of the query, from 0 to S - 1, known only at run time.
       keys: S, the number of keys.
       max_distance: the distance from which on all keys share a bucket.
     """

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float
 
 # Callers set the logits of keys that a query must not see to this value.
 MASKED = -1e6
-# The softmax of every row has one more logit, of this value, which belongs to no key. The value is
-# far below real logits and far above MASKED. In a row without visible keys the additional logit
-# takes all the probability, and in other rows none. The original code of the block-recurrent
-# transformer does the same in its function `safe_softmax`.
+# The function `softmax_and_lse` adds a logit of this value, which belongs to no key, to each row.
+# The value is far below real logits and far above MASKED. In a row without visible keys the
+# additional logit therefore takes all the probability, and in other rows none. The original code of
+# the block-recurrent transformer does the same in its function `safe_softmax`.
 FLOOR = -1000.0
 
 

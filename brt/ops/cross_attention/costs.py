@@ -97,8 +97,8 @@ def multiplications(
 def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
     """Returns the number of multiplications of one head for one target position in decoding.
 
-    The position reads a cache that has the state of the recurrence for every position, so no state
-    is computed.
+    The position reads a cache that has the states of the recurrence of `srformer` for all segments,
+    and the outputs of the RNNs of `xl_memory`, so the recurrence and the RNNs are not counted.
 
     Args:
       kind: the kind of cross-attention.

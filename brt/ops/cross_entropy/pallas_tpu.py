@@ -38,7 +38,9 @@ def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
     """Returns the reason to refuse a bias of the logits, which the kernels do not support, or None
     if there is no bias.
 
-    `inputs` are the arrays of `token_scores` or `cross_entropy`, of which the last one is the bias.
+    Args:
+      *inputs: the arrays of `token_scores` or `cross_entropy`, of which the last one is the bias.
+      **_: the keyword arguments of these functions, which do not matter here.
     """
     return None if inputs[-1] is None else "adds no bias to logits"
 
@@ -46,13 +48,14 @@ def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
 def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
+    """Returns the reason why the kernels do not support these arguments of `token_scores` or
+    `cross_entropy`, or None if they do.
 
     Args:
       hidden: the vectors of the tokens.
       embedding: the embeddings of the vocabulary.
-      *others: the other arrays of `token_scores` or `cross_entropy`, of which the last one is the
-        bias.
+      *others: the other arrays of both functions, of which the last one is the bias.
+      **_: the keyword arguments of both functions, which do not matter here.
     """
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):

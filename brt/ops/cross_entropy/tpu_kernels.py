@@ -1,12 +1,14 @@
 """Bodies of the TPU kernels of token scores and cross-entropy, for one tile of logits.
 
-The forward kernel processes tiles of rows (tokens) and columns (entries of the vocabulary), one
-column of tiles after the other. For each row, the kernel keeps a running maximum, which is equal in
-all lanes of a register, and sums of exponentials relative to this maximum. The sums are over all
-entries of the vocabulary except the target. Otherwise 1 - p and the gradient would be differences
-of two nearly equal numbers if the target is likely. The backward kernel processes the same tiles
-transposed, as columns x rows, one row of tiles after the other, so that an array with a number per
-token is a row vector.
+The logits have rows (tokens) and columns (entries of the vocabulary). For each group of rows, the
+forward kernel processes the tiles of all columns one after the other. For each row, the kernel
+keeps a running maximum, which is equal in all lanes of a register, and sums of exponentials
+relative to this maximum. The sums are over all entries of the vocabulary except the target.
+Otherwise 1 - p, where p is the probability of the target, and the gradient would be differences of
+two nearly equal numbers if the target is likely.
+
+For each group of columns, the backward kernel processes the tiles of all rows one after the other.
+Its tiles are transposed, columns x rows, so that an array with a number per token is a row vector.
 """
 
 import functools
@@ -27,8 +29,9 @@ def forward(
     """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
     sums in scratch memory.
 
-    The tile with the last columns of the vocabulary also writes the outputs for the R tokens. All
-    arguments except `scale` are references to arrays in VMEM.
+    The tile with the first columns of the vocabulary first resets the sums, and the tile with the
+    last columns also writes the outputs for the R tokens. All arguments except `scale` are
+    references to arrays in VMEM.
 
     Args:
       hidden: [R, D], the vectors of the tokens, each of D numbers.
@@ -37,7 +40,7 @@ def forward(
       lse: [R, 1], output: the log-sum-exp of all logits.
       chosen: [R, 1], output: the target's logit.
       top: [R, 1], output: the largest logit of the other tokens of the vocabulary.
-      rest: [R, 1], output: the probability of all other tokens of the vocabulary.
+      rest: [R, 1], output: the sum of the probabilities of the other tokens of the vocabulary.
       *places: three arrays of float32 scratch memory, for the largest logits, the sums of
         exponentials and the logits of the targets. If the mean of the other tokens' embeddings,
         weighted by probability, is computed as well, there are five arrays: the first is the output
@@ -90,7 +93,7 @@ def backward(
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
     """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
-    the gradient of the embedding.
+    the gradient of the embedding, which the tile with the first tokens first sets to zero.
 
     All arguments except `scale` are references to arrays in VMEM.
 
@@ -104,7 +107,7 @@ def backward(
         the entry. A logit is `scale` times such a product.
       d_target: [1, R], the gradient of the product of the token's vector and the target's
         embedding.
-      d_embedding: [C, D], output: the float32 gradient of the embedding.
+      d_embedding: [C, D], output: the float32 gradient of the columns' embeddings.
       scale: factor of the logits.
     """
     columns = len(embedding)

@@ -238,9 +238,9 @@ def _forward(
         """Returns the scan's carry after a chunk is added, and the gradient of the chunk's vectors.
 
         Args:
-          carry: the sums over the previous chunks, which are an array of two numbers (the loss,
-            which has label smoothing, and the nats, the negative log probabilities without label
-            smoothing), the gradient of the embedding, and the gradient of the bias or None.
+          carry: three sums over the previous chunks: an array of two numbers, the loss, which has
+            label smoothing, and the nats, the negative log probabilities of the targets without
+            it; the gradient of the embedding; and the gradient of the bias, None without a bias.
           piece: the vectors, the targets and the mask of the chunk.
         """
         total, d_embedding, d_bias = carry

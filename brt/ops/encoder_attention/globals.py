@@ -47,7 +47,7 @@ class GlobalKeys(NamedTuple):
 
 
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
-    """Divides sources into blocks of `size` tokens; returns the block that each token belongs to.
+    """Returns the division of sources into blocks of `size` tokens.
 
     Args:
       mask: False for padding, which must be at the end of a row.
@@ -85,8 +85,8 @@ def global_key_bias(
     Args:
       table: the bias of each of R buckets of distances.
       blocks: the block of each token.
-      max_distance: a number of blocks. All larger distances share one bucket for blocks before the
-        token, and one bucket for blocks after the token.
+      max_distance: a number of blocks. From this distance on, all blocks before the token share one
+        bucket, and all blocks after the token share another one.
     """
     count = blocks.exist.shape[1]
     # Without global tokens, `by_block` below would be empty, and `jnp.take` cannot take rows from

@@ -74,8 +74,9 @@ def attend_part(
     """Returns the attention output [B, Q, H, K] of every query over the keys that it sees, and the
     log-sum-exp of the query's logits, float32 [B, Q, H].
 
-    The logits are q.k. Each head of keys serves H / G consecutive heads of queries, and no key is
-    repeated in memory. The log-sum-exp of a query that sees no key is `softmax.FLOOR`.
+    With the log-sum-exp, `partial_attention.merge_parts` can combine the output with attention to
+    other keys. The log-sum-exp of a query that sees no key is `softmax.FLOOR`. The logits are q.k.
+    Each head of keys serves H / G consecutive heads of queries, and no key is repeated in memory.
 
     Args:
       queries: already multiplied by any scale.

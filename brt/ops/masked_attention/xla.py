@@ -168,10 +168,10 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
 
         Args:
           sums: the gradients of the keys and of the values from the previous tiles.
-          xs: the tile; the tile's index; the gradient of its outputs; for each query, the number
-            that the gradient of a logit subtracts (the sum over the keys of the weight times the
-            weight's gradient, minus the gradient of the log-sum-exp); and the log-sum-exps of the
-            tile's logits.
+          xs: the tile; the tile's index; the gradient of the tile's outputs; a number a for each
+            query; and the log-sum-exps of the tile's logits. The gradient of a logit is w (g - a),
+            where w is the attention weight and g the gradient of w. The number a is the sum over
+            the keys of w g, minus the gradient of the log-sum-exp.
 
         Returns:
           The new sums; and the gradients of the tile's queries and of the tile's bias.

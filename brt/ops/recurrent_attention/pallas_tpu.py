@@ -49,7 +49,8 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
+    """Returns the reason why the kernels do not support these arguments of `state_scan`, or None if
+    they do.
 
     Args:
       weights: the cell's weights.
@@ -59,6 +60,7 @@ def refusal(
       keys: [B, T, H, K], keys of the tokens of the segment.
       attention: the name of the implementation of attention that the caller asks for. The kernels
         compute attention themselves, so only None and "auto" are supported.
+      *_, **__: the other arguments of `state_scan`, all of which the kernels support.
     """
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
@@ -156,11 +158,14 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns these arrays as the kernels read them: each scale fills a row of lanes, and keys
-        and values are separate tuples.
+        """Returns these arrays as the inputs of a kernel.
 
-        `others` are further fields of `StateKernelInputs` by name, which only the backward kernel
-        reads: the field `gradient` and those after it.
+        Each scale is repeated along the 128 lanes of a register. The keys of the previous block and
+        of this block are one tuple, and the values of both blocks another.
+
+        Args:
+          **others: the fields of `StateKernelInputs` that only the backward kernel reads:
+            `gradient`, `d_states`, `y` and `lse`.
         """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)

@@ -75,14 +75,16 @@ def state_taps(
 
     Returns:
       The taps of the products with the projection, the output projection and both kernels of the
-      MLP. A field is None if the cell has no such product, or if taps would move more memory than
-      ordinary gradients.
+      MLP. A field of the result is None if the cell has no such product, or if its taps would move
+      more memory than ordinary gradients.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product with a kernel, one for each layer; None if `kernel` is
-        None. Axis 0 of the kernel has the layers, and the product sums over the next `inputs` axes.
+        """Returns the taps of the product with a kernel, one for each layer.
+
+        Axis 0 of the kernel has the layers, and the product sums over the next `inputs` axes. Both
+        arguments and the result are None if the cell has no such product.
         """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
@@ -113,16 +115,16 @@ def state_update(
       before: keys and values of the tokens of the previous block.
       own: keys and values of the tokens of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: the kernels of the large products, taken from `weights`, and the taps for the
-        gradients of these kernels. `state_scan` prepares both once for all blocks; other callers
-        leave both None.
+      kernels, taps: the kernels of the projection, the output projection and the MLP, taken from
+        `weights`, and the taps for the gradients of these kernels. `state_scan` prepares both once
+        for all blocks; other callers leave both None.
       kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
       tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
         update of the single layout (`CellWeights`), as in the original code; 'paper' bounds the
         updates of lstm gates, as in the paper.
       read: the function that computes the attention of the states to states and to tokens, such as
         `xla.state_attention`.
-      options: passed to `read`, such as `normalize_qk` and `null_keys`.
+      options: the keyword arguments of `read`, such as `normalize_qk` and `null_keys`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -200,7 +202,8 @@ def state_scan(
       taps: None lets the function create its own taps. A caller that scans over blocks itself, and
         passes segments of one block, passes the block's part of the result of `state_taps`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
-      options: the arguments of `state_update` from `kind` on.
+      options: the arguments `kind`, `tanh` and `read` of `state_update`, and the keyword arguments
+        of `read`.
 
     Returns:
       The states after the last block, and the state keys and values that the tokens of each block

@@ -107,7 +107,8 @@ def state_scan(
 
 def _kernel_weights(weights: CellWeights, dtype: jnp.dtype) -> CellKernelWeights:
     gate, output = weights.output_gate, weights.output
-    # `refusal` accepts only the skip layout, which has a gate and an output projection.
+    # `refusal` accepts only the skip layout, which has a gate and an output projection, so neither
+    # is None.
     assert gate is not None and output is not None
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     scales = jnp.stack([weights.scale, weights.cross_scale], axis=1).astype(jnp.float32)
@@ -169,7 +170,8 @@ def _backward(
     arguments, final, residuals = saved
     gradient, state_kvs = gradients
     results = _gradients(arguments, gradient, final, residuals, state_kvs, settings)
-    # The axes of `by_row` are [B, N, S, 4, H, K].
+    # The function `weight_gradient` needs the axes of rows first, so the axes of `by_row` are
+    # [B, N, S, 4, H, K].
     by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)
     attended = residuals.y.transpose(0, 1, 4, 3, 2, 5)
     keys, queries, cross_queries, values = jnp.unstack(

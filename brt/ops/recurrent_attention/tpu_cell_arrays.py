@@ -1,4 +1,4 @@
-"""Named tuples for the inputs and outputs of the kernels of the complete cell.
+"""Named tuples for the inputs and outputs of the kernels of the complete recurrent cell.
 
 Their fields hold arrays outside of a kernel, references to a grid step's part of the arrays inside
 of a kernel, or the block specs that select these parts. The module `tpu_cell` describes the
@@ -28,7 +28,7 @@ class BlockFlags(NamedTuple):
 
 
 class CellKernelWeights(NamedTuple):
-    """Weights of the cell for one head.
+    """Weights of the cell that a step of the grid reads, which computes one head.
 
     Attributes:
       norm: [1, D], scale of the norm before the projections.
@@ -80,8 +80,8 @@ class CellResiduals(NamedTuple):
       vectors: [S, D], float32, the states before the block.
       hidden: [S, D], the input of the projection, from which only the weight gradient is computed.
       projected: [4, S, K], keys, queries to states, queries to tokens, and values of the states.
-      y: [2, S, K], outputs of both attentions.
-      lse: [2, 1, S], log-sum-exp of both attentions.
+      y: [2, S, K], outputs of the attention to the states and of the attention to the tokens.
+      lse: [2, 1, S], log-sum-exps of both attentions, in the same order.
     """
 
     vectors: Any
@@ -99,17 +99,20 @@ class BlockStateKV(NamedTuple):
 
 
 class CellKernelSums(NamedTuple):
-    """Scratch memory of the backward kernel, which it keeps over the heads and blocks of a lane.
+    """Scratch memory of the backward kernel.
+
+    The fields `carry`, `after` and `from_next_block` pass arrays from a block to the block before
+    it, `hidden` is a sum over the heads of a block, and each step overwrites `read` and `attended`.
 
     Attributes:
-      carry: [S, D], the gradient of the states that is passed from a block to the block before.
+      carry: [S, D], the gradient of the states after the block.
       after: [S, D], the states after the block.
       hidden: [S, D], the gradient of the normalised states, from which the states' keys, queries
         and values are projected.
-      read: [2, S, K], the gradients of the outputs of both attentions: to the states, and to the
-        tokens.
-      attended: two arrays [S + 2 W, K], gradients of keys and of values: S rows of the states, W
-        of the previous block's tokens, and W of this block's tokens.
+      read: [2, S, K], the gradients of the outputs of both attentions of a head: to the states, and
+        to the tokens.
+      attended: two arrays [S + 2 W, K], the gradients of the keys and of the values of a head: S
+        rows of the states, W of the previous block's tokens, and W of this block's tokens.
       from_next_block: two arrays [H, W, K], the contributions of the next block to the gradients of
         this block's keys and values.
     """
@@ -123,20 +126,23 @@ class CellKernelSums(NamedTuple):
 
 
 class CellKernelGradients(NamedTuple):
-    """Gradients that the backward kernel writes. Some belong to one head of a block, others are
-    sums over heads or blocks.
+    """Gradients that the backward kernel writes.
 
     Attributes:
-      projected: [4, S, K], the gradient of keys, queries to states, queries to tokens, and values
-        of the states.
-      update: [S, D], the gradient of the output projection's result.
-      keys, values: two arrays [W, K] each, the gradients for the cached tokens and for this block's
-        tokens.
-      vectors: [S, D], the gradient of the states before the segment.
-      initial: [S, D], the gradient of the states at the start of a document.
-      ids: [S, D], the gradient of the learned identities of the states.
-      norm, gate: [1, D], the gradients of the norm's scale and of the gate's bias.
-      scales: [2, 128], the gradients of `CellKernelWeights.scales`.
+      projected: [4, S, K], for one head of a block: the gradients of keys, queries to states,
+        queries to tokens, and values of the states.
+      update: [S, D], for one block: the gradient of the output projection's result.
+      keys, values: two arrays [W, K] each, for one head: the gradients for the cached tokens and
+        for this block's tokens.
+      vectors: [S, D], for one lane: the gradient of the states before the segment. Every block
+        overwrites this array, and the first block of the segment is the last to do so.
+      initial: [S, D], a sum over the blocks of a lane: the gradient of the states at the start of a
+        document.
+      ids: [S, D], a sum over the blocks of a lane: the gradient of the learned identities of the
+        states.
+      norm, gate: [1, D], sums over the blocks and states of a lane: the gradients of the norm's
+        scale and of the gate's bias.
+      scales: [2, 128], for one head of a block: the gradients of `CellKernelWeights.scales`.
     """
 
     projected: Any

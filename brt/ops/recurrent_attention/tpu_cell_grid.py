@@ -1,7 +1,7 @@
-"""The grid of the kernels of the complete cell: lanes (rows of the batch), blocks and heads.
+"""The grid (lane, block, head) of the kernels of the complete recurrent cell.
 
-In shapes, B is the number of lanes, N of blocks of a segment of T tokens, W of tokens of a block, H
-of heads and K of numbers of a head.
+In shapes, B is the number of lanes (rows of the batch), N of blocks of a segment of T tokens, W of
+tokens of a block, H of heads and K of numbers of a head.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,10 @@ class CellGrid(NamedTuple):
         return TokenBlocks(pl.BlockSpec(shape, cache_index), before, segment_spec(lambda n: n))
 
     def weights(self, weights: CellKernelWeights) -> CellKernelWeights:
-        """Returns the block specs of the cell's weights."""
+        """Returns the block specs of `weights`, the arrays of all heads.
+
+        A step reads its head's part of the projections and scales, and all of the other weights.
+        """
         shape = weights.output.shape
         places = jax.tree.map(self.whole_array, weights)
         return places._replace(

@@ -77,12 +77,15 @@ def forward_kernel(
         document starts.
       tokens: the keys, then the values, of the tokens of the previous block and of this block.
       vectors: [S, D], float32, the states before the segment.
-      weights: the cell's weights.
+      weights: the weights of the cell for this head.
       residuals: outputs, the arrays that the backward pass needs.
       state_kv: outputs, the keys and values of the states that tokens read.
-      final: output, [S, D], float32, the states after the segment.
-      state: [S, D], float32 scratch memory, the states before a block.
-      update: [S, D], float32 scratch memory, the sum of the heads' contributions to the new states.
+      final: output, [S, D], float32, the states after the block; every block overwrites it, so that
+        the last block leaves the states after the segment.
+      state: [S, D], float32 scratch memory for the states before the block. The last head
+        overwrites them with the states after the block.
+      update: [S, D], float32 scratch memory, the sum of the heads' contributions to the update,
+        with which the gate mixes the states.
       settings: static settings.
     """
     lane, n, head = (pl.program_id(axis) for axis in range(3))
@@ -98,8 +101,9 @@ def forward_kernel(
         def normalize_rows(rows: Any) -> None:
             """Prepares a group of states for the block; `rows` is the slice of the states' indices.
 
-            The states before the block and the input of the projection are written, and the sum of
-            the heads' updates is set to zero.
+            The states before the block are written to `state` and `residuals.vectors`, and the
+            input of the projection to `residuals.hidden`. The sum over the heads, `update`, is set
+            to zero.
             """
             s = jnp.where(restarts, weights.initial[rows], state[rows])
             h = s * _inverse_rms(s) * weights.norm[...] + weights.ids[rows]
@@ -128,8 +132,8 @@ def forward_kernel(
         keep = jax.nn.sigmoid(weights.gate[...])
 
         def apply_gate(rows: Any) -> None:
-            """Writes the states after the block for a group of states; `rows` is the slice of their
-            indices.
+            """Writes a group of states after the block to `state` and `final`; `rows` is the slice
+            of the states' indices.
             """
             state[rows] = final[rows] = keep * state[rows] + (1 - keep) * update[rows]
 
@@ -149,9 +153,11 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of one step, which is one head of a block, and writes them.
+    """Computes the gradients of one step, which is one head of a block, and writes them to
+    `results` or adds them to sums there.
 
-    The steps process the blocks in reverse order.
+    The steps process the blocks in reverse order. The class `CellKernelGradients` says which of its
+    fields are sums.
 
     Args:
       flags: two arrays [B, N], which say where a block may read the previous block, and where a
@@ -159,11 +165,11 @@ def backward_kernel(
       tokens: the keys, then the values, of the tokens of the previous block and of this block.
       gradient: [S, D], the gradient of the states after the segment.
       final: [S, D], the states after the segment.
-      weights: the cell's weights.
+      weights: the weights of the cell for this head.
       residuals: arrays that the forward pass saved.
       state_kv: gradients of the state keys and values that tokens read.
       results: outputs, the gradients.
-      sums: scratch memory.
+      sums: scratch memory for gradients that are passed between steps or summed over heads.
       settings: static settings.
     """
     lane, step, head = (pl.program_id(axis) for axis in range(3))
@@ -234,7 +240,9 @@ def _gate_backward(
         their indices.
 
         The gradient of the update is written. The gradient of the gate's bias is a sum over states
-        and blocks, to which the group's contribution is added.
+        and blocks, to which the group's contribution is added. Then `sums.after` gets the states
+        before this block, which are the states after the next block to be processed, and
+        `sums.hidden`, a sum over heads, is set to zero.
         """
         gradient, s = sums.carry[rows], residuals.vectors[rows]
         results.update[rows] = ((1 - keep) * gradient).astype(results.update.dtype)
@@ -262,7 +270,8 @@ def _norm_backward(
     def norm_backward_of_rows(rows: Any) -> None:
         """Computes the gradients of a group of states; `rows` is the slice of their indices.
 
-        The gradient of the states before the block is written. The gradients of the norm's scale,
+        The gradient of the states before the block is written to `sums.carry` and
+        `results.vectors`; it is zero at the start of a document. The gradients of the norm's scale,
         of the states' identity vectors and, at the start of a document, of the initial states are
         sums over blocks, to which this block's contribution is added.
         """

@@ -28,8 +28,8 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernel of the complete cell does not support these inputs, or None
-    if it does.
+    """Returns the reason why the kernel of the complete cell does not support these arguments of
+    `state_scan`, or None if it does.
 
     Args:
       weights: the cell's weights, whose fields show the layout of the cell.
@@ -42,6 +42,7 @@ def refusal(
         scan, which the kernel does not support.
       attention: the name of the implementation of attention that the caller asks for. The kernel
         computes attention itself, so only None and "auto" are supported.
+      *_, **__: the other arguments of `state_scan`, all of which the kernel supports.
     """
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):

@@ -95,10 +95,15 @@ class StateKernelOutputs(NamedTuple):
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients that a step of the grid writes, or their block specs; each has the shape of the
-    field of `StateKernelInputs` with the same name.
+    """Gradients of fields of `StateKernelInputs`, or their block specs; each has the name and the
+    shape of the field.
 
-    `backward_kernel` sums the gradient of the scales over all lanes (rows of the batch).
+    Attributes:
+      projected: overwritten by each step of the grid.
+      scales: a sum, to which each step adds its contribution. `backward_kernel` sums over all lanes
+        (rows of the batch).
+      keys, values: for the tokens of the previous block and of this block, overwritten by each
+        step; None in the kernel of the complete cell, which has other outputs for these gradients.
     """
 
     projected: Any
@@ -227,12 +232,14 @@ def backward_kernel(
 ) -> None:
     """Computes the gradients of both attentions of one head and lane, and writes them to `results`.
 
+    Only `results.scales` is a sum over lanes, which the step of the first lane sets to zero.
+
     Args:
       cache_mask: [B], for each lane not zero if the previous block may be read.
       inputs: the inputs of the step, including the gradients of its outputs.
       results: references to the gradients.
-      keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of keys and of
-        values.
+      keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of all keys and
+        of all values: of the states, the previous block's tokens and this block's tokens.
       settings: static settings.
     """
     lane = pl.program_id(1)
@@ -253,12 +260,13 @@ def add_gradients(
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the gradients of the states' keys, queries and values, and adds this lane's
-    contribution to the gradients of the scales of the queries.
+    """Computes the gradients of both attentions of one head and lane.
 
-    `sums` gets the gradients of all keys and values that the states attend to, those of the states
-    first. `results.projected` gets the gradients of the states' own keys and values: the first part
-    of `sums`, plus the gradients from outside, `inputs.d_states`.
+    The gradients of all keys and values that the states attend to overwrite `sums`. The gradients
+    of the states' keys, queries and values overwrite `results.projected`; for keys and values, they
+    are computed from the first S rows of `sums` and from `inputs.d_states`, the gradients from the
+    tokens that read the states. The gradients of the queries' scales are added to `results.scales`.
+    The caller computes the gradients of the tokens' keys and values from the other rows of `sums`.
 
     Two kernels call this function: `backward_kernel` and the kernel of the complete cell.
 
@@ -266,8 +274,8 @@ def add_gradients(
       seen: True if the previous block is readable.
       inputs: the inputs of the step, including the gradients of its outputs.
       results: references to the gradients, of which `projected` and `scales` are written.
-      sums: two arrays, float32 [S + 2 W, K], to which the gradients of keys and of values are
-        written: first for the states, then for the tokens of both blocks.
+      sums: two arrays, float32 [S + 2 W, K], for the gradients of keys and of values: S rows of the
+        states, W of the previous block's tokens, and W of this block's tokens.
       settings: static settings.
     """
     both = _key_parts(seen, inputs, settings)

@@ -1,6 +1,6 @@
 """Attention of the recurrent cell's states in plain XLA.
 
-The states attend to each other and to the tokens of two blocks, with queries of their own for each.
+The states attend to each other and to the tokens of two blocks, with separate queries for each.
 
 In shapes, B is the number of rows of the batch, S of states, H of heads, and K of numbers of a
 head.

@@ -10,7 +10,7 @@ threshold:
     U_j <- U_j - threshold [Y_j > 0]
 
 The last line is the reset: a neuron that has fired loses the threshold. The comparison Y_j > 0 has
-no gradient. The backward pass is hand-written and saves only U.
+no gradient. The backward pass is hand-written and saves, of all these arrays, only U.
 
 A source has K x K neurons for each of its heads. In shapes, B is the number of sources, M of
 segments, H of heads, and K of numbers of a head; *B stands for any leading axes.

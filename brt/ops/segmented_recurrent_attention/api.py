@@ -80,8 +80,8 @@ def attend(
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
       t0: the first target position. If t0 is an array, every query is multiplied with the keys of
-        all segments, and all but its own segment are masked, because the segments of the queries
-        are not known at trace time.
+        all segments, and the keys of all segments except the query's own are masked, because the
+        segments of the queries are not known at trace time.
       target_length: the number of target positions of the padded batch, over which
         `config.index_mode = "batch"` distributes the segments. None in decoding, where
         `config.q_ref` takes its place.

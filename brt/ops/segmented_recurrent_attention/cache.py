@@ -120,7 +120,8 @@ def prefill(
 def _cache_form(config: CrossConfig, width: int) -> str:
     if config.cache != "auto":
         return config.cache
-    # If 2 S >= K, the table of all states is not larger than the keys and values.
+    # For each segment and head, the table has K * K numbers, and the keys and values have 2 * S * K
+    # numbers. The table is therefore not larger if 2 S >= K.
     return "table" if 2 * config.segment_size >= width else "carry"
 
 

@@ -28,7 +28,8 @@ class CrossConfig:
       use_raf: True passes the recurrence's sums through recurrent accumulate-and-fire neurons.
       kv_source: the segments that the recurrence of a segment sums up: "remaining" stands for all
         others, "segment" for the segment itself.
-      norm: "feature" divides the recurrence by the norm of the keys, for each output feature.
+      norm: "feature" divides the recurrence by the norm of the keys, for each output feature;
+        "none" does not divide it.
       norm_epsilon: a number whose square is added to the squared norm of the keys.
       clamp: the largest absolute value of the recurrence's sums, to which larger sums are clipped;
         0 stands for no bound.

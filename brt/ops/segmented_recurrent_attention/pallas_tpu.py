@@ -46,8 +46,10 @@ _HEAD_DIMS = (64, 128)
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns the reason why the kernel does not support these settings, whatever the sizes of the
-    source, or None if it does.
+    """Returns the reason why the kernel does not support these settings, or None if it does.
+
+    Pallas's interpreter needs only this check, because it runs the kernel with any sizes. On TPUs,
+    `refusal` also checks the sizes.
     """
     if config.kind != "srformer" or not config.use_raf:
         return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
@@ -59,8 +61,8 @@ def feature_refusal(config: CrossConfig) -> str | None:
 def refusal(
     config: CrossConfig, heads: int, width: int, segments: int, dtype: jnp.dtype
 ) -> str | None:
-    """Returns the reason why the kernel does not support a source of these sizes, or None if it
-    does.
+    """Returns the reason why the kernel does not support these settings or a source of these sizes
+    on TPUs, or None if it does.
 
     Args:
       config: settings of cross-attention.
@@ -202,8 +204,8 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the block spec and the shape of a gradient [groups of heads, rows, 128] that is
-        summed over all sources.
+        """Returns the block spec and the shape of a gradient [groups of heads, `rows`, 128] that
+        the kernel sums over all sources.
         """
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)

@@ -143,7 +143,8 @@ def neuron_inputs(
     neurons, returns P_j.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
-    `config.kv_source` is "segment". The products already contain W unless `config.clamp` is set.
+    `config.kv_source` is "segment". If `config.clamp` is set, A_j and the sum over all segments are
+    first clipped to this bound; otherwise, the products already contain W.
 
     Args:
       products: the products A_j of all segments, from `key_value_sums`.

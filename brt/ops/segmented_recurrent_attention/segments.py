@@ -44,6 +44,9 @@ class SegmentSchedule(NamedTuple):
     def most_positions(self, count: int, end: int) -> int:
         """Returns an upper bound of the number of target positions that read the same segment.
 
+        The last segment can have more target positions than the others, because all positions after
+        the last regular one read it, too.
+
         Args:
           count: the number of segments of the source.
           end: the end of the target; only positions before `end` are counted.

@@ -59,7 +59,7 @@ class NeuronKernelInputs(NamedTuple):
 
 
 class NeuronKernelOutputs(NamedTuple):
-    """Outputs of a step of the grid, for one source and a group of heads.
+    """Outputs of a step of the grid, for one source and a group of heads, or their block specs.
 
     Attributes:
       states: [M, K, P], the states R of all segments.
@@ -74,15 +74,17 @@ class NeuronKernelOutputs(NamedTuple):
 
 
 class NeuronKernelGradients(NamedTuple):
-    """Gradients that a step of the grid writes, or to which it adds.
+    """Gradients that the steps of the backward kernel compute, or their block specs.
 
-    The gradients of `kernel`, `bias` and `neuron` are float32 sums over all sources.
+    Each step overwrites `keys` and `values`. The fields `kernel`, `bias` and `neuron` are float32
+    sums over all sources, to which each step adds its contribution.
 
     Attributes:
       keys, values: [M, S, P], the gradients of keys and values.
       kernel: [K, P], the gradient of W for each head.
       bias: [1, P], the gradient of the bias, or None.
-      neuron: [2, P], the gradients of leak and threshold.
+      neuron: [2, P], the gradients of leak and threshold, of which each column has a part; the
+        sum of all columns is the gradient.
     """
 
     keys: Any
@@ -101,7 +103,8 @@ def forward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Writes the states of all segments of a source for a group of heads to `outputs`.
+    """Computes the states of all segments, the sums of squared keys and the numbers of neurons that
+    fire, for one source and a group of heads, and writes them to `outputs`.
 
     Args:
       counts: [B], the number of segments of each of B sources.
@@ -141,8 +144,12 @@ def backward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Writes the gradients of keys and values for one step of the grid to `results`, and adds the
-    step's contribution to the other gradients.
+    """Computes the gradients for one source and a group of heads.
+
+    The gradients of keys and values are written to `results.keys` and `results.values`. The
+    gradients of W, the bias, the leak and the threshold are added to `results.kernel`,
+    `results.bias` and `results.neuron`, which are sums over all sources. The step of the first
+    source first sets these sums to zero.
 
     Args:
       neuron: [3], the leak, the threshold and 1 divided by the threshold.

@@ -328,8 +328,9 @@ def _attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        # A query is zero for all segments except its own, so that one product with the states of
-        # all segments reads only the state of its own. The axes are [B, H, T, M, K].
+        # There is a copy of the queries for each segment, which is zero where the segment is not
+        # the query's own. One product with the states of all segments therefore reads only the
+        # state of the query's own segment. The axes are [B, H, T, M, K].
         masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
         recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
