@@ -98,7 +98,11 @@ def register_section(section: type[KindSection]) -> None:
 
 
 def kind_sections() -> Mapping[str, type[KindSection]]:
-    """Returns the classes of the sections of all registered kinds, by the names of the classes."""
+    """Returns the classes of the sections of all registered kinds, by the names of the classes.
+
+    Raises:
+      AssertionError: no kind is registered, because `brt.models` has not been imported.
+    """
     if not _SECTIONS:
         raise AssertionError("no kinds of layers are registered: import brt.models first")
     return _SECTIONS

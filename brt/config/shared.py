@@ -53,7 +53,7 @@ def is_registered(task: str) -> bool:
     """Returns True if there is a task of this name.
 
     Raises:
-      AssertionError: no tasks are registered.
+      AssertionError: no task is registered, because `brt.tasks` has not been imported.
     """
     if not _TASKS:
         raise AssertionError("no tasks are registered: import brt.tasks first")

@@ -105,7 +105,8 @@ def _step_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 class DeltaMemory(nn.Module):
-    """The memory of a Gated DeltaNet layer and its projections; takes the place of attention.
+    """The memory of a Gated DeltaNet layer and its projections. The module takes the place of
+    attention, or its output is added to the output of attention.
 
     The normalized vectors of tokens are projected to queries, keys and values, which are convolved
     along the tokens. By the gated delta rule, each token changes the matrix of each head and reads

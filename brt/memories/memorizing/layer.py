@@ -58,7 +58,9 @@ class MemorizingLayer(PastTokensLayer):
         return self.model.of(Memorizing).size
 
     def window_positions(self) -> str:
-        """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
+        """Returns the kind of positions of tokens in their window, a value of `Model.positions`:
+        that of the model if `Memorizing.gate` is "tanh", and otherwise "none".
+        """
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
 
     def mix(

@@ -300,7 +300,7 @@ class SummaryLayer(nn.Module):
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
+          state: the `SummaryState` or `LongSummaryState` after the previous block.
         """
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
@@ -321,7 +321,7 @@ class SummaryLayer(nn.Module):
 
         Args:
           x: the input vector of the token.
-          state: the layer's state after the previous block.
+          state: the `SummaryState` or `LongSummaryState` after the previous block.
           block: the open block, which has the block's earlier tokens.
           position: the position of the token in the block.
 
@@ -366,7 +366,7 @@ class SummaryLayer(nn.Module):
 
         Args:
           x: None, which is returned as the output.
-          state: the layer's state after the previous block.
+          state: the `SummaryState` or `LongSummaryState` after the previous block.
           block: the open block, which has all tokens of the block.
           summaries: the summaries of the block that the layer below has computed. They attend to
             the complete block, so they are processed here and not in `decode_step`.

@@ -221,8 +221,8 @@ def _scatter_to_keys(
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def transpose_rank(r: Any, _: None) -> None:
-        """Writes the transposed gradients of each cluster's r-th best key and of its value to
-        `d_best_transposed`, so that a cluster has a row instead of a column.
+        """Writes the transposed gradients of the r-th of each cluster's best keys and of its value
+        to `d_best_transposed`, so that a cluster has a row instead of a column.
         """
         d_best_transposed[r] = d_best[r].T
 

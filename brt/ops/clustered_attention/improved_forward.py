@@ -82,8 +82,8 @@ def forward_kernel(
     common = (1 - statistics.mass) * results.rest[...]
 
     def attend_tile(step: Any, _: None) -> None:
-        """Writes the output of the 128 queries of tile number `step`: the weighted sum of the best
-        values of each query's cluster, plus the output of the cluster's centroid for other keys.
+        """Writes the output of the 128 queries of tile number `step`: the query's own attention to
+        the best keys of its cluster, plus the centroid's attention to all other keys.
         """
         tile = QueryTile(inputs, results, step)
         for r in range(settings.top_k):

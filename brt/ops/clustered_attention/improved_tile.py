@@ -51,10 +51,10 @@ class ClusterResults(NamedTuple):
       statistics: [8, C], float32, the four fields of `CentroidStatistics` and four rows of zeros.
       bits: [X / 32, C], int32, one bit for each key, set for the best keys: bit j of row i belongs
         to key 256 (i // 8) + 8 j + i % 8.
-      places: [32, C], int32, positions of the best keys. If there are fewer than 32, the other
-        places have the number X.
-      words: [32, W, C], int32, the bits of each best key, followed by the bits of its value, in W
-        words of 32 bits.
+      places: [32, C], int32, positions of the best keys, in ascending order. If there are fewer
+        than 32, the other places have the number X.
+      words: [32, W, C], int32, the bits of each best key in the same order, followed by the bits of
+        its value, in W words of 32 bits.
     """
 
     means: Any
@@ -187,11 +187,15 @@ class QueryTile:
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
 
     def keys(self, r: int) -> Float[Array, "K 128"]:
-        """Returns, for each query, the r-th best key of its cluster, float32."""
+        """Returns, for each query, the r-th of its cluster's best keys in the order of positions,
+        float32.
+        """
         return self._unpacked(self._words[r, : self._keys])
 
     def values(self, r: int) -> Float[Array, "E 128"]:
-        """Returns, for each query, the value of the r-th best key of its cluster, float32."""
+        """Returns, for each query, the value of the r-th of its cluster's best keys in the order of
+        positions, float32.
+        """
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
