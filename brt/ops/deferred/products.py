@@ -47,7 +47,7 @@ def dots(
 def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
     """Returns the product of x with one kernel (weight).
 
-    With a tap, the weight gradient is computed from the tap after the scan, as by `dots`.
+    With a tap, the weight gradient is computed from the tap after the scan, as in `dots`.
 
     Args:
       x: [*rows, *inputs], where `rows` stands for any number of axes.

@@ -129,8 +129,8 @@ def local_attention_step(
       The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
     """
     window, nearest = keys.shape[1], 0 if attend_to_self else 1
-    # `steps` has, for each slot, the number of tokens from the slot's key to the nearest visible
-    # key, which is the column of the slot's bias.
+    # `steps` has, for each slot, the number of tokens from the slot's key to the nearest key that
+    # the token sees. This number is the column of `bias` that belongs to the slot.
     steps = (position - nearest - jnp.arange(window)) % window
     # The axes of `seen` are [B, 1, W].
     seen = ((steps + nearest)[None] <= read[:, None])[:, None]

@@ -55,7 +55,7 @@ def local_attention(
     starts = jnp.pad(by_token, padding[:2])
     nearest = 0 if attend_to_self else 1
     # `steps` has, for each query and key of a chunk, the number of tokens from the key to the
-    # nearest key that the query can see, which is the column of the bias.
+    # nearest key that the query can see. This number is the column of `bias` for both.
     steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
     in_window = (steps >= 0) & (steps < window)
     tile = None

@@ -32,7 +32,8 @@ _LEFT, _RIGHT = (512, 256, 128), 256
 # XLA fuses this kernel with an in-place update of the gradient, and then gives the kernel only this
 # many bytes of VMEM, regardless of the limit that the kernel asks for.
 _ROOM = 14 * 2**20
-# The kernel accepts loops of at most this many steps, because every step adds to its code.
+# The kernel accepts loops of at most this many steps, because every step adds to the
+# code of the kernel.
 _STEPS = 8
 
 

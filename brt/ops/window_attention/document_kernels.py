@@ -15,8 +15,9 @@ from brt.ops.window_attention.joined_keys import with_joined_keys
 
 # Documents start only at starts of blocks. The number of tokens of a block must be a multiple of
 # this number, so that no document starts inside of a tile of queries. On GPUs, tiles of keys are
-# counted from the first key of the cache, which has as many keys as the window. The window must
-# then be a multiple, too, so that no document starts inside of a tile of keys.
+# counted from the first key of the cache, which has as many keys as the window. On GPUs, the window
+# must therefore be a multiple of this number, too, so that no document starts inside of a tile of
+# keys.
 _TILE = 128
 
 

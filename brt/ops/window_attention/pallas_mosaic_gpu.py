@@ -72,7 +72,8 @@ def refusal(
     try:
         _modules()
     except ImportError as error:
-        # If a module of brt is missing, this is a bug, not a version of jax without Mosaic GPU.
+        # If a module of brt is missing, this is a bug, not a version of jax without Mosaic GPU, so
+        # the error must not be hidden.
         if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
@@ -133,7 +134,8 @@ class _Arguments(NamedTuple):
     def slots(self, kernel: str) -> int:
         """Returns the number of slots for tiles in a kernel's shared memory.
 
-        `kernel` is "forward", "queries", "keys" or "band", as in `_SLOTS`.
+        `kernel` is "forward", "queries", "keys" or "band", as in `_SLOTS`. With dropout, the number
+        is 1, because the dropout factors need shared memory, too.
         """
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 

@@ -174,8 +174,8 @@ def _backward(settings: _Settings, residuals: tuple, gradients: tuple[Array, Arr
     gradient, d_lse = gradients
     # The gradient of the softmax subtracts, for each query, the sum over W keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's
-    # gradient, which is a sum over K numbers only. The gradient of the log-sum-exp is subtracted
-    # from the sum, because the derivatives of the log-sum-exp are the weights.
+    # gradient, which is a sum over K numbers only. The output `lse` depends on the logits, too,
+    # with the weights as derivatives. The gradient of `lse` is therefore subtracted from the sum.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     along -= d_lse[..., None]
     before, own = _block_products(gradient, v)

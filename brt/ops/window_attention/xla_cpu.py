@@ -248,8 +248,8 @@ def _backward(null_keys: bool, residuals: tuple, gradients: tuple[Array, Array])
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's
-    # gradient, which is a sum over K numbers only. The gradient of the log-sum-exp is subtracted
-    # from the sum, because the derivatives of the log-sum-exp are the weights.
+    # gradient, which is a sum over K numbers only. The output `lse` depends on the logits, too,
+    # with the weights as derivatives. The gradient of `lse` is therefore subtracted from the sum.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
     d_weights = _matmul(_visible_keys(v, tiles, null_mask), scaled)
