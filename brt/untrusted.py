@@ -27,7 +27,10 @@ import numpy as np
 LARGEST = 1 << 30  # Files that are read into memory have at most this many bytes by default.
 NUMBER = int | float  # `check` with this kind accepts JSON numbers with and without a fraction.
 _CHUNK = 1 << 20  # Arrays are read in chunks of this number of bytes.
-_DEEPEST = 100  # Lists and objects in JSON may be nested at most this deeply.
+_DEEPEST = 100  # Lists and objects in files of a known structure are nested at most this deeply.
+# Lists and objects in other JSON are nested at most this deeply. Functions that call themselves can
+# process such JSON. From Python 3.14 on, the parser itself has no such limit.
+_DEEPEST_PARSED = 200
 _RATIO = 1032  # Deflate compresses by at most this factor.
 _UNUSUAL = 0x61  # Encrypted or patched members of a zip file have one of these flags.
 _DAMAGE = (
@@ -100,6 +103,8 @@ def parse_json(
         raise json.JSONDecodeError("Brackets too deep", "", 0) from error
     except ValueError as error:  # Python refuses integers with more than 4300 digits.
         raise json.JSONDecodeError("Number with too many digits", "", 0) from error
+    if _is_deeper(value, _DEEPEST_PARSED):
+        raise json.JSONDecodeError("Brackets too deep", "", 0)
     return value if halves == "keep" else _without_halves(value, text, halves)
 
 
@@ -189,7 +194,7 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         for item in value:
             check(item, kind[0], f"a part of {name}")
     elif not _is(value, kind):
-        wanted = getattr(kind, "__name__", kind)
+        wanted = kind.__name__ if isinstance(kind, type) else kind
         if typing.get_origin(kind) is Literal:
             wanted = " or ".join(map(repr, typing.get_args(kind)))
         raise ValueError(f"{name[:40]} is {reprlib.repr(value)}, which is no {wanted}")

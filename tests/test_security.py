@@ -1,6 +1,7 @@
 """Checks the statements of SECURITY.md about the sources and about files from others."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def test_a_shape_is_of_finite_numbers_of_64_bits_and_not_too_deep() -> None:
         untrusted.checked_json(text, shape)
     with pytest.raises(ValueError, match="it nests deeper than 100 levels"):
         untrusted.checked_json("[" * 200 + "]" * 200, object)
+
+
+def test_json_of_any_depth_is_processed_or_refused() -> None:
+    """Replacing half surrogates needs several Python frames for each level."""
+    for depth in (10, 190, 300, 900, 5000, 50_000):
+        text = "[" * depth + '"\\ud800"' + "]" * depth
+        try:
+            value = untrusted.parse_json(text, halves="replace")
+        except json.JSONDecodeError as error:
+            assert error.msg == "Brackets too deep" and depth > 200
+        else:
+            assert depth <= 200 and isinstance(value, list)
 
 
 @pytest.mark.parametrize("name", ["~/a", "~no_such_user_of_tests/a", "~\0/a", "a", "/a"])

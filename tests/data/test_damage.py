@@ -92,7 +92,10 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
         ({"offsets": np.array([0, 2**62, -(2**62), 108])}, "rows do not fill|tokens.bin"),
         ({"words": np.array([1.5, np.nan])}, "words is no column of finite numbers"),
         ({"names": np.frombuffer(b"{}", np.uint8)}, "a part of names is {}, which is no str"),
-        ({"names": np.frombuffer(b"[" * 9**5, np.uint8)}, "Brackets too deep"),
+        (
+            {"names": np.frombuffer(b"[" * 9**5 + b"]" * 9**5, np.uint8)},
+            "Brackets too deep",
+        ),
         ({"bytes": np.array(7)}, "bytes is no column"),
         ({"names": np.array(["a"], object)}, r"names\.npy is not an array of numbers or text"),
     ],
