@@ -16,9 +16,9 @@ from brt.ops.top_k import top_k
 # Of the tokens to predict, 80 % are replaced by the mask token and 10 % by a random token. The
 # other tokens to predict stay as they are.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-# If a row has more slots for tokens to predict than this number, the number of slots is rounded up
-# to a multiple of this number. The loss processes the slots in chunks of equal size, so this size
-# must divide the number of slots.
+# The loss processes the slots of a row in chunks, whose size must divide the number of slots. If a
+# row has more slots than this constant, their number is therefore rounded up to a multiple of the
+# constant; otherwise the number might have no large divisor.
 _CHUNK = 128
 
 

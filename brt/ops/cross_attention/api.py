@@ -74,7 +74,8 @@ def attend(
       keys, values: projections of the encoder's output. Padding is not read, except if
         `config.mask_kv` is False, as in the original code's T5. Padding then counts in recurrences
         and in the means of segments, but no softmax reads the keys of padding themselves.
-      valid: False for padding; a source without valid positions gives zeros.
+      valid: False for padding. If `config.mask_kv` is True, the softmax of a source without valid
+        positions gives zeros.
       parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
       t0: the target position of the first query, 0 in training. If t0 is an array, the computation

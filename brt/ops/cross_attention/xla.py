@@ -42,7 +42,8 @@ def attend(
     Args:
       queries: already multiplied by any scale.
       keys, values: projections of the encoder's output.
-      valid: False for padding; a source without valid positions gives zeros.
+      valid: False for padding. If `config.mask_kv` is True, the softmax of a source without valid
+        positions gives zeros.
       parameters: learned parameters of the kind of cross-attention.
       config: settings of cross-attention.
       t0: the target position of the first query.

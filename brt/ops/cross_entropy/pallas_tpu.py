@@ -305,7 +305,8 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
     There are two buffers for each block, and an array with one number per row takes all 128 lanes.
     """
     # For matrix products at full precision, the compiler splits each float32 number into a sum of
-    # smaller parts. The parts of a tile take as much memory as the tile itself.
+    # smaller parts. The parts of a tile take as much memory as the tile itself, so a float32 tile
+    # counts twice.
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4

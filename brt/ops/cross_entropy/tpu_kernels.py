@@ -29,9 +29,9 @@ def forward(
     """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
     sums in scratch memory.
 
-    The tile with the first columns of the vocabulary first resets the sums, and the tile with the
-    last columns also writes the outputs for the R tokens. All arguments except `scale` are
-    references to arrays in VMEM.
+    The tile with the first columns of the vocabulary resets the sums beforehand, and the tile with
+    the last columns writes the outputs for the R tokens afterwards. All arguments except `scale`
+    are references to arrays in VMEM.
 
     Args:
       hidden: [R, D], the vectors of the tokens, each of D numbers.
@@ -93,7 +93,8 @@ def backward(
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
     """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
-    the gradient of the embedding, which the tile with the first tokens first sets to zero.
+    the gradient of the embedding. The tile with the first tokens sets this gradient to zero
+    beforehand.
 
     All arguments except `scale` are references to arrays in VMEM.
 

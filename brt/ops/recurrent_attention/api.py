@@ -36,7 +36,8 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 
         If `normalize_qk` is True, `function` receives the tokens' keys (`keys` and the cached keys)
         after normalization, and otherwise unchanged. The arguments have the same meaning as in
-        `state_scan`; `others` are the positional arguments that follow `keys` there.
+        `state_scan`; `others` are the positional arguments that follow `keys` there, and `options`
+        the other keyword arguments.
         """
         if normalize_qk:
             keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])

@@ -112,7 +112,8 @@ def state_attention(
       null_keys: True replaces keys and values of a previous block that may not be read by zeros;
         False leaves these keys out of the softmax.
       attention: None or "auto"; the kernel always computes the attention itself.
-      interpret: True runs the kernels on any device, slowly, and with any sizes.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
+        slowly, and with any sizes.
     """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     arguments = _Arguments(

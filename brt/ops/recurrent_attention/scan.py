@@ -218,9 +218,9 @@ def state_scan(
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
-    # If the projection has a tap, its kernels are stacked, converted to the dtype of the keys and
-    # stored once, before the scan. The weight gradient is then computed from the tap, so no
-    # gradient flows through the converted copy.
+    # If the projection has a tap, its four kernels are stacked, converted to the dtype of the keys
+    # and stored once, before the scan. The converted copy needs no gradient, because the weight
+    # gradient is computed from the tap.
     if taps.projection is not None:
         kernels = kernels._replace(
             projection=materialized(_stacked_projection(weights, keys.dtype))

@@ -89,7 +89,8 @@ def state_scan(
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
       null_keys: True replaces keys and values of a previous block that may not be read by zeros;
         False leaves these keys out of the softmax.
-      interpret: True runs the kernel on any device, slowly, and with any sizes.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
+        and with any sizes.
       **_: the other arguments of `api.state_scan`, which `refusal` has checked.
 
     Returns:

@@ -43,7 +43,8 @@ class StateKernelSettings(NamedTuple):
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
       null_keys: True replaces keys and values of a previous block that may not be read by zeros;
         False leaves these keys out of the softmax.
-      interpret: True runs the kernels on any device, slowly.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
+        slowly.
     """
 
     normalize_qk: bool

@@ -63,6 +63,9 @@ class NeuronCarry(NamedTuple):
 class DecodingCache(NamedTuple):
     """The arrays that decoding steps read, computed once for each source.
 
+    Only the field `carry` changes during decoding. Both `table` and `carry` are None for kinds of
+    cross-attention without a recurrence.
+
     Attributes:
       keys, values: the keys and values that the queries of each segment read.
       mask: True for usable keys, False for padding.

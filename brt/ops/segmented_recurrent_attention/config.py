@@ -43,7 +43,8 @@ class CrossConfig:
       kernel_init: the initializer of the neurons' kernel: "uniform" is PyTorch's default for linear
         layers, and "normal" has the standard deviation 0.02.
       raf_bias: True gives the neurons a bias.
-      mask_kv: True means that padding adds nothing to the recurrence's sums.
+      mask_kv: True means that padding adds nothing to the recurrence's sums, to the means of
+        segments and to the inputs of the RNN.
       cache: the form in which decoding stores the recurrence: "table" has the states of all
         segments, and "carry" has the neurons at the current segment. "auto" selects the table
         unless it is larger than the keys and values.

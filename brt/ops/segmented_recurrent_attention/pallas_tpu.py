@@ -106,7 +106,8 @@ def recurrence(
       counts: the number of segments of each source.
       parameters: the layer's parameters.
       config: settings of cross-attention.
-      interpret: True runs the kernel on any device, slowly, and with heads of any size.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
+        and with heads of any size.
     """
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]

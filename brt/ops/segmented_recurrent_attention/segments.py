@@ -101,7 +101,7 @@ def segment_index(
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     if schedule.shared_by_segments:
         # The positions are limited before the multiplication, because the product could overflow
-        # for large positions.
+        # for large positions. All positions from the limit on read the last segment anyway.
         positions = jnp.minimum(positions, schedule.positions) * counts
     return jnp.minimum(positions // schedule.positions, counts - 1)
 

@@ -30,7 +30,8 @@ class NeuronKernelSettings(NamedTuple):
       wide: P, the total size of the heads of a group.
       remaining: True if the input of a segment's neurons is the sum of A_i over all other segments,
         False if the input is A_j of the segment itself.
-      interpret: True runs the kernels on any device, slowly.
+      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
+        slowly.
     """
 
     width: int
@@ -120,8 +121,9 @@ def forward_kernel(
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Writes the states R_j of segment j, and returns the carry for the next segment.
 
-        The carry has two arrays [K, P]: the membrane potentials after the reset at segment j; and
-        for each neuron the number of existing segments up to j in which the neuron fired.
+        The returned carry has two arrays [K, P]: the membrane potentials after the reset at segment
+        j; and for each neuron the number of existing segments up to j in which the neuron fired.
+        The argument `carry` has the same arrays for the segment before.
         """
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
