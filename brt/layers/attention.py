@@ -326,9 +326,10 @@ class TransformerBlock(nn.Module):
 
         Args:
           x: the input of the layer for the token.
-          window: the layer's keys and values of the tokens before the block.
-          block: the open block, a ring buffer of W keys and values in which the block's tokens
-            replace the oldest ones.
+          window: the state of the layer before the block. Its keys and values are not read, because
+            `block` has them; it says which entries of `block` are tokens of the document.
+          block: the open block, a ring buffer of W keys and values. It begins with those of the
+            tokens before the block, and each token of the block replaces the oldest entry.
           position: the position of the token in its block.
           memory: keys and values [B, S, H, K] of the recurrent states, or None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.

@@ -251,7 +251,8 @@ class ClusteredLayer(WindowLayer):
         that was the cache enters the memory of the centroids.
 
         Args:
-          x: None, which is returned as the output.
+          x: None, which is returned as the output. The stack of layers passes x from layer to layer
+            in all methods, but between blocks there is no token.
           state: the layer's state after the previous block.
           block: the open block, which has the keys and values of all tokens of the block.
 

@@ -96,7 +96,8 @@ class LayerKind(NamedTuple):
       new_model_state: a function (model) that returns the model state of a layer at step 0; None if
         the kind has no model state.
       settle: a function (model, model_state) that returns the model state for the next train step,
-        from the model state that the calls of this step have returned.
+        from the model state that the calls of this step have returned. By default, the model state
+        does not change after a step.
     """
 
     module: type[nn.Module]
@@ -120,8 +121,8 @@ def register_kind(name: str, kind: LayerKind) -> None:
     """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: another kind or section already has this name, or the section places layers of
-        another kind.
+      ConfigError: another kind or section already has this name; or the kind has a section whose
+        method `layers_by_kind`, which says which layers are of which kind, does not have this name.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")

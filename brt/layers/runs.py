@@ -138,7 +138,11 @@ def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
 
 
 def next_model_state(model: Model, model_state: ModelState) -> ModelState:
-    """Returns the model state for the next train step, by `LayerKind.settle` of each run's kind.
+    """Returns the model state for the next train step.
+
+    During a step, the calls of the layers collect statistics, for example the sums of the queries
+    of a cluster. After the step, the function `LayerKind.settle` of each run's kind computes the
+    new model state from them, for example the new centroids.
 
     Args:
       model: the settings of the model.

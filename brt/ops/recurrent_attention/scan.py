@@ -63,9 +63,10 @@ def state_taps(
     """Returns the taps of several layers for a caller that scans over blocks and, in each block,
     over layers.
 
-    The taps collect, from all blocks, the inputs and output gradients of matrix products, whose
-    weight gradients are computed after the scan. `state_scan` gets the part for its block and layer
-    as the argument `taps`.
+    Taps are arrays that are passed to matrix products as further arguments. Their values are not
+    used, but in the backward pass, the inputs and output gradients of the products are stored as
+    their gradients. The weight gradients of all blocks are then computed at once, after the scan.
+    `state_scan` gets the part for its block and layer as the argument `taps`.
 
     Args:
       weights: the weights of all layers, stacked on axis 0.
@@ -75,8 +76,8 @@ def state_taps(
 
     Returns:
       The taps of the products with the projection, the output projection and both kernels of the
-      MLP. A field of the result is None if the cell has no such product, or if its taps would move
-      more memory than ordinary gradients.
+      MLP. A field of the result is None if the cell has no such product, or if reading and writing
+      its taps would take longer than adding up the weight gradients of the blocks.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 

@@ -26,8 +26,8 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
-# A tile has at most this many columns on the left and on the right side of the product. For the
-# left side, the kernel takes the first number with which the tiles fit into VMEM.
+# Limits of the columns of a tile on the left and on the right side of the product. For the left
+# side, there are three limits; the kernel takes the first one with which the tiles fit into VMEM.
 _LEFT, _RIGHT = (512, 256, 128), 256
 # XLA fuses this kernel with an in-place update of the gradient, and then gives the kernel only this
 # many bytes of VMEM, regardless of the limit that the kernel asks for.
