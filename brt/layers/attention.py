@@ -326,8 +326,7 @@ class TransformerBlock(nn.Module):
 
         Args:
           x: the input of the layer for the token.
-          window: the state of the layer before the block. Its keys and values are not read, because
-            `block` has them; it says which entries of `block` are tokens of the document.
+          window: the state before the block; it says which entries of `block` are of the document.
           block: the open block, a ring buffer of W keys and values. It begins with those of the
             tokens before the block, and each token of the block replaces the oldest entry.
           position: the position of the token in its block.

@@ -54,9 +54,9 @@ def local_attention(
     by_token = jnp.repeat(first, length // first.shape[1], axis=1)
     starts = jnp.pad(by_token, padding[:2])
     nearest = 0 if attend_to_self else 1
-    # `steps` has, for each pair of a query and a key of a chunk, the number of tokens from the key to
-    # the nearest key that the query can see. The bias of the pair is in the column of `bias` with
-    # this number.
+    # `steps` has, for each pair of a query and a key of a chunk, the number of tokens from the key
+    # to the nearest key that the query can see. The bias of the pair is in the column of `bias`
+    # with this number.
     steps = np.arange(chunk)[:, None] + window - np.arange(chunk + window)[None] - nearest
     in_window = (steps >= 0) & (steps < window)
     tile = None
