@@ -30,7 +30,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store_of(state: Path) -> tensorstore.KvStore:
-    """Returns an in-memory copy of the stored key-value entries."""
+    """Returns an in-memory copy of a checkpoint's array store, which a test may damage."""
     base = {"driver": "file", "path": f"{state}/"}
     found = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     copy = tensorstore.KvStore.open("memory://").result()

@@ -1,4 +1,4 @@
-"""Checkpoints share the files of arrays that no step changes, and are complete each on its own."""
+"""Tests that checkpoints share the files of frozen arrays, and that each checkpoint is complete."""
 
 import errno
 import os
@@ -35,6 +35,7 @@ def save(directory: Path, steps: range, source: int | None = None, frozen=FROZEN
 
 
 def files(directory: Path, step: int) -> dict[str, os.stat_result]:
+    """Returns the status of each file with frozen arrays of a checkpoint, by relative name."""
     place = directory / str(step) / reader.FROZEN
     return {
         path.relative_to(place).as_posix(): path.stat()
@@ -44,6 +45,7 @@ def files(directory: Path, step: int) -> dict[str, os.stat_result]:
 
 
 def are_shared(directory: Path, one: int, other: int) -> bool:
+    """Returns True if two checkpoints share the files of their frozen arrays through hard links."""
     inodes = [
         {name: status.st_ino for name, status in files(directory, step).items()}
         for step in (one, other)
@@ -52,6 +54,7 @@ def are_shared(directory: Path, one: int, other: int) -> bool:
 
 
 def assert_restored(directory: Path, step: int) -> None:
+    """Checks that a checkpoint is intact and restores the same arrays with and without a target."""
     assert reader.verify(directory, step) == []
     expected = {f"params/{name}": array for name, array in state(step)["params"].items()}
     part = {"params/kernel": expected["params/kernel"]}

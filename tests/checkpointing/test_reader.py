@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 def state(devices: int = 1, seed: int = 0) -> dict[str, Any]:
-    """Returns a state with every kind of leaf, sharded over a number of devices."""
+    """Returns a state with every type of leaf that is saved, sharded over the given devices."""
     key = jax.random.key(seed)
     mesh = jax.make_mesh(
         (devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
@@ -52,7 +52,7 @@ def meta(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes checkpoints 1 to 3 on one device; tests must not change them."""
+    """Writes checkpoints of steps 1 to 3; tests use the directory without changing it."""
     directory = tmp_path_factory.mktemp("saved") / "checkpoints"
     with CheckpointWriter(directory) as writer:
         for step in (1, 2, 3):
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(saved: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the checkpoints, which tests may damage."""
+    """Returns a copy of the three checkpoints, which a test may damage."""
     return shutil.copytree(saved, tmp_path / "checkpoints")
 
 
@@ -184,7 +184,7 @@ def test_a_directory_that_cannot_be_listed_is_one_sentence(
     for call in (reader.present, reader.steps, reader.find):
         with pytest.raises(CheckpointError, match=r"cannot be listed: Permission denied; .*chmod"):
             call(directory)
-    place = directory / "3"  # a directory that cannot be read must not be ignored silently
+    place = directory / "3"  # This checkpoint must not be ignored silently.
     assert reader.present(directory) == [1, 2, 3]
 
 

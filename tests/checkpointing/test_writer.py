@@ -201,10 +201,10 @@ def test_a_step_that_was_saved_but_not_named_as_the_last_is_named(tmp_path: Path
     with CheckpointWriter(directory) as writer:
         writer.save(1, state(1), META)
         writer.save(2, state(2), META)
-    (tmp_path / reader.LAST).write_text("1\n")  # as if the disk had been full at that moment
+    (tmp_path / reader.LAST).write_text("1\n")  # as if the disk was full when step 2 was noted
     CheckpointWriter(directory).close()
     assert reader.last_saved(directory) == 2
-    (tmp_path / reader.LAST).write_text("7\n")  # the failed save leaves nothing behind
+    (tmp_path / reader.LAST).write_text("7\n")  # Step 7 was saved, but its directory is gone.
     CheckpointWriter(directory).close()
     assert reader.last_saved(directory) == 7
 
@@ -239,9 +239,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _failures_are_told_once() -> Iterator[None]:
-    """Reports failures once, as every command does. TensorStore reports further ones during later
-    tests.
-    """
+    """Reports failures once, as every command does, although TensorStore reports more later."""
     hook = sys.unraisablehook
     output.silence_later_errors()
     yield
@@ -291,7 +289,7 @@ def test_what_the_system_says_is_told_whoever_quotes_it(
 def test_a_checkpoint_is_synced_when_it_is_said_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files are synced before the rename to the final name, and the directory after it."""
+    """The files are synced before the checkpoint gets its final name, the directory afterwards."""
     calls: list[tuple[str, bool]] = []
     fsync, final = os.fsync, tmp_path / "checkpoints/1"
 
@@ -344,7 +342,7 @@ def test_an_error_of_a_failed_save_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
-    random = {  # 2.4 MB, or 2.2 MB compressed
+    random = {  # The arrays have 2.4 MB, or 2.2 MB compressed; the disk has 4 MB.
         f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)
     }
     with CheckpointWriter(small_disk) as writer:
@@ -405,7 +403,7 @@ while sys.stdin.readline():  # each line is a new run; fork saves importing ever
 """
 
 
-@pytest.mark.slow  # test_interruptions.py::test_kills_lose_nothing sends one kill.
+@pytest.mark.slow  # The quick test_interruptions.py::test_kills_lose_nothing sends one kill.
 def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     last = 0

@@ -1,4 +1,8 @@
-"""Commands run in a shell without jax's variables: none is set once jax has read them."""
+"""Tests that commands set no environment variable of JAX or XLA after they have imported jax.
+
+JAX reads these variables during its import, so a later change would have no effect. The commands
+run as processes without any such variable, because tests/conftest.py sets some of them.
+"""
 
 import json
 import os
@@ -34,6 +38,9 @@ SETTINGS = [f"--gin_bindings={binding}" for binding in TINY]
 
 
 def run(tmp_path: Path, command: str, *flags: str) -> subprocess.CompletedProcess:
+    """Runs `python -m brt.COMMAND` without variables of JAX; the process ends with exit code 99
+    if the command sets one after the import of jax.
+    """
     ours = ("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     words = [sys.executable, "-c", WATCHED, f"brt.{command}", *flags]

@@ -1,4 +1,4 @@
-"""Tests how flags are read: settings, short trials, and errors that name the command's flag."""
+"""Tests how commands read flags: settings, shortened runs, and errors that name the right flag."""
 
 import os
 import sys
@@ -76,7 +76,8 @@ def test_a_saved_config_with_fewer_steps_gets_a_shorter_warm_up(
 
 def test_what_is_asked_for_is_refused_and_other_schedules_stay(file: str, tmp_path: Path) -> None:
     for flags in (
-        ["--gin.Training.steps=25", "--gin.Optimizer.warmup_steps=40"],  # said on the command line
+        # This warm-up was set on the command line, so it is not shortened.
+        ["--gin.Training.steps=25", "--gin.Optimizer.warmup_steps=40"],
         ["--gin.Optimizer.warmup_steps=100"],
     ):
         with pytest.raises(ConfigError, match="must be below Training.steps"):

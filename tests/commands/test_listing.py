@@ -1,4 +1,4 @@
-"""`python -m brt`, the console script of the same name, and `import brt` where jax is missing."""
+"""Tests `python -m brt`, the console script `brt`, and the error of `import brt` without jax."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def test_every_command_is_listed_with_its_first_line() -> None:
         assert re.search(f"^  brt {name} +{re.escape(about)}$", done.stdout, re.M)
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_a_command_runs_as_its_module_does() -> None:
     flags = ["--gin.Training.steps=7", "--print_config"]
     done = run("-m", "brt", "train", *flags)

@@ -1,4 +1,4 @@
-"""A prompt is read as a document is, whichever way it comes."""
+"""Tests that prompts from files, stdin and flags are decoded and checked as documents are."""
 
 import gzip
 import io
@@ -32,6 +32,10 @@ Ways = Callable[[bytes], str]
 
 @pytest.fixture(params=["file", "gz", "stdin"])
 def read(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ways:
+    """Returns a function that passes bytes as a prompt in one of three ways and returns the text
+    that `brt.generate` reads.
+    """
+
     def prompt(content: bytes) -> str:
         path = tmp_path / ("p.txt.gz" if request.param == "gz" else "p.txt")
         path.write_bytes(gzip.compress(content) if request.param == "gz" else content)

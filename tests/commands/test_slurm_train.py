@@ -1,4 +1,4 @@
-"""launch/slurm/train.sh: one run, told to save in time and queued again."""
+"""Tests launch/slurm/train.sh, which passes Slurm's signal on to the run and requeues the job."""
 
 import os
 import subprocess
@@ -13,6 +13,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def tool(directory: Path, name: str, body: str) -> None:
+    """Writes a shell script that replaces the program with this name."""
     directory.mkdir(exist_ok=True)
     (directory / name).write_text(f"#!/bin/bash\n{body}\n")
     (directory / name).chmod(0o755)

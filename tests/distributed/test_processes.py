@@ -1,4 +1,4 @@
-"""Tests what processes check before they connect, and how a process notices that a peer is gone."""
+"""Tests the checks of processes before they connect, and the detection of a lost process."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_another_fact_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Service:
-    """Texts by name, in this process."""
+    """An in-process replacement of the key-value service of jax.distributed."""
 
     def __init__(self) -> None:
         self.texts = {"brt/alive/1": "1"}
@@ -77,11 +77,14 @@ class Service:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the list of codes with which a heartbeat tried to end the process; shortens all its
+    intervals.
+    """
     codes: list[int] = []
 
     def leave(code: int) -> None:
         codes.append(code)
-        threading.Event().wait()  # as there is no thread any more
+        threading.Event().wait()  # `os._exit` would end the calling thread, so block it.
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.02)

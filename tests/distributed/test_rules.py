@@ -23,7 +23,7 @@ def test_the_table_says_how_arrays_are_cut() -> None:
     cases = {
         (("lanes", "tokens", None), (8, 16, 32)): P(("data", "fsdp"), "sequence", None),
         (("embed", "heads", "head_dim"), (32, 4, 8)): P("fsdp", "tensor", None),
-        (("vocab", "embed"), (259, 32)): P(None, "fsdp"),  # what is not divided stays whole
+        (("vocab", "embed"), (259, 32)): P(None, "fsdp"),  # 259 is not divisible by 2.
     }
     for (names, shape), expected in cases.items():
         assert rules.spec(names, shape, all_axes) == expected

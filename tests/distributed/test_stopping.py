@@ -1,4 +1,4 @@
-"""A request to one process is obeyed by all processes at the same check."""
+"""Tests that all processes carry out a request to one process at the same step."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from brt.errors import PeerError
 
 
 class Service:
-    """Texts by name, for threads that stand for processes."""
+    """A key-value service like that of jax.distributed, for threads instead of processes."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -27,7 +27,7 @@ class Service:
 
 
 class Gather:
-    """Gathers a text from each of two threads."""
+    """A collective call that gives each of two threads the texts of both."""
 
     def __init__(self) -> None:
         self.barrier, self.said = threading.Barrier(2), []
@@ -60,7 +60,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
     def work(index: int) -> None:
         look = 0
         while len(done[index]) < 3:
-            time.sleep(0.001 * (1 + 3 * index))  # one is slower
+            time.sleep(0.001 * (1 + 3 * index))  # The second process is slower.
             if processes[index].reason_if_due():
                 done[index].append(look)
                 if index == 0:

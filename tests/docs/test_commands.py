@@ -1,7 +1,7 @@
-"""The commands of README and docs run as they are written, in the order of their page.
+"""Tests that the commands in README.md and docs/ run as written, in the order of their page.
 
-They run on stand-ins for what a reader has, for two steps where they train. What needs weights
-or corpora that are not here, or hours, is resolved and no more: ONLY_RESOLVED says what.
+Small files stand in for the user's own files and models, and training commands run for two
+steps. Commands that need downloads or hours only check their settings; see ONLY_RESOLVED.
 """
 
 import ast
@@ -25,36 +25,38 @@ FIXTURES = ROOT / "tests/data"
 PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if path.name != "python.md"  # test_python.py runs it, and looks at what comes out
+    if path.name != "python.md"  # test_python.py runs this page and checks its results.
 }
 SHORT = (
     "Training.steps = 2", "Optimizer.warmup_steps = 1",
     "Training.sample_every = 0", "Training.evaluate_every = 0", "Training.plots = False",
 )  # fmt: skip
 LAUNCHER = "launch/local/run_processes.py"
-# A word of a command, and the flag that ends it before it needs what it names.
+# The flag that keeps a command which contains the given word from doing its work; None skips the
+# command. The comments say what the work would need.
 ONLY_RESOLVED = {
-    "configs/data/pg19_tokens.gin": "--print_config",  # 11 GB
-    "configs/runs/glue/rte.gin": "--print_config",  # weights of roberta-base
-    "runs/rte": None,  # the run of the line above
+    "configs/data/pg19_tokens.gin": "--print_config",  # 11 GB of data
+    "configs/runs/glue/rte.gin": "--print_config",  # the weights of roberta-base
+    "runs/rte": None,  # the run of the command above
     "weights/roberta-4k/tokenizer.json": "--print_config",
-    "configs/sweeps/table1.gin": "--list",  # a night
+    "configs/sweeps/table1.gin": "--list",  # hours of training
     "configs/sweeps/gates.gin": "--list",
-    "configs/sweeps/memory_distance.gin": "--list",  # five models, trained
-    "configs/sweeps/memory.gin": "--list",  # 18 models
-    "configs/sweeps/recurrence.gin": "--list",  # 42 of them
-    "--gin.Training.segment_length=512": "--print_config",  # minutes
-    "runs/far": None,  # the run of the line above
-    "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a point of that night
+    "configs/sweeps/memory_distance.gin": "--list",  # training of five models
+    "configs/sweeps/memory.gin": "--list",  # training of 18 models
+    "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
+    "--gin.Training.segment_length=512": "--print_config",  # minutes of training
+    "runs/far": None,  # the run of the command above
+    "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a run of the sweep table1.gin
     "runs/growth": None,
-    "--topology=v4:2x4x4": "--print_config",  # the compiler of TPUs is an extra
+    "--topology=v4:2x4x4": "--print_config",  # libtpu, an optional package with a TPU compiler
 }
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yields the commands in the code blocks of a page; a block of Python is one command.
+    """Yields the commands in the code blocks of a page. A block of Python is one command.
 
-    Bindings without a command are those of the files of the command before.
+    A block may show bindings without a command. They are checked with `brt.train
+    --print_config` and the .gin files of the command before.
     """
     files = ""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
@@ -70,17 +72,18 @@ def commands(text: str) -> Iterator[str]:
 
 
 def runs() -> list[tuple[str, list[str]]]:
-    """Every page that has commands, with them; the synopsis of all commands is not of these."""
+    """Returns the name and commands of every page that has commands, without synopses."""
     found = [(name, list(commands(path.read_text()))) for name, path in PAGES.items()]
     return [(name, [c for c in lines if not synopsis(c)]) for name, lines in found if lines]
 
 
 def synopsis(command: str) -> bool:
+    """Returns True if a command only shows the form of its arguments, such as `--workdir=DIR`."""
     return bool(re.search(r"--workdir=DIR|--output DIR|\|brt|=FILE", command))
 
 
 def adapted(command: str) -> list[str] | None:
-    """The words to run; None where what it reads cannot be here."""
+    """Returns the arguments with which a command is tested; None if the command is skipped."""
     words = shlex.split(command, comments=True)
     if words[0] != "python":
         return ["bash", "-c", command]
@@ -95,7 +98,7 @@ def adapted(command: str) -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what the pages take for granted."""
+    """Returns a directory with the files and the trained model that the pages assume to exist."""
     path = tmp_path_factory.mktemp("home")
     (path / "books").mkdir()
     for number, book in enumerate(sorted(CORPORA.rglob("*.txt"))[:3]):
@@ -141,7 +144,9 @@ def test_the_synopsis_names_flags_that_exist() -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """The commands that docstrings of brt, comments of configs and pages of launch show."""
+    """Returns the commands in docstrings of brt, comments of configs and Markdown of launch, each
+    with the name of its file.
+    """
     sources = {}
     for path in sorted((ROOT / "brt").rglob("*.py")):
         if "python -m brt." in (text := path.read_text(encoding="utf-8")):
@@ -160,7 +165,7 @@ def examples() -> list[tuple[str, str]]:
 def test_an_example_of_the_source_is_understood(
     source: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its flags exist, and its settings make a config that its task accepts."""
+    """The command's flags exist, and its .gin files and bindings are accepted."""
     monkeypatch.chdir(ROOT)
     _, _, name, *words = shlex.split(command.partition(" > ")[0], comments=True)
     args = importlib.import_module(name).parser().parse_args(words)

@@ -1,4 +1,6 @@
-"""docs/memory.md says what `tools/memory_kinds.py` counts, and models compared are of one size."""
+"""Tests that the table in docs/memory.md agrees with `tools/memory_kinds.py`, and that the models
+compared there have about the same size.
+"""
 
 import importlib.util
 import re
@@ -18,6 +20,7 @@ TOOL = ROOT / "tools/memory_kinds.py"
 
 @pytest.fixture(scope="module")
 def rows() -> list[Any]:
+    """Returns the rows that the tool computes for the models of the sweep."""
     spec = importlib.util.spec_from_file_location("memory_kinds", TOOL)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +30,7 @@ def rows() -> list[Any]:
 
 def test_the_sweep_has_every_kind_and_the_table_what_each_keeps_and_costs(rows: list) -> None:
     kinds = {kind for row in rows for kind in row.config.model.layer_types}
-    # A section may place several kinds, such as dense memory with and without a gate.
+    # One section may configure several kinds, such as dense memory with and without a gate.
     assert {KINDS[kind].section for kind in kinds} == {kind.section for kind in KINDS.values()}
     gates = {
         (section.gate, section.gate_layout)

@@ -1,4 +1,4 @@
-"""docs/pretrained.ipynb runs from its first to its last cell, with a tiny random model."""
+"""Tests that all cells of docs/pretrained.ipynb run in order, with a tiny random model."""
 
 import json
 import os
@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "docs/pretrained.ipynb"
 
 
 def shell(line: str, names: dict[str, Any]) -> None:
-    """Runs a line that begins with "!", in which a notebook replaces {NAME} by a variable."""
+    """Runs a shell line "!..." of a notebook, in which {NAME} stands for the variable `NAME`."""
     command = re.sub(r"\{(\w+)\}", lambda match: str(names[match[1]]), line[1:])
     command = command.replace("python", sys.executable, 1)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""docs/python.md is a notebook: its cells run in their order, in one namespace."""
+"""Tests that the code blocks of docs/python.md run in order, in one namespace."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs the page's cells in a new directory and returns the variables after the last one."""
+    """Runs the code blocks of the page in a new directory and returns the resulting variables."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("notebook"))

@@ -1,4 +1,8 @@
-"""A trainer is imitated: whenever the follower sleeps, checkpoints come and go."""
+"""Tests evaluations that follow a training run.
+
+The tests imitate the trainer: `time.sleep` is replaced, and each call of the follower adds or
+removes checkpoints.
+"""
 
 import dataclasses
 import json
@@ -27,7 +31,7 @@ STEPS = [10, 20, 30]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Workdir:
-    """A finished run; its checkpoints are what a trainer saves."""
+    """Returns the directory of a finished run with checkpoints at every step in STEPS."""
     directory = tmp_path_factory.mktemp("run")
     names = ("train", "validation", "test")
     for name in names:
@@ -55,7 +59,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
 
 
 class Followed:
-    """A copy of the run without its checkpoints, and what a follower made of it."""
+    """A copy of the run without checkpoints, in which a follower waits for checkpoints.
+
+    Attributes:
+      said: the messages of the follower.
+      events: functions that the follower's calls of `time.sleep` run, one in each call.
+    """
 
     def __init__(self, run: Workdir, path: Path, monkeypatch: pytest.MonkeyPatch):
         self.run, self.workdir = run, workdirs.create(path)
@@ -75,7 +84,7 @@ class Followed:
         shutil.rmtree(self.workdir.checkpoints / str(step))
 
     def reports(self, ablate: Any = None) -> list[int]:
-        """Steps of the reports of a follower, run to its end."""
+        """Runs a follower to its end and returns the step of each report."""
         waiter = follow.Waiter(1.0, 0.0, self.said.append)
         config = follow.wait_for_config(self.workdir.path, waiter)
         follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
@@ -150,7 +159,7 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     assert now == [60]
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
     saved = workdirs.saved_config(followed.workdir.path)

@@ -1,4 +1,4 @@
-"""Tests what an evaluation shows of its progress where stderr is no terminal."""
+"""Tests the progress lines of an evaluation when stderr is not a terminal."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A follower that is started before its trainer."""
+"""Tests an evaluation that follows a training run and starts before it."""
 
 from pathlib import Path
 
