@@ -25,7 +25,9 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Returns a tokenizer file like RoBERTa's: special pieces first, the mask last."""
+    """Returns a tokenizer file like RoBERTa's: most special tokens have the first ids, and the
+    mask token has the last id.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +45,7 @@ def file(tmp_path_factory):
 
 def test_text_comes_back_exactly_and_has_no_special_ids(file):
     tokenizer = tokenizers.load(str(file))
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (400, 0)  # and the mask, 400
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (400, 0)  # without the mask token, id 400
     for text in ("", " ", ODD, ODD * 300, "x" * 9000, NOVEL.read_text(encoding="utf-8")[:50_000]):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int32 and (len(ids) > 0) == bool(text)
@@ -78,11 +80,12 @@ def test_a_corpus_keeps_the_file(file, tmp_path):
 
 
 def changed(settings, **model):
+    """Returns the tokenizer file as JSON with changed entries of its section "model"."""
     return json.dumps({**settings, "model": {**settings["model"], **model}})
 
 
 def without(settings, piece, instead=None):
-    """Without a piece and all that is made of it; another may have its id."""
+    """Returns the tokenizer file without a piece and its merges; `instead` takes over its id."""
     model = settings["model"]
     vocabulary = {found: i for found, i in model["vocab"].items() if found != piece}
     if instead:
@@ -92,6 +95,7 @@ def without(settings, piece, instead=None):
 
 
 def greedy(settings):
+    """Returns the tokenizer file with the added token " the", which absorbs spaces before it."""
     word = {"id": 401, "content": " the", "special": False, "lstrip": True, "rstrip": False,
             "single_word": False, "normalized": False}  # fmt: skip
     return json.dumps({**settings, "added_tokens": [*settings["added_tokens"], word]})
@@ -148,7 +152,7 @@ STEPS = {
 
 @pytest.mark.parametrize("family", STEPS)
 def test_long_texts_have_the_ids_of_the_whole_text(family, tmp_path):
-    """Lines end in spaces, and paragraphs are separated by several newlines."""
+    """Lines end in spaces, and several newlines separate paragraphs."""
     library = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([*STEPS[family], level])

@@ -1,4 +1,4 @@
-"""Stores with a bit that is another, and such as nobody would write."""
+"""Tests that damaged token stores, and stores with contradictory content, are refused."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def dataset(prepared: Path, tmp_path: Path) -> Path:
 
 
 def read_all(directory: Path) -> Dataset:
-    """Opens a corpus and asks for all that others ask of it."""
+    """Opens a dataset and reads everything that users of a dataset read."""
     dataset = preparation.open_corpus(directory)
     preparation.summary(dataset)
     dataset.described()
@@ -111,7 +111,9 @@ def test_columns_that_do_not_fit_are_refused(change, said, dataset):
 
 
 def test_memory_is_asked_for_what_a_file_can_hold(dataset):
-    """Also where header and directory agree on terabytes."""
+    """A file is refused before memory is allocated even if header and zip directory both claim
+    terabytes.
+    """
     path = dataset / "train" / "documents.npz"
     header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (500000000000,), }"
     member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header

@@ -1,4 +1,4 @@
-"""Documents come out of every kind of file alike, and what is no text says what it is."""
+"""Tests that all file formats give the same documents, and that errors name other content."""
 
 import gzip
 import io

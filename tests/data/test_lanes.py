@@ -22,7 +22,7 @@ LENGTHS = {
 
 
 def make(directory, lengths):
-    """A store whose tokens tell document and place: no two are equal."""
+    """Writes a store in which every token is different and encodes its document and position."""
 
     class Numbers(tokenizers.ByteTokenizer):
         vocab_size = 10_000
@@ -51,6 +51,7 @@ def equal(a, b):
 
 
 def epoch_targets(read, epoch):
+    """Returns the scored targets of all batches of an epoch."""
     steps = range(epoch * read.steps_per_epoch, (epoch + 1) * read.steps_per_epoch)
     return np.concatenate([read[step].targets[read[step].scored] for step in steps])
 
@@ -91,12 +92,12 @@ def test_batches_have_the_declared_shapes_and_their_padding_is_not_scored(store)
         assert (batch.inputs[~batch.scored] == store.bos_id).all()
         blocks = batch.scored.reshape(3, 2, WINDOW)
         assert batch.document_start[~blocks.any(-1)].all()
-        # A block's padding is at its end.
+        # Padding is at the end of a block.
         assert (np.diff(blocks.astype(int), axis=-1) <= 0).all()
 
 
 def test_an_input_is_the_token_before_its_target(store):
-    """BOS before a document's first token, also where a lane begins in a document."""
+    """The input of a document's first token is BOS, also if the lane begins inside a document."""
     firsts = set(store.tokens[:][store.offsets[:-1]].tolist())
     for step in range(20):
         batch = reader(store)[step]
@@ -139,7 +140,7 @@ def test_the_order_depends_on_seed_and_epoch_only(tmp_path):
     straight = reader(store, batch_size=1, shuffle=False)
     assert epoch_targets(straight, 0).tolist() == store.tokens[:].tolist()
     assert epoch_targets(straight, 3).tolist() == store.tokens[:].tolist()
-    # Pinned: a data position saved today must mean the same tomorrow.
+    # The order is fixed, because a saved position in the data must keep its meaning.
     assert [(token - 1) // 100 for token in order[:8]] == [29, 7, 8, 4, 19, 23, 26, 11]
 
 
@@ -215,7 +216,7 @@ def test_a_state_of_another_reader_is_refused(mixed, tmp_path):
         with pytest.raises(ConfigError, match=f"data position cannot be restored: {message}; "):
             iterator.set_state(state)
         iterator.close()
-    iterator = lanes.iterate(reader(mixed, lanes=range(1)))  # another host's rows
+    iterator = lanes.iterate(reader(mixed, lanes=range(1)))  # the lanes of another process
     iterator.set_state({**state, "step": 3})
     assert iterator.get_state()["step"] == 3
     iterator.close()
@@ -244,7 +245,10 @@ def test_errors_reach_the_consumer_and_the_thread_ends(mixed, monkeypatch):
 
 
 def evaluated(store, **settings):
-    """{document: the (inputs, targets) of its scored positions}, and who read it."""
+    """Returns the inputs and targets at the scored positions of each document, by document.
+
+    Checks that every document is read by a single lane.
+    """
     settings = {"batch_size": 3, "segment_length": 8, "window": WINDOW, **settings}
     read, readers = {}, {}
     for batch, documents in lanes.evaluation_batches(store, **settings):

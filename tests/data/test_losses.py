@@ -1,4 +1,6 @@
-"""Bytes that a tokenizer loses are counted, and no metric per byte is then reported."""
+"""Tests that bytes which a tokenizer cannot represent are counted, and that no metric per byte is
+reported for such text.
+"""
 
 import dataclasses
 import io
@@ -25,7 +27,7 @@ CHINESE = "山上的老房子沒有人知道是誰建的。"
 
 
 def model(path: Path, normalization: str) -> tokenizers.Tokenizer:
-    """A sentencepiece model as most are: it has no pieces for bytes."""
+    """Trains a sentencepiece model that, like most, has no pieces for single bytes."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([ENGLISH] * 20), model_writer=written, vocab_size=50,

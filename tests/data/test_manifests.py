@@ -1,4 +1,6 @@
-"""A directory is there, whole and for good, or it is not; nothing else stays."""
+"""Tests that directories are written atomically: a directory is complete and durable, or it does
+not exist, and no temporary files stay.
+"""
 
 import errno
 import os
@@ -136,7 +138,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 def test_two_that_begin_at_once_take_nothing_from_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one looks for what was left while the first one has a directory not yet held."""
+    """While the first directory exists but is not locked yet, the second one looks for leftovers of
+    killed processes.
+    """
     held, made = manifests.locks.acquire, []
 
     def acquire(file: Any) -> bool:
@@ -164,7 +168,7 @@ def test_a_directory_that_could_not_be_held_or_removed_is_gone_with_the_next(
 
 @pytest.fixture
 def failing_unlink(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No file can be removed until the patch is undone."""
+    """Makes every removal of a file fail until the patch is undone."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

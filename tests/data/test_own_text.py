@@ -1,4 +1,6 @@
-"""Documents that nobody split: which are held out, and what is said of it."""
+"""Tests which documents are held out if the user names no validation and test documents, and what
+the user is told about this.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,7 +19,7 @@ Make = Callable[..., config.Data]
 
 @pytest.fixture
 def data(tmp_path: Path) -> Make:
-    """(train, ...) -> the section, with a cache of its own."""
+    """Returns a function that makes a section Data from training files, with an empty cache."""
 
     def make(*train: Path | str, **settings: object) -> config.Data:
         names = tuple(map(str, train))
@@ -40,6 +42,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def texts(dataset: Dataset) -> dict[str, list[str]]:
+    """Returns the texts of all documents, by split."""
     return {
         split: [tokenizers.decode(dataset.tokenizer, store.document(i)) for i in range(len(store))]
         for split, store in dataset.splits.items()

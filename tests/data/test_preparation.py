@@ -34,6 +34,7 @@ def prepare(data, output=None):
 
 
 def texts(dataset):
+    """Returns the texts of all documents, by split."""
     return {
         split: [tokenizers.decode(dataset.tokenizer, store.document(i)) for i in range(len(store))]
         for split, store in dataset.splits.items()
@@ -88,8 +89,8 @@ def test_a_changed_file_never_meets_a_stale_store(data, books):
     path = books / "3.txt"
     first = prepare(data())
     status = path.stat()
-    path.write_text(path.read_text().replace("Book", "Cook"))  # as long as before
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # and as old
+    path.write_text(path.read_text().replace("Book", "Cook"))  # The size stays the same.
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # Restore the modification time.
     second = prepare(data())
     assert second.directory != first.directory
     assert any("Cook 3" in text for split in texts(second).values() for text in split)
@@ -213,7 +214,7 @@ def command(*args, directory):
     )  # fmt: skip
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_brt_prepare_counts_all_bytes_and_names_the_setting_for_its_store(books, tmp_path):
     flags = ["--documents", "books/*.txt", "--tokenizer", "train:300", "--output", "out"]
     done = command(*flags, directory=tmp_path)

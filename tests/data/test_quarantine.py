@@ -1,4 +1,4 @@
-"""Unreadable input is refused, or is skipped, named and counted. It is never misread."""
+"""Tests that unreadable input is refused, or is skipped, named and counted, but never misread."""
 
 import gzip
 import json
@@ -92,7 +92,7 @@ def test_limits_and_what_is_not_damaged_are_refused_as_ever(tmp_path: Path) -> N
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """Two bad documents among good ones, of which some are held out."""
+    """Writes two bad lines among good documents; some of the good documents are held out."""
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines(GOOD), b"{", b"[]"]))
     return Data(train=(str(tmp_path / "a.jsonl"),), cache_dir=str(tmp_path / "cache"))
 

@@ -47,7 +47,7 @@ def test_damaged_array_records_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def tfds_name(tmp_path_factory):
-    """A small dataset on disk, found by its name as a prepared public one is."""
+    """Prepares a small TFDS dataset on disk and returns the name by which it can be read."""
     directory = tmp_path_factory.mktemp("tfds")
     patch = pytest.MonkeyPatch()
     patch.setenv("TFDS_DATA_DIR", str(directory))
@@ -55,7 +55,7 @@ def tfds_name(tmp_path_factory):
 
     class TinyBooks(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
-        url_infos = None  # nothing to download
+        url_infos = None  # The dataset needs no download.
 
         def _info(self):
             features = tfds.features.FeaturesDict({"book_text": tfds.features.Text()})

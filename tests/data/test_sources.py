@@ -53,7 +53,7 @@ def test_what_is_missing_is_named(tmp_path, books):
 def test_a_changed_file_has_another_hash(books):
     before = sources.hashes([str(books)])
     assert before[0] == (str(books / "a.txt"), 5, hashlib.sha256(b"a.txt").hexdigest())
-    (books / "a.txt").write_text("b.txt")  # the same size
+    (books / "a.txt").write_text("b.txt")  # The size stays the same.
     after = sources.hashes([str(books)])
     assert before[0] != after[0]
     assert before[1:] == after[1:]
@@ -99,7 +99,7 @@ def test_patterns_match_what_glob_does(pattern, absolute, tmp_path, monkeypatch)
 
 
 def test_links_that_lead_in_circles_are_followed_once(books):
-    for i in range(3):  # glob would find 3 ** 40 ways
+    for i in range(3):  # glob would follow 3 ** 40 paths.
         (books / f"self{i}").symlink_to(".")
     outside = books.parent / "outside"
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""A changed setting never meets what was prepared with the old one."""
+"""Tests that a dataset which was prepared with old settings is not used after a setting changed."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
+import brt.tasks  # noqa: F401  # This import registers the layer kinds and the tasks.
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
 from brt.config.names import section_types
@@ -25,7 +25,13 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".spli
 
 
 class Example(NamedTuple):
-    """A section that is prepared quickly, and another value of every field."""
+    """A section that is quickly prepared, and a different value for each of its fields.
+
+    Attributes:
+      prepare: the function that prepares the section.
+      section: the section.
+      others: the different values by name of the field.
+    """
 
     prepare: Callable[..., Any]
     section: Any
@@ -56,7 +62,7 @@ def of_data(place: Path) -> Example:
         "tokenizer": "train:290", "columns": ("text=other",), "errors": "strict",
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
         "validation_fraction": 0.4, "test_fraction": 0.4,
-        "curriculum": (),  # of memory tasks alone
+        "curriculum": (),  # Only memory tasks can have a curriculum.
     })  # fmt: skip
 
 
@@ -162,7 +168,8 @@ EXAMPLES = {
     Data: of_data, Pairs: of_pairs, Speech: of_speech, Sentences: of_sentences,
     Questions: of_questions,
 }  # fmt: skip
-REFUSES = "errors", "max_bad_records", "sample_rate"  # what the other value of these does
+# The different values of these fields make the preparation fail.
+REFUSES = "errors", "max_bad_records", "sample_rate"
 FIELDS = [
     pytest.param(kind, field.name, id=f"{kind.__name__}.{field.name}")
     for kind in EXAMPLES
@@ -172,7 +179,10 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], tuple[Example, Any]]:
-    """(type of a section) -> its example, and what that becomes in a cache of its own."""
+    """Returns a function from the type of a section to the section's example and outcome.
+
+    The example has a cache directory that no other example uses. Results are reused.
+    """
     made: dict[type, tuple[Example, Any]] = {}
 
     def find(kind: type) -> tuple[Example, Any]:
@@ -188,7 +198,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], tuple[
 
 
 def outcome(example: Example, section: Any) -> dict[str, bytes] | str:
-    """Every file that is prepared, or why there is none."""
+    """Prepares a section and returns the content of every file, or the error text."""
     try:
         directory = example.prepare(section, progress=False).directory
     except DataError as error:
@@ -198,7 +208,7 @@ def outcome(example: Example, section: Any) -> dict[str, bytes] | str:
 
 
 def content(found: dict[str, bytes] | str) -> dict[str, bytes] | str:
-    """Without the files that repeat settings."""
+    """Removes the files that repeat the settings, and therefore always change with a setting."""
     if isinstance(found, str):
         return found
     return {
@@ -219,7 +229,7 @@ def test_a_changed_setting_is_prepared_as_in_an_empty_cache(
     changed = dataclasses.replace(found.section, **{field: value})
     fresh = outcome(found, dataclasses.replace(changed, cache_dir=str(tmp_path / "fresh")))
     assert outcome(found, changed) == fresh, f"{kind.__name__}.{field} meets a stale cache"
-    if settings(kind)[field].cached or field == "store":  # which stands in place of a cache
+    if settings(kind)[field].cached or field == "store":  # Data.store replaces the cache.
         assert content(fresh) != content(before), f"the example does not depend on {field}"
         assert not isinstance(fresh, str) or field in REFUSES, fresh
     else:

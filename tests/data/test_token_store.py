@@ -13,6 +13,7 @@ BYTES = tokenizers.load("bytes")
 
 
 def write(directory, texts=TEXTS, size=10**9):
+    """Writes the texts to a token store in chunks of `size` characters."""
     found = (
         Document(f"text {i}", iter([text[j : j + size] for j in range(0, len(text), size)]))
         for i, text in enumerate(texts)
@@ -51,7 +52,7 @@ def test_the_same_documents_make_the_same_store(tmp_path):
     first, second = write(tmp_path / "a"), write(tmp_path / "b", size=2)
     assert first.manifest == second.manifest
     assert write(tmp_path / "c", TEXTS[:3]).fingerprint != first.fingerprint
-    # The same tokens, other documents.
+    # The same tokens, but divided into other documents.
     assert write(tmp_path / "d", [*TEXTS[:2], "x" + TEXTS[3]]).fingerprint != first.fingerprint
 
 

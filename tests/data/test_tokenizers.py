@@ -28,6 +28,7 @@ def tokenizer(request, model):
 
 
 def in_parts(text, seed):
+    """Yields the text in chunks of random sizes."""
     rng = random.Random(seed)
     while text:
         size = rng.choice([1, 2, 10, 1000, 100_000])
@@ -55,7 +56,7 @@ def test_tokens_do_not_depend_on_how_the_text_arrives(tokenizer, seed):
 
 
 def test_chunks_end_where_pieces_do(model):
-    """Cutting costs no tokens in text with whitespace: the library on the whole agrees."""
+    """Cutting text at whitespace costs no tokens: sentencepiece on the whole text agrees."""
     text = NOVEL.read_text(encoding="utf-8")[:100_000]
     whole = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode(text)
     assert tokenizers.load(str(model)).encode(text).tolist() == whole
@@ -102,7 +103,7 @@ def test_bos_is_never_a_target(tokenizer):
 
 
 def test_models_that_normalise_do_so_once_per_document(tmp_path):
-    """A dummy prefix or stripped spaces at every chunk would change the text."""
+    """A dummy prefix or stripped spaces in every chunk would change the text."""
     path = tmp_path / "plain.model"
     text = NOVEL.read_text(encoding="utf-8")
     with open(path, "wb") as file:
@@ -113,7 +114,7 @@ def test_models_that_normalise_do_so_once_per_document(tmp_path):
     tokenizer = tokenizers.load(str(path))
     line = " ".join(re.findall("[a-z]+", text))[:20_000]
     assert tokenizers.decode(tokenizer, tokenizer.encode(line)) == line
-    assert tokenizer.bos_id == 3  # T5's convention
+    assert tokenizer.bos_id == 3  # Like T5, the tokenizer uses the padding token as BOS.
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path, model, monkeypatch):
@@ -141,14 +142,14 @@ def test_a_model_without_bos_is_refused(tmp_path):
 
 
 def test_training_sees_long_lines_whole(tmp_path):
-    """sentencepiece drops lines above 4192 bytes; here all words are in such a line."""
+    """sentencepiece drops lines above 4192 bytes; here one such line contains all words."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=7)) for _ in range(30)]
     text = " ".join(rng.choices(words, k=20_000))
     path = tmp_path / "a.model"
     coverage = tokenizer_training.train_sentencepiece([[text]], 500, path)
     assert coverage == (len(text), len(text)) and coverage.fraction == 1
-    assert len(tokenizers.load(str(path)).encode(text)) < 50_000  # of 160,000 characters
+    assert len(tokenizers.load(str(path)).encode(text)) < 50_000  # The text has 160,000 characters.
 
 
 def test_training_is_deterministic_and_samples_above_its_bound(tmp_path):
@@ -181,7 +182,7 @@ def test_vocabularies_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_more_pieces_than_there_are_bytes_are_refused_at_once(tmp_path):
-    """Not behind minutes in which nothing can be interrupted."""
+    """The size is refused before sentencepiece trains for minutes without possible interruption."""
     with pytest.raises(
         DataError, match=r"'train:999999999' asks for more .* use train:272 or less"
     ):

@@ -1,4 +1,6 @@
-"""Files are compared with their hashes: once while nobody touches them, and on demand."""
+"""Tests that files are compared with their hashes: once while they do not change, and whenever a
+full check is requested.
+"""
 
 import hashlib
 import os
@@ -23,12 +25,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sealed(place: Path) -> list[Path]:
+    """Returns the cached notes about verified files."""
     return list(place.parent.glob("cache/brt/verified/*"))
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read."""
+    """Returns a list to which the name of every file is added whose hash is computed."""
     names, sha256 = [], sources.sha256
 
     def recorded(path: Path) -> str:
@@ -41,7 +44,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are old."""
+    """Makes files count as old enough for the cache, although they were just written."""
     monkeypatch.setattr(verified, "SETTLED", -1.0)
 
 
@@ -66,7 +69,7 @@ def test_a_change_is_found_whatever_its_time_and_size(place: Path, later: None) 
 
 
 def test_what_was_just_written_is_not_trusted(place: Path, read: list[str]) -> None:
-    """A second change may bear the same time as the first."""
+    """A second write may leave the same modification time as the first write."""
     for _ in range(2):
         verified.check(place, HASHES)
     assert len(read) == 4 and not sealed(place)

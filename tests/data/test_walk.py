@@ -1,4 +1,4 @@
-"""Directories are read through links, and what cannot be read is counted."""
+"""Tests that directories are read through symbolic links and unreadable entries are counted."""
 
 import os
 from pathlib import Path
@@ -49,7 +49,8 @@ def test_folders_that_cannot_be_read_are_counted_or_refused(
 ) -> None:
     listed = os.scandir
 
-    def scandir(place: Path | str) -> object:  # for root, too, who may read everything
+    # Permissions do not stop root, so the error is raised here.
+    def scandir(place: Path | str) -> object:
         if Path(place).name == "b":
             raise PermissionError(13, "Permission denied", str(place))
         return listed(place)

@@ -1,4 +1,6 @@
-"""Memory tasks: what their documents tell is what they ask for, and no other split tells it."""
+"""Tests memory tasks: each document states the facts that its answers need, and no document of
+another split states the same facts.
+"""
 
 import hashlib
 import re
@@ -13,7 +15,7 @@ from brt.errors import DataError
 
 pytestmark = pytest.mark.slow_cases("tracking", "counting")
 
-TASKS = {  # and how often a guess is right
+TASKS = {  # the parameters of each task, and the probability that a guess is right
     "copy": ("distance=40&length=4", 0.0),
     "recall": ("distance=40", 0.0),
     "needle": ("distance=150&size=600", 0.0),
@@ -29,6 +31,7 @@ def texts(task: str, split: str, count: int, more: str = "") -> dict[str, bytes]
 
 
 def asked(found: dict[str, bytes]) -> list[tuple[bytes, Answer]]:
+    """Returns every answer in the documents, with the text of its document."""
     return [(text, answer) for name, text in found.items() for answer in answers(name, text)]
 
 
@@ -42,7 +45,7 @@ def test_who_reads_a_document_knows_its_answers(task: str) -> None:
     for text, answer in solved:
         assert text[answer.start : answer.stop] == answer.text
         assert text[answer.start - 1 : answer.start] == b">" and text[answer.stop :][:1] == b"<"
-        near = 15 if task == "needle" else 0  # events of a text stand before its next space
+        near = 15 if task == "needle" else 0  # An inserted event moves to the next space.
         assert answer.start - answer.stated >= least - near
     assert sum(text.count(b">") for text in found.values()) == len(solved), "no other marks"
 
@@ -72,7 +75,8 @@ def test_no_answer_of_one_split_is_told_in_another(task: str) -> None:
     told = {}
     for split in ("train", "validation", "test"):
         found = texts(task, split, 150)
-        if task in ("tracking", "counting"):  # of which the answers are few, but not the news
+        # These tasks have few different answers, so compare the sequences of events instead.
+        if task in ("tracking", "counting"):
             marks = rb"\w+ (?:goes to|takes) the \w+\." if task == "tracking" else rb"\*|\."
             told[split] = {tuple(re.findall(marks, text)) for text in found.values()}
         else:

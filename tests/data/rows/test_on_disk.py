@@ -1,4 +1,6 @@
-"""Files of numbers are read as arrays are, and a file that is cut is an error with its name."""
+"""Tests arrays in files that are read on demand, and errors for files that are shorter than they
+should be.
+"""
 
 import gc
 import os

@@ -1,4 +1,6 @@
-"""A kind of rows that only this test knows: integers, a file of them for each split."""
+"""Tests the preparation of rows with a row type that only this test defines: integers in text
+files, one file for each split.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -71,6 +73,7 @@ class DigitReader(RowReader):
 @pytest.fixture
 def open_corpus(tmp_path):
     def prepare(words="1 22 333 4444 5", progress=False, **settings):
+        """Prepares a train split with these words and opens the dataset."""
         (tmp_path / "train.txt").write_text(words)
         given = {"train": (str(tmp_path / "train.txt"),), "validation": (), "test": ()}
         given |= {"cache_dir": str(tmp_path / "cache"), **settings}

@@ -1,4 +1,6 @@
-"""Rows that nobody split: a part of them is held out, always the same."""
+"""Tests that part of the training rows is held out, always the same part, where a dataset comes
+without validation and test splits.
+"""
 
 import json
 import wave
@@ -24,6 +26,7 @@ def text(seed: int, count: int) -> str:
 
 
 def pairs(place: Path, rows: range) -> Config:
+    """Writes summarization pairs to a file and returns a config that reads the file."""
     lines = [
         json.dumps({"id": str(i), "document": text(i, 30), "summary": text(i, 8)}) for i in rows
     ]
@@ -36,6 +39,7 @@ def pairs(place: Path, rows: range) -> Config:
 
 
 def sentences(place: Path, rows: range) -> Config:
+    """Writes labeled sentences to a file and returns a config that reads the file."""
     lines = [json.dumps({"id": str(i), "sentence": text(i, 9), "label": i % 2}) for i in rows]
     (place / "a.jsonl").write_text("\n".join(lines))
     section = Sentences(train=(str(place / "a.jsonl"),), cache_dir=str(place / "cache"))
@@ -43,8 +47,9 @@ def sentences(place: Path, rows: range) -> Config:
 
 
 def questions(place: Path, rows: range) -> Config:
+    """Writes two questions about each context and returns a config that reads them."""
     paragraphs = []
-    for i in rows:  # two questions about each context
+    for i in rows:
         answers = [{"text": text(i, 12).split()[0], "answer_start": 0}]
         asked = [{"id": f"{i}{x}", "question": f"{x}?", "answers": answers} for x in "ab"]
         paragraphs.append({"context": text(i, 12), "qas": asked})
@@ -54,6 +59,7 @@ def questions(place: Path, rows: range) -> Config:
 
 
 def speech(place: Path, rows: range) -> Config:
+    """Writes recordings of noise and returns a config that reads the recordings."""
     lines = ["file\ttranscript"]
     for i in rows:
         noise = np.random.default_rng(i).normal(size=2000) * 1000
@@ -87,9 +93,9 @@ def test_rows_are_split_once_and_for_all(
     assert f"prepared test ({said}):" in capsys.readouterr().err
     assert dataset.described()["validation"]["held_out"] == said
     assert dataset.described()["train"]["sha256"] == dataset.split("train").fingerprint
-    if make is questions:  # those about one text are not torn apart
+    if make is questions:  # All questions about one context are in the same split.
         assert all({i[:-1] + x for i in own for x in "ab"} == own for own in found.values())
-    if make is not speech:  # one row more moves few others
+    if make is not speech:  # An additional row moves few other rows to another split.
         config = make(tmp_path, range(41))
         more = ids(tasks.from_config(config).open(config, progress=False))
         assert len(found["train"] - more["train"]) <= each
@@ -106,7 +112,7 @@ def test_one_split_is_read_by_the_tokenizer_of_the_run(
     (tmp_path / name).write_bytes(content)
     tokenizer = task.load_tokenizer(tmp_path / name)
     assert tokenizer.fingerprint == dataset.tokenizer.fingerprint
-    if make is sentences:  # as a run's config has them
+    if make is sentences:  # The config of a run contains the labels of its dataset.
         labels = dataset.split("train").labels
         section = Sentences(**{**vars(config.sentences), "labels": labels})
         config = Config(sentences=section, training=config.training)

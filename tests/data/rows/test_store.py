@@ -1,4 +1,4 @@
-"""Stores of rows, of which every task has some."""
+"""Tests the stores of prepared rows, which all tasks with rows use."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ from brt.tasks.summarization.data.columns import Pair, read
 
 PAIRS = [
     ("a", 'One,\n"two"\r\n  three\té 日本 \U0001f600', "First; 'short'"),
-    ("b", "x" * 200_000, "a long one"),  # beyond the csv module's own limit
+    ("b", "x" * 200_000, "a long one"),  # longer than the csv module's default field limit
     ("c", " - \u2028 \x85 = ", "ends with a newline\n"),
 ]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -136,7 +136,8 @@ def test_a_bad_json_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
     line = line if isinstance(line, bytes) else line.encode()
     for lines, number in (((line, GOOD.encode()), 1), ((GOOD.encode(), line), 2)):
         if number == 1 and line.startswith(b'{"document": "d"}'):
-            continue  # the first row that is an object says which columns there are
+            # The first object decides which columns exist, so this one must not be the first.
+            continue
         path = write(tmp_path / "a.jsonl", b"\n".join(lines))
         found = [*read([path])]
         assert sorted(type(item).__name__ for item in found) == ["BadRow", "Pair"]

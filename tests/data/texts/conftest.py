@@ -13,8 +13,8 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def roberta_json(tmp_path_factory):
-    """Returns a tokenizer file like RoBERTa's: byte-level BPE, `<s> text </s></s> text </s>`,
-    padding on.
+    """Returns a tokenizer file like RoBERTa's: byte-level BPE, pairs `<s> text </s></s> text </s>`,
+    and padding to 64 tokens.
     """
     made = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
     made.train_from_iterator(TEXTS, 300, special_tokens=SPECIAL, show_progress=False)

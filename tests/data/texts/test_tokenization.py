@@ -1,4 +1,4 @@
-"""Ids that know their characters, and the special ids around them."""
+"""Tests tokenizers of texts, which tell the characters of each id and add special ids."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A kind of layer of a user: adds a decaying sum of the blocks before, once for each block."""
+"""An example of a layer kind in a user's file: `echo` adds a decaying sum of earlier blocks."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -18,20 +18,20 @@ from brt.layers.state import LayerOutput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Echo(KindSection):
-    """The section of this kind in .gin files."""
+    """The section of this layer kind in .gin files, such as `Echo.layers = (1,)`."""
 
     kind: ClassVar[str] = "echo"
 
     layers: tuple[int, ...] = adaptable(())  # indices of the layers of this kind
-    decay: float = adaptable(0.5)  # of the sum, once for each block
+    decay: float = adaptable(0.5)  # the factor by which the sum shrinks in every block
 
 
 class EchoState(NamedTuple):
-    total: jax.Array  # [B, D], the decaying sum of the means of earlier blocks
+    total: jax.Array  # [B, D], the decaying sum of the mean vectors of earlier blocks
 
 
 class EchoLayer(nn.Module):
-    """Adds the echo of earlier blocks to every token."""
+    """Adds the decaying sum of earlier blocks' mean vectors to every token."""
 
     model: Model
     training: bool = False

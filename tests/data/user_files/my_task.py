@@ -1,4 +1,4 @@
-"""A task of a user: the parity of rows of bits, Training.segment_length of them in each row."""
+"""An example of a task in a user's file: the parity of rows of Training.segment_length bits."""
 
 from pathlib import Path
 from typing import NamedTuple

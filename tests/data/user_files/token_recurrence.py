@@ -1,4 +1,4 @@
-"""A kind of layer that changes its state with every token: a recurrence over tokens."""
+"""An example of a layer kind whose state changes with every token: a recurrence over tokens."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from brt.layers.state import LayerOutput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decay(KindSection):
-    """A recurrence over tokens: a decaying sum of everything that was read."""
+    """The section of this layer kind in .gin files; its state is a decaying sum of all tokens."""
 
     kind: ClassVar[str] = "decay"
     any_window: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class DecayState(NamedTuple):
 
 
 class DecayLayer(nn.Module):
-    """y_t = x_t + w s_t and s_t = s_(t-1) / 2 + x_t: the state changes with every token."""
+    """Computes y_t = x_t + w s_t, where the state is s_t = s_(t-1) / 2 + x_t."""
 
     model: Model
     training: bool = False
@@ -54,7 +54,7 @@ class DecayLayer(nn.Module):
         return LayerOutput(x + sums.swapaxes(0, 1) * self.weight[None, None], DecayState(total))
 
     def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
-        """The open block is the state so far; `decode_step` changes it with every token."""
+        """Starts a block with the state so far, which `decode_step` changes with every token."""
         return LayerOutput(x, state)
 
     def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
