@@ -1,4 +1,7 @@
-"""Attention by labels in tests of its kernels: what it is computed from, and its gradients."""
+"""Inputs, a runner and a comparison that the tests of the clustered-attention kernels share.
+
+Attention "by label" receives the cluster of each query, its label, as an input.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -10,13 +13,18 @@ import numpy as np
 
 from brt.ops.clustered_attention import ClusteredConfig, attend_by_label
 
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
+TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # relative to the largest magnitude of an array
 KERNEL = "pallas_interpret"
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes: int = 2) -> Any:
-    """Queries, keys, values, which keys there are, and labels; the last lane has no key."""
+    """Returns (queries, keys, values), the mask of valid keys, and the label (cluster) of each
+    query.
+
+    The last lane has no valid key, the last cluster is empty, and every seventh query has the label
+    `clusters`, which marks padding.
+    """
     rng = np.random.default_rng(tokens)
     q, k, v = (jnp.asarray(rng.normal(size=(lanes, n, 2, 8)), dtype) for n in (tokens, keys, keys))
     valid = np.arange(keys)[None] < np.array([keys - 3] * (lanes - 1) + [0])[:, None]
@@ -26,7 +34,10 @@ def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes:
 
 
 def run(given: Any, config: ClusteredConfig, attend: Any) -> Any:
-    """The gradients of a sum of the output with random weights, and it; the same twice."""
+    """Returns the gradients of the output's sum with random weights, and the output.
+
+    Also checks that a second run gives the same bits.
+    """
     qkv, *others = given
     weights = jnp.asarray(np.random.default_rng(0).normal(size=qkv[0].shape), jnp.float32)
 
@@ -42,6 +53,7 @@ def run(given: Any, config: ClusteredConfig, attend: Any) -> Any:
 
 
 def by(name: str) -> Any:
+    """Returns `attend_by_label` with a scale of 0.5 and the implementation `name`."""
     return partial(attend_by_label, scale=0.5, implementation=name)
 
 

@@ -1,8 +1,9 @@
-"""A fixture for jax's interpreter of Mosaic GPU kernels, which is private in jax 0.10.
+"""Fixture that provides JAX's interpreter of Pallas Mosaic GPU kernels, which is private in jax
+0.10.
 
-It checks that barriers are arrived at and awaited as they must. It lacks layouts, products of
-operands that are transposed or in registers, and what is stored into sums of products; these are
-added here.
+The interpreter reports barriers that a kernel arrives at too often or does not wait for. It does
+not support layouts, products (wgmma) of operands that are transposed or in registers, or stores
+into accumulators. This file adds them.
 """
 
 import functools
@@ -44,6 +45,7 @@ def mosaic_gpu_interpreter() -> Any:
 def _arithmetic(
     interpreter: Any, otherwise: Any, callbacks: Any, equation: Any, values: Any
 ) -> Any:
+    """Interprets a store into an accumulator, and passes every other operation to `otherwise`."""
     if equation.primitive.name.removesuffix("_p") != "wgmma_accumulator_store":
         return otherwise(interpreter, equation, values)
 
@@ -52,7 +54,7 @@ def _arithmetic(
         thread = memory.get_global_thread_id(int(device_id), int(thread_id))
         key = callbacks.HostAllocationKey.from_array(key)
         memory.store_buffer_content(key, (), np.array(value), thread)
-        return np.zeros(value.shape, value.dtype)  # nobody reads it
+        return np.zeros(value.shape, value.dtype)  # The result is not used.
 
     key, value = values()
     result = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -66,13 +68,13 @@ def _wgmma(
     a_allocation_key_as_array: Any, a_transforms: tuple,
     b_allocation_key_as_array: Any, b_transforms: tuple, source_info: Any = None,
 ) -> Any:  # fmt: skip
-    """acc += a @ b in float32."""
+    """Replaces the interpreter's wgmma: adds a @ b to the accumulator, in float32."""
     del grid_point_coords, acc_transforms, acc_dtype, source_info
     memory = callbacks._get_shared_memory()
     thread = memory.get_global_thread_id(int(device_id), int(thread_id))
 
     def contents(key: Any, transforms: tuple = ()) -> np.ndarray:
-        if np.ndim(key) == 2:  # a value in registers
+        if np.ndim(key) == 2:  # `key` is itself the operand, which is in registers.
             return np.asarray(key, np.float32)
         transforms = callbacks._remove_noop_transforms(transforms)
         turned = bool(transforms) and not hasattr(transforms[-1], "indices")

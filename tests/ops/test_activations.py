@@ -22,7 +22,9 @@ def test_the_backward_pass_keeps_the_output_only() -> None:
 
 
 def test_what_is_kept_is_not_computed_again() -> None:
-    """Nor is the product before it."""
+    """If the result is saved, the backward pass does not repeat the ReLU. It never repeats the
+    product before the ReLU, which the remat policy saves.
+    """
     x, w, v = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
 
     def loss(x: jax.Array, w: jax.Array, v: jax.Array, *, saves_result: bool) -> jax.Array:

@@ -1,4 +1,8 @@
-"""Shapes are tiny; T is never a multiple of the chunk, so that padding is always at work."""
+"""Compares the attention baselines with their definitions: full, shared-QK, oracle top-k and
+Reformer.
+
+Arrays are tiny. The number of tokens is no multiple of the chunk, so that chunks contain padding.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +71,7 @@ def float_arrays(x: Arrays) -> Arrays:
 
 
 def sorted_chunks(ids: np.ndarray) -> np.ndarray:
-    """The chunk of every token of one head, by Python's own (stable) sort."""
+    """Returns the chunk of each token of one head, given its bucket, from Python's stable sort."""
     order = sorted(range(len(ids)), key=lambda t: ids[t])
     chunk = np.empty(len(ids), int)
     chunk[order] = np.arange(len(ids)) // CHUNK
@@ -75,7 +79,11 @@ def sorted_chunks(ids: np.ndarray) -> np.ndarray:
 
 
 def visible(kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray) -> list[list]:
-    """[rounds][query] -> the keys it sees, of one head; by the definitions, one at a time."""
+    """Returns, for each hash round and each query of one head, the list of keys that the query
+    sees.
+
+    Follows the definition of each kind, one query at a time. `there` is the mask of valid keys.
+    """
     places = np.flatnonzero(there)
     if kind is oracle_top_k:
         return [[[*sorted(places, key=lambda s: -(k[s] @ row))[:COUNT]] for row in q]]
@@ -90,7 +98,7 @@ def visible(kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray) -> 
 
 
 def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
-    """Query by query in float64."""
+    """Returns the attention output, computed query by query in float64."""
     q, k, v = (np.asarray(x[name], np.float64) for name in ("queries", "keys", "values"))
     if kind is shared_full:
         k = q
@@ -110,7 +118,7 @@ def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.slow_cases("reformer")
 @each_kind
 def test_equals_the_definition_and_its_derivative(kind: Callable) -> None:
-    """The derivative along a random direction, by central differences in float64."""
+    """Compares gradients with central differences in float64 along a random direction."""
     x, valid = arrays(), np.asarray(arrays()["valid"])[..., None, None]
     rng = np.random.default_rng(1)
     weights = rng.normal(size=x["queries"].shape) * valid
@@ -233,7 +241,9 @@ def test_an_example_alone_gives_what_it_gives_in_a_batch(kind: Callable) -> None
 
 @each_kind
 def test_weights_are_not_negative_and_sum_to_one(kind: Callable) -> None:
-    """Seen through values of ones; a row of nothing but padding gives zeros."""
+    """With values of ones, the output is the sum of the weights. A row of padding alone gives
+    zeros.
+    """
     x = arrays()
     valid = np.asarray(x["valid"])
     ones = np.asarray(kind({**x, "values": jnp.ones_like(x["values"])}))
@@ -264,7 +274,7 @@ def test_repeating_changes_no_bit_and_recomputing_nothing(kind: Callable) -> Non
 @pytest.mark.parametrize("kind", [full, oracle_top_k])
 def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable) -> None:
     x, rng = arrays(), np.random.default_rng(3)
-    x["keys"] = x["keys"].at[:, 1].set(x["keys"][:, 0])  # ties
+    x["keys"] = x["keys"].at[:, 1].set(x["keys"][:, 0])  # two equal keys, whose products tie
     keys_order, order = rng.permutation(TOKENS), rng.permutation(TOKENS)
     shuffled = {name: array[:, keys_order] for name, array in x.items()}
     shuffled["queries"] = x["queries"][:, order]

@@ -1,4 +1,6 @@
-"""The TPU kernels that multiply a block's rows with several weights at once, interpreted."""
+"""Tests the TPU kernels that multiply the rows of a block with several weights at once,
+interpreted.
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,9 +16,10 @@ from brt.distributed.mesh import build
 from brt.ops import deferred, dispatch
 from brt.ops.block_products import api, pallas_tpu, shared_input_matmul, summed_matmul
 
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 LANES, ROWS, NARROW = 2, 24, 384
-# Kernels, and the axes of the side of several vectors: matrices, heads, groups of heads.
+# Each kind is the number of weights and the shape of their wide side: a matrix, heads, or groups of
+# heads.
 KINDS = [(1, (640,)), (2, (3, 64)), (4, (4, 128)), (1, (2, 3, 64)), (1, (2, 1024))]
 
 
@@ -29,7 +32,10 @@ def watched() -> pltpu.InterpretParams:
 
 
 def close(found: jax.Array, wanted: np.ndarray) -> None:
-    """Sums of products of bfloat16 in float32, rounded once: of the largest magnitude."""
+    """Checks the dtype, the shape and the error relative to the largest magnitude.
+
+    The kernels add up products of bfloat16 numbers in float32 and round each sum once.
+    """
     assert found.dtype == jnp.bfloat16
     assert found.shape == wanted.shape
     assert np.abs(np.asarray(found, np.float64) - wanted).max() <= 4e-3 * np.abs(wanted).max()

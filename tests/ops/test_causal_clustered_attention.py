@@ -20,7 +20,7 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
 from brt.ops.window_attention import window_part, window_part_step
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS, HEADS, SIZE, CLUSTERS, KEPT = 2, 6, 4, 2, 8, 4, 3
 TOKENS = WINDOW * BLOCKS
 NOWHERE = np.zeros((LANES, BLOCKS), bool)
@@ -53,7 +53,9 @@ def inputs(seed: int = 0, dtype: str = "float32") -> Inputs:
 
 
 class State(NamedTuple):
-    """Keys and values of the last block, whether there is one, and what came before it."""
+    """State between segments: the keys and values of the last block, the mask of lanes where this
+    block exists, and the memory of all earlier tokens.
+    """
 
     keys: jax.Array
     values: jax.Array
@@ -62,7 +64,7 @@ class State(NamedTuple):
 
 
 def new_state(kept: int = KEPT, dtype: str = "float32", fill: float = 0.0) -> State:
-    """A state that has read nothing; `fill` stands where nothing counts."""
+    """Returns the state before the first token. Entries that attention must not read are `fill`."""
     cache = jnp.full((LANES, WINDOW, HEADS, SIZE), fill, dtype)
     keys = jnp.full((LANES, HEADS, CLUSTERS, kept, SIZE), fill, dtype)
     rest = jnp.full((LANES, HEADS, CLUSTERS, SIZE), fill, jnp.float32)
@@ -95,9 +97,9 @@ def read(
 
 @functools.partial(jax.jit, static_argnames=("attend_to_self",))
 def exact(x: Inputs, document: jax.Array, *, attend_to_self: bool = True) -> tuple[jax.Array]:
-    """Softmax attention to the whole past of a document; float32.
+    """Returns softmax attention to all earlier tokens of the same document, in float32.
 
-    Keys beyond the window get the bias of its farthest.
+    Keys beyond the window get the bias of the farthest key in the window.
     """
     place = np.arange(TOKENS)
     distance = place[:, None] - place[None] - (0 if attend_to_self else 1)
@@ -110,7 +112,7 @@ def exact(x: Inputs, document: jax.Array, *, attend_to_self: bool = True) -> tup
 
 
 def starts(*places: tuple[int, int]) -> np.ndarray:
-    """Bool [B, N], True at these (lane, block)."""
+    """Returns a boolean array [lanes, blocks] that is True at these (lane, block) pairs."""
     found = NOWHERE.copy()
     for place in places:
         found[place] = True
@@ -122,7 +124,11 @@ def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE) -> No
 
 
 def with_gradients(function: Callable) -> Callable:
-    """Compiled: (inputs, ...) -> gradients of its first result's squares, and its results."""
+    """Returns a jitted function that returns gradients and the results of `function`.
+
+    The gradients with respect to the inputs are those of half the sum of squares of the first
+    result.
+    """
 
     @functools.partial(jax.jit, static_argnames=("implementation", "attend_to_self"))
     def run(x: Inputs, *arguments: Any, **options: Any) -> tuple[Inputs, Any]:
@@ -140,7 +146,9 @@ read_with_gradients = with_gradients(read)
 
 @pytest.fixture(scope="module")
 def carried() -> State:
-    """After a segment, with a past of more keys than are kept."""
+    """Returns the state after a segment, in which the memory has read more keys than it can
+    keep.
+    """
     return read(inputs(1), new_state(), starts((1, 3)))[1]
 
 
@@ -149,7 +157,7 @@ def test_all_that_is_read_has_a_gradient(carried: State) -> None:
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
-@pytest.mark.slow  # The tests of ops show this quickly.
+@pytest.mark.slow  # The next test also compares with exact attention, and is quick.
 def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() -> None:
     start = starts((0, 0), (1, 0), (1, 2))
     document = np.repeat(np.cumsum(start, axis=1), WINDOW, axis=1)
@@ -164,7 +172,7 @@ def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() 
 
 
 def test_queries_at_a_centroid_read_exactly_what_it_sums_up() -> None:
-    """Then their logits are the centroid's, and the variance around it is 0."""
+    """The logits of such queries are those of the centroid, and the variance around it is 0."""
     x = inputs()
     label = np.random.default_rng(3).integers(CLUSTERS, size=(LANES, TOKENS, HEADS))
     queries = x.centroids.vectors[np.arange(HEADS)[None, None], label]
@@ -175,7 +183,9 @@ def test_queries_at_a_centroid_read_exactly_what_it_sums_up() -> None:
 
 
 def test_the_variance_makes_up_for_the_spread_of_queries() -> None:
-    """Normal queries around one centroid: the mean of exp(q.k) is exp(c.k + var |k|^2 / 2)."""
+    """Queries are normally distributed around one centroid c, with the variance var. The mean of
+    exp(q.k) is then exp(c.k + var |k|^2 / 2).
+    """
     rng, variance = np.random.default_rng(0), 0.3
     centre, key = rng.normal(size=SIZE), rng.normal(size=SIZE)
     drawn = centre + variance**0.5 * rng.normal(size=(200_000, SIZE))
@@ -187,7 +197,7 @@ def test_the_variance_makes_up_for_the_spread_of_queries() -> None:
     past = new_state(kept=1).past
     keys = jnp.tile(jnp.asarray(key, jnp.float32), (LANES, HEADS, WINDOW, 1))
     after = jax.jit(memory_after)(past, keys, keys, jnp.ones((LANES,), bool), centroids)
-    others = WINDOW - 1  # one key is kept
+    others = WINDOW - 1  # The memory keeps one key and sums up the others.
     np.testing.assert_allclose(after.lse - np.log(others), expected, atol=0.02)
     assert_close(after.rest, jnp.broadcast_to(keys[0, 0, 0], after.rest.shape))
 
@@ -209,7 +219,10 @@ def test_every_token_of_the_past_counts_and_nothing_of_other_documents() -> None
 
     @jax.jit
     def sensitivity(values: jax.Array) -> jax.Array:
-        """[t, lane, token]; a lane's outputs depend on no other lane's values."""
+        """Returns the magnitudes of derivatives, [reading token, lane, token that is read].
+
+        Outputs may be summed over lanes, because no output depends on the values of another lane.
+        """
 
         def outputs(values: jax.Array) -> jax.Array:
             return read(inputs()._replace(values=values), new_state(), start)[0].sum((0, 2, 3))
@@ -245,9 +258,9 @@ def test_a_document_knows_nothing_of_what_was_read_before_it(carried: State) -> 
     assert np.abs(read(inputs(), carried, NOWHERE)[0] - fresh[0]).max() > 0.01
 
 
-@pytest.mark.slow  # The tests of ops show this quickly.
+@pytest.mark.slow  # The previous test is a quick test of document starts.
 def test_packed_documents_have_the_outputs_and_gradients_of_separate_ones() -> None:
-    """In lane 0 the last three blocks are a document, in the other order the first three."""
+    """The last three blocks are one document. Results are the same if this document comes first."""
     x, state = inputs(), new_state()
 
     def rolled(x: Inputs) -> Inputs:
@@ -266,7 +279,7 @@ def test_the_state_has_one_size_and_begins_with_what_there_is(carried: State) ->
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new_state())
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), carried) == shapes
     _, state = read(part_of(inputs(), slice(0, 2 * WINDOW)), new_state(kept=8), NOWHERE[:, :2])
-    past = state.past  # of one block: fewer keys than it can keep
+    past = state.past  # The memory has read one block, which has fewer keys than it can keep.
     assert past.filled.tolist() == [WINDOW, WINDOW]
     assert np.all(np.any(past.keys[:, :, :, :WINDOW], axis=-1))
     assert not np.any(past.keys[:, :, :, WINDOW:]) and not np.any(past.rest)
@@ -274,7 +287,7 @@ def test_the_state_has_one_size_and_begins_with_what_there_is(carried: State) ->
 
 
 def test_token_by_token_is_the_whole_segment(carried: State) -> None:
-    """Here tokens do not see themselves; tests/generation has those that do."""
+    """Tokens do not attend to themselves here. The tests in tests/generation let tokens do so."""
     x, attend_to_self = inputs(), False
     expected, after = read(x, carried, NOWHERE, attend_to_self=attend_to_self)
 

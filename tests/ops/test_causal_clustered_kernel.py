@@ -1,4 +1,4 @@
-"""The TPU kernel of what lies before the window, interpreted, against plain XLA."""
+"""Compares the TPU kernel that attends to tokens before the window, interpreted, with plain XLA."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,8 @@ from brt.ops.causal_clustered_attention import (
 from brt.ops.partial_attention import AttentionPart
 
 LANES, BLOCKS, HEADS, WINDOW, SIZE = 2, 3, 2, 16, 8
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
-# Of the largest magnitude of an array.
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
+# Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 3e-2}
 
 
@@ -31,7 +31,9 @@ def inputs(
     window: int = WINDOW, clusters: int = 5, slots: int = 3, size: int = SIZE,
     dtype: str = "float32",
 ) -> list[Any]:  # fmt: skip
-    """Blocks that may read the one before them and not, with full, half full and empty pasts."""
+    """Returns inputs in which some blocks may read the previous block and others may not, and in
+    which the memories of earlier tokens are full, partly filled and empty.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: str = "float32") -> jax.Array:

@@ -28,7 +28,7 @@ CONFIGS = {
         Attention(kind="improved_clustered", mass_rule="lse_jensen", **COMMON)
     ),
 }
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 each_improved = pytest.mark.parametrize(
@@ -43,7 +43,7 @@ run_by_label = partial(jax.jit(attend_by_label, static_argnames=STATIC), scale=S
 def with_gradients(
     q: Any, k: Any, v: Any, weights: Any, valid: Any, labels: Any, **options: Any
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The gradients of sum(weights * outputs), and the outputs."""
+    """Returns the gradients of sum(weights * outputs), and the outputs."""
 
     def loss(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = attend_by_label(*x, valid, labels, scale=SCALE, **options)
@@ -53,7 +53,7 @@ def with_gradients(
 
 
 def arrays(tokens: int = TOKENS, keys: int = TOKENS, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Queries, keys, values; the values are as wide as there are keys."""
+    """Returns queries, keys and values. Values have TOKENS channels, as those of `identity`."""
     rng = np.random.default_rng(seed)
     shapes = ((tokens, WIDTH), (keys, WIDTH), (keys, TOKENS))
     x = (rng.normal(size=(BATCH, n, HEADS, width)) for n, width in shapes)
@@ -61,14 +61,16 @@ def arrays(tokens: int = TOKENS, keys: int = TOKENS, seed: int = 0) -> tuple[np.
 
 
 def identity() -> np.ndarray:
-    """Values that make the output the attention weights: [B, T, H, X]."""
+    """Returns values that make the output the attention weights [B, T, H, X], where X are the
+    keys.
+    """
     return np.broadcast_to(
         np.eye(TOKENS, dtype=np.float32)[:, None], (BATCH, TOKENS, HEADS, TOKENS)
     )
 
 
 def random_labels(tokens: int = TOKENS, valid: np.ndarray = VALID, seed: int = 0) -> np.ndarray:
-    """Uneven clusters, and an empty one (the fourth)."""
+    """Returns labels of clusters whose sizes differ; the fourth cluster is empty."""
     drawn = np.random.default_rng(seed).choice(
         5, p=[0.6, 0.2, 0.1, 0, 0.1], size=(len(valid), HEADS, tokens)
     )
@@ -76,7 +78,7 @@ def random_labels(tokens: int = TOKENS, valid: np.ndarray = VALID, seed: int = 0
 
 
 def full(q: Any, k: Any, v: Any, valid: np.ndarray) -> np.ndarray:
-    """Softmax attention in float64; zeros without keys."""
+    """Returns softmax attention in float64, which is zero for rows without valid keys."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     logits = SCALE * np.einsum("bthk,bxhk->bthx", q, k)
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True)) * valid[:, None, None]
@@ -88,9 +90,11 @@ def full(q: Any, k: Any, v: Any, valid: np.ndarray) -> np.ndarray:
 @each_config
 @pytest.mark.parametrize(("tokens", "keys"), [(4, 30), (30, 4)])
 def test_equals_the_reference_in_float64(config: ClusteredConfig, tokens: int, keys: int) -> None:
-    """Queries and keys differ in number and may be fewer than the clusters or the best keys.
+    """The numbers of queries and keys differ, and may be smaller than the number of clusters or of
+    best keys.
 
-    Four keys each are equal, so that the best end among equals.
+    Keys are equal in groups of four, so that the last of the best keys equals keys that are not
+    among the best.
     """
     q, k, v = arrays(tokens, keys)
     x = (q, k[:, np.arange(keys) // 4 * 4], v)
@@ -157,7 +161,9 @@ def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(
 @pytest.mark.slow_cases("clustered")
 @each_config
 def test_gradients_are_those_of_finite_differences(config: ClusteredConfig) -> None:
-    """Along random directions, the reference in float64 without differentiation."""
+    """Compares derivatives along random directions with finite differences of the float64
+    reference.
+    """
     x, labels = arrays(), random_labels()
     rng = np.random.default_rng(2)
     weights = rng.normal(size=(BATCH, TOKENS, HEADS, TOKENS))
@@ -180,7 +186,7 @@ def test_gradients_are_those_of_finite_differences(config: ClusteredConfig) -> N
 
 @each_improved
 def test_equals_full_attention_where_all_keys_are_best(config: ClusteredConfig) -> None:
-    """At every length up to the number of best keys, down to none."""
+    """Tests every number of valid keys from 0 to `top_k`."""
     q, k, v = arrays()
     for lengths in np.arange(9).reshape(3, 3):
         lengths = np.minimum(lengths, config.top_k)
@@ -192,7 +198,7 @@ def test_equals_full_attention_where_all_keys_are_best(config: ClusteredConfig) 
 
 @each_config
 def test_equals_full_attention_of_equal_queries(config: ClusteredConfig) -> None:
-    """Clusters of copies of one query: nothing is approximate."""
+    """All queries of a cluster are equal, so clustering is no approximation."""
     q, k, v = arrays()
     labels = random_labels()
     q = q[:, :1] * labels.swapaxes(1, 2)[..., None]
@@ -203,7 +209,9 @@ def test_equals_full_attention_of_equal_queries(config: ClusteredConfig) -> None
 
 @each_config
 def test_weights_are_shares_of_the_valid_keys(config: ClusteredConfig) -> None:
-    """So every output lies in the hull of the values; zeros for padding and without keys."""
+    """The weights of valid queries sum to 1 and are not negative, so that outputs lie in the convex
+    hull of the values. Padding and queries without keys have weights of zero.
+    """
     q, k, _ = arrays()
     weights = np.asarray(run(q, k, identity(), VALID, config, jax.random.key(0)))
     np.testing.assert_allclose(weights.sum(axis=-1)[VALID], 1, atol=TOLERANCE)
@@ -212,7 +220,7 @@ def test_weights_are_shares_of_the_valid_keys(config: ClusteredConfig) -> None:
 
 
 def test_best_keys_bring_weights_closer_to_full_attention() -> None:
-    """Proposition 2, row by row in L1, for any clusters."""
+    """Proposition 2 of the paper: for any clusters, no row is farther from full attention in L1."""
     q, k, _ = arrays()
     exact = full(q, k, identity(), VALID)
     for seed in range(5):
@@ -257,7 +265,7 @@ def test_the_key_alone_decides(config: ClusteredConfig) -> None:
     assert np.any(run(*x, VALID, config, jax.random.key(1)) != y)
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow  # tests/layers/test_stack.py has a quick test of recomputation.
 def test_recomputed_activations_give_the_same_gradients() -> None:
     x, config, key = arrays(), CONFIGS["paper"], jax.random.key(3)
 
@@ -290,7 +298,8 @@ def test_order_of_tokens_does_not_matter_to_known_clusters(config: ClusteredConf
     q, k, v = arrays()
     labels, rng = random_labels(), np.random.default_rng(0)
     y = run_by_label(q, k, v, VALID, labels, config)
-    order = rng.permutation(LENGTHS[1])  # of tokens that are valid in the first two examples
+    # Permutes the tokens that are valid in the first two examples.
+    order = rng.permutation(LENGTHS[1])
     order = np.concatenate([order, np.arange(LENGTHS[1], TOKENS)])
     moved = run_by_label(q[:, order], k, v, VALID, labels[:, :, order], config)
     np.testing.assert_allclose(moved, y[:, order], atol=TOLERANCE)
@@ -323,7 +332,7 @@ def test_shards_make_no_difference() -> None:
 
 @each_config
 def test_dropout_reaches_all_weights(config: ClusteredConfig) -> None:
-    """Each is gone or twice as large, half of them each."""
+    """At a rate of 0.5, about half of the weights become zero, and the others double."""
     (q, k, _), v, labels = arrays(), identity(), random_labels()
     dropout = Dropout(jax.random.key(0), 0.5)
     dropped = jax.jit(partial(attend_by_label, config=config, dropout=dropout, scale=SCALE))
@@ -362,7 +371,7 @@ def test_tiles_hold_every_query_once(size: int) -> None:
 
 
 def test_many_queries_are_sorted_as_few_are() -> None:
-    """Labels and places of so many fit in no number of 32 bits together."""
+    """A label and a position of so many queries do not fit into one 32-bit number together."""
     tokens, size = 66_000, 4096
     labels = np.random.default_rng(0).integers(3, size=(1, 1, tokens)).astype(np.int32)
     tiles = jax.jit(partial(build_tiles, clusters=3, size=size))(labels)
@@ -386,7 +395,9 @@ def test_best_keys_are_never_copied_for_every_query() -> None:
 
 
 def modes(sharpness: float, noise: float) -> tuple[np.ndarray, ...]:
-    """512 queries around 50 modes, and unrelated keys and values."""
+    """Returns 512 queries around 50 modes, and keys and values that are unrelated to the
+    queries.
+    """
     rng = np.random.default_rng(0)
     centers = rng.normal(size=(50, 64))
     q = centers[rng.integers(50, size=512)] + noise * rng.normal(size=(512, 64))
@@ -404,7 +415,9 @@ def error(x: tuple[np.ndarray, ...], **settings: Any) -> float:
 
 @pytest.mark.slow
 def test_queries_that_cluster_are_approximated_well() -> None:
-    """The original: 0.12 for tight clusters; 0.47 and 0.08 for sharp attention."""
+    """The original code's errors are 0.12 for tight clusters, and for sharp attention 0.47 with
+    clustered and 0.08 with improved clustered attention.
+    """
     tight, sharp = modes(1, 0.1), modes(3, 0.3)
     assert error(tight, kind="improved_clustered") < 0.18
     assert error(tight, kind="improved_clustered", fit_queries=256) < 0.25
@@ -422,7 +435,8 @@ def test_bad_arguments_are_refused() -> None:
         trace(attend, *x, valid, clustered_config(Attention()), key)
     with pytest.raises(ValueError, match="4 queries of 24 keys need queries_valid"):
         trace(attend, x[0][:, :4], *x[1:], valid, CONFIGS["clustered"], key)
-    unchecked = inspect.unwrap(attend_by_label)  # the suite's type checks would come first
+    # The suite's type checks would reject the name first.
+    unchecked = inspect.unwrap(attend_by_label)
     with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
         trace(unchecked, *x, valid, labels, CONFIGS["paper"], implementation="pallas")
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""The kernels for TPUs, interpreted: clusters equal those of plain XLA, attention nearly so."""
+"""Tests the TPU kernels of k-means and of clustered attention, interpreted.
+
+Clusters equal those of plain XLA exactly; attention is compared with a tolerance.
+"""
 
 from functools import partial
 from typing import Any
@@ -29,7 +32,10 @@ def clustered(clusters: int) -> ClusteredConfig:
 
 
 def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Array, ...]:
-    """Few bits tie often; padding in the last lane, which has a cluster too many."""
+    """Returns codes, the mask of valid tokens, centroids and the mask of active clusters.
+
+    Codes of few bits often tie. The last lane has padding and an inactive cluster.
+    """
     rng = np.random.default_rng(tokens)
 
     def signs(count: int) -> np.ndarray:
@@ -43,7 +49,7 @@ def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Ar
 @pytest.mark.slow_cases("700-*")
 @pytest.mark.parametrize(("tokens", "bits", "clusters"), [(40, 8, 6), (700, 63, 130)])
 def test_clusters_equal_those_of_xla(tokens: int, bits: int, clusters: int) -> None:
-    """The last has more tokens than a tile."""
+    """The case of 700 tokens has more tokens than a tile of the kernel."""
     given = codes(tokens, bits, clusters)
     find = jax.jit(kmeans, static_argnames=("iterations", "implementation"))
     expected = find(*given, iterations=3, implementation="xla")
@@ -70,11 +76,11 @@ def test_attention_and_gradients_are_those_of_xla(
     assert not np.any(np.asarray(found[1])[padding]) and not np.any(found[1][-1])
 
 
-@pytest.mark.slow  # window_attention and softmax_attention have a quick test of this.
+@pytest.mark.slow  # test_softmax_attention.py has a quick test of unwritten memory and races.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory begins as NaN."""
+    """The interpreter fills uninitialized memory with NaN and reports data races."""
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
     given = codes(40, 8, 6)
     found = jax.jit(partial(kmeans_tpu.kmeans, iterations=3, interpret=watched))(*given)

@@ -1,4 +1,6 @@
-"""Every kind, in training and decoding, against one oracle in float64."""
+"""Tests every kind of cross-attention, in training and in decoding, against one oracle in
+float64.
+"""
 
 import dataclasses
 import re
@@ -18,7 +20,7 @@ from brt.ops.cross_attention import CrossConfig, CrossParameters
 from brt.ops.dropout import Dropout
 
 BATCH, HEADS, WIDTH, SOURCE, TARGET, SEGMENT = 4, 2, 4, 21, 12, 4
-LENGTHS = (21, 9, 1, 16)  # segments: 6, 3, 1, 4
+LENGTHS = (21, 9, 1, 16)  # The segment counts are 6, 3, 1 and 4.
 SRFORMER = cross_config(CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGET))
 VARIANTS = {
     "full": {"kind": "full"},
@@ -49,7 +51,9 @@ def config_of(name: str, **changes: Any) -> CrossConfig:
 
 
 def parameters_of(config: CrossConfig) -> CrossParameters:
-    """First values, the constants among them moved to where they mean something."""
+    """Returns initial parameters plus noise, so that parameters that start as constants take
+    effect.
+    """
     initial = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
     rng = np.random.default_rng(1)
     return jax.tree.map(
@@ -71,7 +75,9 @@ def oracle(
     q: Any, k: Any, v: Any, valid: Any, parameters: CrossParameters, config: CrossConfig,
     target_length: int | None = None, t0: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Position by position in float64 NumPy."""
+    """Returns the output of cross-attention, computed position by position in NumPy with
+    float64.
+    """
     q, k, v, p = jax.tree.map(lambda x: np.array(x, np.float64), (q, k, v, parameters))
     valid, out = np.asarray(valid), np.zeros_like(q)
     for b in range(len(q)):
@@ -104,7 +110,7 @@ def oracle(
 def raf_states(
     k: np.ndarray, v: np.ndarray, count: int, p: Any, config: CrossConfig
 ) -> tuple[list, float]:
-    """R / norm(K) of every segment [H, K, K], and the firing rate."""
+    """Returns the recurrent states R / norm(K) [H, K, K] of all segments, and the firing rate."""
     if config.kind != "srformer":
         return [], 0.0
     bound = config.clamp or np.inf
@@ -140,7 +146,7 @@ def seen(
     memories: list[np.ndarray],
     config: CrossConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values that a query of segment i attends to."""
+    """Returns the keys and values that a query of segment i attends to."""
     segments = [np.arange(len(k))[j : j + size] for j in range(0, len(k), size)]
 
     def valid(part: np.ndarray) -> np.ndarray:
@@ -177,12 +183,16 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -
 
 @cache
 def attended(config: CrossConfig, **options: Any) -> Any:
-    """(q, k, v, valid, parameters) -> output; compiled once for all tests."""
+    """Returns a jitted function (q, k, v, valid, parameters) -> output, which all tests share."""
     return jax.jit(lambda *inputs: cross_attention.attend(*inputs, config, **options)[0])
 
 
 def stepwise(config: CrossConfig, *inputs: Any, kept: bool = True) -> jax.Array:
-    """One position at a time from a cache, which is advanced or left as it was filled."""
+    """Returns the outputs of decoding position by position from a cache.
+
+    If `kept` is True, each position advances the cache; otherwise the cache stays as `prefill`
+    returned it.
+    """
     q, *source = inputs
 
     def body(memory: Any, x: tuple) -> tuple[Any, jax.Array]:
@@ -210,7 +220,9 @@ def stepwise(config: CrossConfig, *inputs: Any, kept: bool = True) -> jax.Array:
 )
 @each_variant
 def test_every_form_gives_what_the_definition_says(name: str) -> None:
-    """Outputs, and gradients along random directions of queries, keys, values and parameters."""
+    """Compares outputs, and gradients along random directions with respect to queries, keys, values
+    and parameters.
+    """
     config = config_of(name)
     *qkv, valid = arrays()
     learned = (*qkv, parameters_of(config))
@@ -234,7 +246,8 @@ def test_every_form_gives_what_the_definition_says(name: str) -> None:
     expected = oracle(*qkv, valid, learned[3], config)
     for form, y in found.items():
         close(y, expected, what=form)
-    stopped = (1, 2) if name == "previous segment" else ()  # no differences of the output
+    # These gradients are stopped, and are therefore not finite differences of the output.
+    stopped = (1, 2) if name == "previous segment" else ()
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), learned))
     for n, gradient in enumerate(jax.tree.leaves(gradients)):
         if n in stopped:
@@ -293,7 +306,9 @@ def test_sources_do_not_see_each_other(name: str) -> None:
     ("name", "form"), [*((name, "table") for name in KINDS), ("srformer", "carry")]
 )
 def test_beams_share_the_cache_of_their_source(name: str, form: str) -> None:
-    """Two positions at once, of three beams; the oracle gets each beam with its own source."""
+    """Three beams read two positions at once. The oracle gets a copy of the source for each
+    beam.
+    """
     config = config_of(name, cache=form)
     parameters, beams = parameters_of(config), 3
     _, *source = arrays()
@@ -445,7 +460,7 @@ def test_empty_sources_and_dead_features_do_no_harm(name: str, dtype: str) -> No
 def test_dropout_draws_for_a_lane_by_its_number_in_the_batch(
     name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that has the last lanes alone draws what one device with all of them draws."""
+    """A device that has only the last lanes draws the same numbers as a device with all lanes."""
     config = config_of(name, training_form=form)
     parameters, whole = parameters_of(config), arrays()
     attend = partial(
@@ -484,7 +499,9 @@ def test_dropout_is_that_of_the_softmax_weights() -> None:
 @pytest.mark.slow_cases("slots")
 @pytest.mark.parametrize("form", ["slots", "dense"])
 def test_sources_and_heads_stay_on_their_devices(form: str) -> None:
-    """Only the gradients of shared parameters are summed over devices."""
+    """The compiled program has no collectives but sums, which the gradients of shared parameters
+    need.
+    """
     config = config_of("srformer", training_form=form)
     *qkv, valid = arrays()
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -508,7 +525,7 @@ def test_sources_and_heads_stay_on_their_devices(form: str) -> None:
 
 
 def test_slots_hold_no_more_than_the_keys() -> None:
-    """At the paper's sizes nothing is as large as the weights of full attention."""
+    """At the sizes of the paper, no intermediate array has more elements than the keys have."""
     batch, heads, width, source, target = 2, 2, 64, 1024, 128
     q, k = (jnp.zeros((batch, n, heads, width)) for n in (target, source))
     valid = jnp.ones((batch, source), bool)

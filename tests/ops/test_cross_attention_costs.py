@@ -1,10 +1,14 @@
-"""Table 1 and Figure 5 of the paper, and the products that it leaves out."""
+"""Compares computed costs with Table 1 and Figure 5 of the paper on the kind `srformer`.
+
+Also checks the costs with all matrix products, some of which the paper does not count.
+"""
 
 import pytest
 
 from brt.ops.cross_attention import costs
 
-# targets, sources, head_dim, segment_size; thousands, as printed
+# The keys are (targets, sources, head_dim, segment_size). The numbers are in thousands, those of
+# "multiplications" and "memory" as the paper prints them.
 ROWS = {
     (128, 1024, 64, 64): {
         "multiplications": (8389, 524, 4719), "memory": (197, 74, 139),
@@ -50,7 +54,8 @@ def test_savings_equal_those_of_the_paper() -> None:
         found = saving(costs.paper_multiplications, **paper, segment_size=size)
         assert round(found, 1) == expected
     assert round(saving(costs.paper_memory, **paper, segment_size=64), 1) == 29.2
-    assert round(saving(costs.paper_memory, **paper, segment_size=8)) == -201  # larger than full
+    # The segmented recurrence needs more memory than full attention.
+    assert round(saving(costs.paper_memory, **paper, segment_size=8)) == -201
     long = {"targets": 1024, "sources": 8192, "head_dim": 64, "segment_size": 64}
     assert round(saving(costs.paper_multiplications, **long), 1) == 93.0  # Figure 5
     assert round(saving(costs.paper_memory, **long), 1) == 87.5
@@ -69,5 +74,6 @@ def test_the_baselines_read_a_wider_window() -> None:
     assert costs.multiplications("xl_memory", **sizes) == 2 * segmented
     assert costs.multiplications("local_global", **sizes) == segmented * (64 + 16) // 64
     recurrent = costs.multiplications("xl_memory", **sizes, heads=8)
-    # Two RNNs of 512 features, two products at each of 1024 positions, shared by 8 heads.
+    # Two RNNs of 512 features compute two products at each of 1024 positions. 8 heads share this
+    # cost.
     assert recurrent - 2 * segmented == 2 * 2 * 1024 * 512 * 512 // 8

@@ -11,7 +11,7 @@ LANES, TOKENS, WIDTH, VOCABULARY, SCALE = 2, 12, 8, 11, 0.5
 
 
 def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
-    """Hidden vectors, embedding, targets, and which of them are scored."""
+    """Returns hidden vectors, the embedding, targets, and the mask of scored targets."""
     rng = np.random.default_rng(0)
     return (
         jnp.asarray(rng.normal(size=(LANES, TOKENS, WIDTH)), dtype),
@@ -23,7 +23,7 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 @jax.jit
 def plain(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
-    """Sum and gradients by the formula, in float32."""
+    """Returns the sum of the losses and its gradients, computed by the formula in float32."""
 
     def nats(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
         logits = SCALE * jnp.einsum("btd,vd->btv", hidden.astype(jnp.float32), embedding)
@@ -93,7 +93,7 @@ def test_a_bias_is_added_behind_the_scale_and_learns(smoothing: float) -> None:
     assert_close(found, nats, "float32")
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 100])  # 5 is no divisor of 12 tokens
+@pytest.mark.parametrize("chunk", [1, 5, 100])  # 12 tokens are no multiple of 5
 def test_the_chunk_changes_nothing(compiled: callable, chunk: int) -> None:
     assert_close(chunked(chunk)(*arrays()), compiled(*arrays()), "float32")
 

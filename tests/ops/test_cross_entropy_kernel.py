@@ -1,4 +1,4 @@
-"""The TPU kernels of the loss, interpreted, against float64 and the plain form."""
+"""Compares the TPU kernels of the cross-entropy loss, interpreted, with the reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,10 @@ from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.cross_entropy import cross_entropy, pallas_tpu, reference, token_scores
 
-LANES, TOKENS, WIDTH, VOCABULARY = 4, 48, 128, 1280  # two tiles of the vocabulary
+LANES, TOKENS, WIDTH, VOCABULARY = 4, 48, 128, 1280  # 1280 tokens make two tiles of the vocabulary.
 SCALE = 0.3
-# Of the largest magnitude of an array. Probabilities are rounded where they are multiplied.
+# Relative to the largest magnitude of an array. Probabilities are rounded before they are
+# multiplied.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
@@ -24,7 +25,7 @@ def inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(LANES, TOKENS, WIDTH)), dtype)
     embedding = jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
-    embedding = embedding.astype(dtype).astype(jnp.float32)  # as the product has it
+    embedding = embedding.astype(dtype).astype(jnp.float32)  # rounded to the dtype of the products
     targets = jnp.asarray(rng.integers(0, VOCABULARY, (LANES, TOKENS)), jnp.int32)
     return hidden, embedding, targets, jnp.asarray(rng.random((LANES, TOKENS)) < 0.7)
 
@@ -67,8 +68,9 @@ def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
 
 @pytest.mark.parametrize("surely", ["right", "wrong"])
 def test_tokens_that_are_all_but_certain_keep_exact_gradients(surely: str) -> None:
-    """1 - p of a target is no difference of numbers that are nearly the same, and a target far
-    above or below all others (by 100 and more) is no division by zero."""
+    """The kernel does not compute 1 - p of a target as a difference of nearly equal numbers. A
+    target whose logit is 100 or more above or below all other logits causes no division by zero.
+    """
     hidden, embedding, targets, mask = inputs()
     rows = jnp.take(embedding, targets, axis=0)
     sign = 1 if surely == "right" else -1

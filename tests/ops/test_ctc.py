@@ -20,7 +20,9 @@ def batch():
 
 
 def enumerated(logits, text):
-    """Over all alignments, one by one."""
+    """Returns the nats of a text, from the sum of the probabilities of all alignments, one by
+    one.
+    """
     blank = TOKENS - 1
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     sum_ = 0.0

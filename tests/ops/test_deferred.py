@@ -22,7 +22,7 @@ def test_weight_gradients_after_the_scan_are_those_of_a_plain_scan() -> None:
 
     def tapped(kernel: jax.Array, s: jax.Array) -> jax.Array:
         def body(s: jax.Array, tap: tuple) -> tuple[jax.Array, jax.Array]:
-            # One product used twice, as one tap holds one pair.
+            # The product is computed once and used twice, because each product needs its own tap.
             y = deferred.dot(s, kernel, tap)
             return jnp.tanh(y), y
 
@@ -75,7 +75,8 @@ def test_pairs_of_more_rows_than_a_sum_is_worth_are_not_handed_out() -> None:
 def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
     """The parts are multiplied separately, as on TPUs, where weight gradients are float32."""
     rng = np.random.default_rng(0)
-    kernel = jnp.asarray(rng.normal(size=(1, 2, 2, 3, WIDTH)), jnp.float32)  # of one layer
+    # The kernel of one layer.
+    kernel = jnp.asarray(rng.normal(size=(1, 2, 2, 3, WIDTH)), jnp.float32)
     parts = [jnp.asarray(rng.normal(size=(STEPS, LANES, 5, 2, 3)), jnp.bfloat16) for _ in "ab"]
 
     def loss(parts: list[jax.Array], kernel: jax.Array) -> jax.Array:
@@ -115,7 +116,8 @@ def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
 
     with dispatch.use_backend("tpu"):
         traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))((part, part), kernel))
-    assert traced.count("dot_general") == 3 * 2  # forward, of parts, of weights
+    # For each of two parts: forward, gradient of the part, gradient of the kernel.
+    assert traced.count("dot_general") == 3 * 2
 
 
 def _tap(*kernels: jax.Array) -> deferred.Tap:

@@ -9,7 +9,7 @@ from brt.ops.dense import dense, weight_gradient
 
 
 def both_passes(product: Callable, x: jax.Array, kernel: jax.Array, ct: jax.Array) -> tuple:
-    """Returns a product and the gradients of its arguments."""
+    """Returns a product and the gradients of its arguments, for the output gradient `ct`."""
 
     @jax.jit
     def run(x: jax.Array, kernel: jax.Array, ct: jax.Array) -> tuple:
@@ -55,7 +55,7 @@ def test_inputs_and_outputs_may_be_several_axes(
 
 
 def test_the_gradient_of_a_float32_kernel_is_summed_in_float32() -> None:
-    x = jnp.ones((4096, 1), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
+    x = jnp.ones((4096, 1), jnp.bfloat16)  # In bfloat16 the sum would stop at 256.
     direct = jax.jit(weight_gradient)(x, x)
     assert direct.dtype == jnp.float32
     assert float(direct[0, 0]) == 4096.0

@@ -9,8 +9,8 @@ from brt.ops.depthwise_convolution import depthwise_convolution
 @pytest.mark.slow_cases("9")
 @pytest.mark.parametrize("tokens", [9, 2])
 def test_each_channel_is_convolved_on_its_own(tokens: int) -> None:
-    """Compares with NumPy, which reverses the kernel, also for fewer tokens than the kernel is
-    wide.
+    """Compares with NumPy's `convolve`, which reverses the kernel. One case has fewer tokens than
+    the kernel is wide.
     """
     rng = np.random.default_rng(0)
     x, kernel, ct = (rng.normal(size=s) for s in ((2, tokens, 3), (5, 3), (2, tokens, 3)))

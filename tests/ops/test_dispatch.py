@@ -34,6 +34,7 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on(backend: str, name: str | None, x: float = 1) -> str:
+    """Returns the name of the implementation of the toy op that runs on a backend."""
     with dispatch.use_backend(backend):
         return dispatch.run(OP, name, x)[0]
 
@@ -93,7 +94,7 @@ def test_the_backend_is_the_process_s_where_none_is_given() -> None:
 
 
 def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op of brt, with a toy put in front of what it has."""
+    """Adds a toy implementation in front of the implementations of `window_attention`."""
 
     def values_alone(queries: Any, cached: Any, keys: Any, values: Any, *_: Any, **__: Any):  # noqa: ANN202
         return values, jnp.zeros(queries.shape[:-1])

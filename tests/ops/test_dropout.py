@@ -18,7 +18,9 @@ def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float, backend
     assert len(np.unique(factors)) == 2 and factors.min() == 0
     assert np.mean(factors == 0) == pytest.approx(rate, abs=1 / 512 + 0.005)
     assert factors.mean() == pytest.approx(1, abs=0.01)
-    along = (factors[:, 1:] == 0) & (factors[:, :-1] == 0)  # neighbours: of one word, or not
+    # Neighbours are dropped independently, whether or not their bits come from the same random
+    # word.
+    along = (factors[:, 1:] == 0) & (factors[:, :-1] == 0)
     assert along.mean() == pytest.approx(np.mean(factors == 0) ** 2, abs=0.005)
 
 
@@ -48,7 +50,9 @@ def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_words_and_factors_of_shared_matrices_agree(backend: str) -> None:
-    """Whichever of them an implementation reads, of rows x columns that differ in number."""
+    """Implementations read the mask either as packed words or as factors. The matrix is not
+    square.
+    """
     with dispatch.use_backend(backend):
 
         @jax.jit

@@ -35,7 +35,7 @@ def arrays(tokens: int, radius: int) -> dict[str, np.ndarray]:
 
 
 def toeplitz(x: dict[str, np.ndarray], radius: int) -> dict[str, np.ndarray]:
-    """With a bias that depends on the distance alone, as all of them do."""
+    """Returns the inputs with a bias that depends only on the distance, as it does in models."""
     table = np.random.default_rng(9).normal(size=(8, HEADS)).astype(np.float32)
     tile = bias_tile(
         jnp.asarray(table),
@@ -83,7 +83,7 @@ def test_blocks_give_what_the_masked_square_gives(
 
 
 def test_tokens_see_neighbours_within_the_radius() -> None:
-    """Token by token in float64."""
+    """Compares with softmax attention that is computed token by token in float64."""
     radius, tokens = 3, 11
     x = {**arrays(tokens, radius), "bias": None}
     q, k, v = (x[name].astype(np.float64) for name in ("queries", "keys", "values"))

@@ -1,4 +1,6 @@
-"""Every implementation of every op against its reference: outputs and all gradients, float32."""
+"""Compares every implementation of every op with its reference: outputs and gradients, in
+float32.
+"""
 
 import importlib
 import pkgutil
@@ -47,13 +49,13 @@ from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 TOLERANCE = (
-    2e-5  # float32, of the largest magnitude of an array; a scale's gradient is a sum that cancels
+    2e-5  # float32, relative to the largest magnitude; the terms of a scale's gradient cancel
 )
 LANES, TOKENS, HEADS, SIZE = 2, 24, 2, 4
 VALID = np.arange(TOKENS)[None] < np.array([[TOKENS], [15]])
 READABLE = np.array([[True, True, False], [False, True, True]])
 
-# (implementation, *arrays that have gradients) -> arrays
+# A function (implementation, *arrays that have gradients) -> arrays.
 Run = Callable[..., Any]
 
 
@@ -71,7 +73,9 @@ def qkv(seed: int = 0) -> list[jax.Array]:
 
 
 def window(**options: Any) -> tuple[Run, list]:
-    """Windows of 256, so that CPUs' tiles are finer than a window."""
+    """Returns a case with windows of 256 tokens, so that the tiles on CPUs are smaller than a
+    window.
+    """
     q, k, v, bias = normal(0, (1, 512, 1, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (1, 256))
     cache_mask = jnp.asarray([[False, True]])
     drop = DropoutMask(normal(1, (1, 256, 256))[0] > 0, scale=2.0)
@@ -86,7 +90,9 @@ def window(**options: Any) -> tuple[Run, list]:
 
 
 def local_window() -> tuple[Run, list]:
-    """Two blocks for each window; a document starts inside of a block of a kernel."""
+    """Returns a case with two blocks per window, in which a document starts inside of a kernel's
+    block.
+    """
     q, k, v, bias = normal(0, (1, 512, 2, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (2, 256))
 
     def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
@@ -130,7 +136,7 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
 
 
 def softmax(null_keys: bool | None) -> tuple[Run, list]:
-    """Without `null_keys` of all keys, and queries that are normalised."""
+    """Returns a case of `attend_to_blocks`, or of `attend` with a scale if `null_keys` is None."""
     q, k, v = normal(0, (LANES, 256, HEADS, SIZE), *[(LANES, HEADS, 512, SIZE)] * 2)
     scale = jnp.asarray([0.5, 2.0, 1.5][:HEADS])
 
@@ -308,7 +314,7 @@ def reformer() -> tuple[Run, list]:
 
 
 def loss(smoothing: float) -> tuple[Run, list]:
-    """Two tiles of a vocabulary, the latter without a target."""
+    """Returns a case with two tiles of the vocabulary, the second of which contains no target."""
     hidden, embedding = normal(8, (LANES, TOKENS, 128), (1280, 128))
     targets = jnp.asarray(np.random.default_rng(9).integers(0, 640, (LANES, TOKENS)))
 
@@ -420,7 +426,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
 
 
 def all_ops() -> dict[str, Op]:
-    """Every op that a module of brt.ops or brt.memories declares."""
+    """Returns all ops that modules of brt.ops and brt.memories declare, by name."""
     found = {}
     modules = (
         *pkgutil.walk_packages(brt.ops.__path__, "brt.ops."),
@@ -434,13 +440,13 @@ def all_ops() -> dict[str, Op]:
 
 
 OPS = all_ops()
-WITHOUT_REFERENCE = {"dropout"}  # whose implementations draw other numbers
+WITHOUT_REFERENCE = {"dropout"}  # The implementations of dropout draw different random numbers.
 REFUSED = [(("clustered_attention", "jensen"), "pallas_interpret")]
 
 
 @cache
 def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
-    """Outputs, and gradients of a sum of them with random weights."""
+    """Returns the outputs of a case, and the gradients of their sum with random weights."""
     run, arrays = CASES[case]()
 
     def loss(arrays: list) -> tuple[jax.Array, Any]:
@@ -453,7 +459,7 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow_cases(
-    "*-pallas*",  # the interpreter is slow, and each kernel has a file of tests
+    "*-pallas*",  # The interpreter is slow, and each kernel has a test file.
     "*'masked'*",
     "*recurrent_attention', '[ds]*",
     "*causal_clustered_attention*",
@@ -496,7 +502,8 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 
 def test_a_gin_file_can_name_every_op() -> None:
-    # Of cross-attention; of any module; of loops over blocks.
+    # Only code of brt calls these ops: the first in cross-attention, dropout in any module, and the
+    # others in loops over blocks.
     inner = {
         "segmented_recurrent_attention",
         "dropout",

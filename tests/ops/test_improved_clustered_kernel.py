@@ -1,4 +1,4 @@
-"""The kernel of improved clustered attention for TPUs, interpreted, against the reference."""
+"""Compares the TPU kernel of improved clustered attention, interpreted, with the reference."""
 
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ def improved(clusters: int, top_k: int, **changes: Any) -> ClusteredConfig:
     [
         (140, 300, 20, 6, {}),
         pytest.param(300, 40, 128, 32, {}, marks=pytest.mark.slow),
-        pytest.param(40, 20, 5, 32, {}, marks=pytest.mark.slow),  # all keys are best
+        pytest.param(40, 20, 5, 32, {}, marks=pytest.mark.slow),  # All keys are best keys.
         pytest.param(40, 60, 5, 7, {"mass_rule": "paper_constant"}, marks=pytest.mark.slow),
     ],
 )
@@ -50,22 +50,27 @@ def test_the_kernel_in_bfloat16_is_close_to_xla() -> None:
     assert_close(*(run(given, config, by(name)) for name in (KERNEL, "xla")), "bfloat16")
 
 
-@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
+@pytest.mark.slow  # The next test is a quick test of equal logits.
 @pytest.mark.parametrize("tokens", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_of_equal_keys_the_first_are_best(tokens: int) -> None:
-    """Every key thrice, so that ties go across what is best; values tell them apart."""
+    """Every key occurs three times, so that equal keys stand on both sides of the limit of the best
+    keys. Their values differ.
+    """
     (q, k, v), *others = arrays(tokens, tokens, 5)
     k = jnp.tile(k[:, : tokens // 3 + 1], (1, 3, 1, 1))[:, :tokens]
     given, config = ((q, k, v), *others), improved(5, 7)
     expected, found = (run(given, config, by(name)) for name in ("reference", KERNEL))
     assert_close(found, expected)
-    later = (q, k, v[:, ::-1]), *others  # values of other keys are read
+    # The output changes if the values are reversed.
+    later = (q, k, v[:, ::-1]), *others
     assert np.abs(run(later, config, by(KERNEL))[1] - found[1]).max() > 0.1
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 32])
 def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
-    """Many logits are equal; a lane without members may list more keys."""
+    """Many logits are equal. The list of a vector lane whose cluster has no members may be
+    longer.
+    """
     keys, lanes = 512, 128
     drawn = np.random.default_rng(top_k).integers(0, 40, (keys, lanes)).astype(np.float32)
     counts = jnp.asarray(np.arange(lanes) % 9 > 0, jnp.float32)
@@ -101,11 +106,11 @@ def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
     np.testing.assert_array_equal(np.asarray(best)[:, members], expected[:, members])
 
 
-@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
+@pytest.mark.slow  # test_recurrent_kernel.py has a quick test of unwritten memory and races.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory begins as NaN."""
+    """The interpreter fills uninitialized memory with NaN and reports data races."""
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
     def attend(
@@ -143,7 +148,8 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
         ({"mass_rule": "lse_jensen"}, "weighs best keys by the rule 'paper', not by 'lse_jensen'"),
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         ({"tokens": 1 << 17}, "keeps a head on the chip, 14 MiB of it at most, not"),
-        ({"tokens": 768, "wide": 128}, "14 MiB of it at most, not 15"),  # 192 take 256 lanes
+        # 64 + 128 numbers take 256 vector lanes.
+        ({"tokens": 768, "wide": 128}, "14 MiB of it at most, not 15"),
         ({"dropout": Dropout(None, 0.1)}, "has no dropout; set its rate to 0"),
         ({"bias": jnp.zeros((1, 255))}, "has no bias of distances"),
     ],

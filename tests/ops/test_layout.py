@@ -1,4 +1,6 @@
-"""The copying transposes equal `transpose`, forward and backward, on one device and on several."""
+"""Tests that transposes which copy equal `transpose`, forward and backward, on one or two
+devices.
+"""
 
 from collections.abc import Callable
 

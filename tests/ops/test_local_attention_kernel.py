@@ -1,4 +1,4 @@
-"""The kernels of windows that are not a block, interpreted, against the reference."""
+"""Compares the kernels for windows that differ from the block, interpreted, with the reference."""
 
 from typing import Any
 
@@ -14,17 +14,18 @@ from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
 
-# Of the largest magnitude of an array; sums have other orders.
+# Relative to the largest magnitude of an array. The kernels take sums in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 ARRAYS = ("queries", "cached", "keys", "values", "bias", "scale")
 LANES, HEADS, GROUPS, WIDTH = 3, 4, 2, 8
 
 
 def inputs(window: int, block: int, tokens: int, dtype: str = "float32") -> dict[str, Any]:
-    """Two heads of queries share a head of keys. In the first lane, the document began long before
-    the segment, and the cache is full. In the second, one block of the cache belongs to the
-    document, and another document starts inside of the segment. In the third, the cache is empty,
-    and a document starts at the second block.
+    """Returns inputs of three lanes, in which two heads of queries share a head of keys.
+
+    In the first lane, the document began long before the segment, and the cache is full. In the
+    second, one block of the cache belongs to the document, and another document starts inside of
+    the segment. In the third, the cache is empty, and a document starts at the second block.
     """
     rng = np.random.default_rng(window)
 
@@ -48,7 +49,7 @@ def inputs(window: int, block: int, tokens: int, dtype: str = "float32") -> dict
 
 
 def run(given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
-    """Returns output, log-sum-exp, and all gradients of a sum of both with random weights."""
+    """Returns output, log-sum-exp, and the gradients of their sum with random weights, by name."""
 
     def loss(learned: dict[str, Any]) -> tuple[jax.Array, tuple]:
         part = local_attention(**given | learned, **options)
@@ -84,7 +85,7 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
 def test_a_tpu_s_kernel_equals_the_reference(
     window: int, block: int, changes: dict, options: dict, dtype: str
 ) -> None:
-    """Blocks of less than a window, of three quarters, and of two windows."""
+    """Tests blocks of a quarter of a window, of three quarters, and of two windows."""
     given = inputs(window, block, 3 * window if block != 16 else 64, dtype) | changes
     expected = run(given, implementation="reference", **options)
     assert_close(run(given, implementation="pallas_interpret", **options), expected, dtype)
@@ -112,7 +113,9 @@ def test_a_gpu_s_kernel_equals_the_reference(
 
 
 def test_a_token_sees_nothing_of_other_documents() -> None:
-    """Keys and values of earlier documents are so large that the weight of any one shows."""
+    """Keys and values of earlier documents are so large that any weight on them changes the
+    output.
+    """
     given = inputs(16, 4, 48) | {"bias": None}
     hidden = np.arange(-16, 48)[None] < np.asarray(given["first"])[:, -1:]
     keys, values = (
@@ -137,8 +140,8 @@ def test_a_token_sees_nothing_of_other_documents() -> None:
     [
         ("tpu", 2048, 256, 4096, "bfloat16", "pallas_tpu"),
         ("tpu", 512, 256, 4096, "float32", "pallas_tpu"),
-        ("tpu", 2048, 256, 3072, "bfloat16", "xla"),  # No multiple of the window.
-        ("tpu", 2048, 64, 4096, "bfloat16", "xla"),  # Blocks are smaller than tiles.
+        ("tpu", 2048, 256, 3072, "bfloat16", "xla"),  # no multiple of the window
+        ("tpu", 2048, 64, 4096, "bfloat16", "xla"),  # blocks smaller than tiles
         ("tpu", 4096, 256, 4096, "bfloat16", "xla"),
         ("gpu", 2048, 256, 3072, "bfloat16", "pallas_gpu"),
         ("gpu", 2048, 256, 4096, "float32", "xla"),
@@ -184,7 +187,9 @@ def test_a_kernel_that_is_named_refuses_what_it_does_not_compute() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(data=3, tensor=2), Mesh(data=1, tensor=4)], ids=str)
 def test_devices_compute_their_own_lanes_and_heads(mesh: Mesh) -> None:
-    """Four devices share two heads of keys, so every device has both of them."""
+    """In the second mesh, four devices share two heads of keys, so that every device has both
+    heads.
+    """
     given = inputs(16, 4, 48) | {"bias": None}
     expected = run(given, implementation="reference")
     with jax.set_mesh(build(mesh, {})):

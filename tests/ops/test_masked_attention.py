@@ -28,7 +28,7 @@ def arrays(seed: int = 0, keys: int = 5) -> dict[str, np.ndarray]:
 
 
 def attended(x: dict[str, np.ndarray], seen: np.ndarray) -> np.ndarray:
-    """Query by query in float64; `seen` [B, Q, S]."""
+    """Returns attention computed query by query in float64; `seen` [B, Q, S] is the mask."""
     q, k, v, bias = (x[name].astype(np.float64) for name in ("queries", "keys", "values", "bias"))
     y = np.zeros_like(q)
     for b, t, h in np.ndindex(*q.shape[:3]):
@@ -49,10 +49,12 @@ def test_queries_read_what_they_see_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_part_of_the_keys_merges_with_the_others(implementation: str) -> None:
-    """Grouped queries; outputs and gradients are those of one softmax over all keys."""
+    """Groups of query heads share a key head. Results and gradients equal one softmax over all
+    keys.
+    """
     x, seen = arrays(), jnp.asarray(np.random.default_rng(1).random((2, 3, 5)) < 0.6)
     seen = seen.at[0, 1].set(False).at[0, 2, :3].set(False)
-    queries = jnp.concatenate([x["queries"]] * 2, axis=2)  # heads 0 and 1 read key head 0
+    queries = jnp.concatenate([x["queries"]] * 2, axis=2)  # Query heads 0 and 1 read key head 0.
     parts = slice(0, 3), slice(3, 5)
 
     def merged(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -106,7 +108,9 @@ def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
 @pytest.mark.slow_cases("4194304")
 @pytest.mark.parametrize("tile", [xla.TILE_LOGITS, 25])
 def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
-    """Values of one key each make the output the weights; then the values' gradient is known."""
+    """The values are unit vectors, so the output is the weights, and the values' gradient is
+    known.
+    """
     x, seen = arrays(keys=4), jnp.ones((2, 1, 4), bool)
     x["values"] = np.broadcast_to(np.eye(4, dtype=np.float32)[:, None], (2, 4, 2, 4))
     weights = np.asarray(attend(**x, seen=seen))
@@ -133,7 +137,7 @@ def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
     x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
     drawn = [
         xla.attend_part(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile).output
-        for tile in (xla.TILE_LOGITS, 40, 20)  # all three queries at once, two, one
+        for tile in (xla.TILE_LOGITS, 40, 20)  # tiles of three queries, of two, of one
     ]
     plain = xla.attend_part(**x, mask=seen).output
     assert np.max(np.abs(drawn[0] - plain)) > 0.1
@@ -168,7 +172,8 @@ def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
         return jax.jit(jax.grad(loss, argnums=(0, 1) if biased else 0, has_aux=True))(x, bias)
 
     expected = both(plain)
-    for tile in (40, xla.TILE_LOGITS):  # 2 x 2 x 5 logits of a query
+    # A query has 2 x 2 x 5 logits, so a tile of 40 logits has two queries.
+    for tile in (40, xla.TILE_LOGITS):
         found = both(
             lambda x, b: xla.attend_part(**x, bias=b, mask=seen, tile=tile).output  # noqa: B023
         )

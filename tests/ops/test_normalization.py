@@ -17,7 +17,7 @@ def test_rms_norm_and_l2_normalize_are_their_formulas() -> None:
 
 
 def test_the_dtype_stays_and_statistics_are_float32() -> None:
-    # 3e20 squared is beyond float32's range as well, 3e15 squared is within it.
+    # The square of 3e15 is within the range of float32, the square of 3e20 would not be.
     x = jnp.full((1, 4), 3e15, jnp.bfloat16)
     assert rms_norm(x, jnp.ones(4)).dtype == l2_normalize(x).dtype == jnp.bfloat16
     np.testing.assert_allclose(rms_norm(x, jnp.ones(4)).astype(jnp.float32), 1.0)

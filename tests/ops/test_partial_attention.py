@@ -1,4 +1,4 @@
-"""Reading parts of the keys, against one softmax over all of them in float64."""
+"""Compares attention to parts of the keys with one softmax over all keys in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SEEN[0, 0] = False
 def weighed(
     logits: np.ndarray, values: np.ndarray, factors: np.ndarray | float
 ) -> tuple[float, float]:
-    """The sum that is differentiated, in float64, and that of its terms' magnitudes.
+    """Returns the sum that is differentiated, in float64, and the sum of its terms' magnitudes.
 
     Rows without keys add nothing.
     """
@@ -33,7 +33,7 @@ def weighed(
 
 
 def check_gradients(dropout: Dropout | None) -> None:
-    """Against finite differences along random directions."""
+    """Compares gradients with finite differences along random directions."""
     factors = (
         1.0 if dropout is None else np.asarray(dropout.factors(LOGITS.shape, jnp.dtype("float32")))
     )

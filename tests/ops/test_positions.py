@@ -23,7 +23,8 @@ def test_near_distances_have_their_own_bucket_and_far_ones_share() -> None:
 def test_bias_is_the_table_by_distance(attend_to_self: bool) -> None:
     table = jnp.arange(2 * 8, dtype=jnp.float32).reshape(2, 8)
     bias = relative_bias(table, window=6, attend_to_self=attend_to_self, max_distance=8)
-    # By hand: distances 0 1 2 3 are exact, 4 and 5 share the first wide bucket, 6 the next.
+    # Distances 0 to 3 have a bucket each, 4 and 5 share the first wider bucket, and 6 is in the
+    # next one.
     buckets = [0, 1, 2, 3, 4, 5, 6] if attend_to_self else [1, 2, 3, 4, 5, 6]
     np.testing.assert_array_equal(bias, table[:, np.array(buckets[:6])])
 
@@ -34,7 +35,7 @@ def test_alibi_falls_with_the_distance_down_to_its_bound(attend_to_self: bool) -
     distances = np.arange(5) + (not attend_to_self)
     for sign in (1, -1):
         bias = alibi_bias(jnp.asarray(sign * 4.0), jnp.array([sign * 0.5]), **options)
-        slopes = 4.0 * np.array([2.0**-4, 2.0**-8])  # 2 ** (-8 i / heads), scaled
+        slopes = 4.0 * np.array([2.0**-4, 2.0**-8])  # 2 ** (-8 i / heads), multiplied by the scale
         np.testing.assert_allclose(bias, np.maximum(-slopes[:, None] * distances, -0.5))
 
 
@@ -48,7 +49,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
         )
         return np.sum(np.multiply(*rotated), axis=-1)
 
-    for place in (0, 3, 50_000):  # far into a long segment, too
+    for place in (0, 3, 50_000):  # The last position is far into a long segment.
         np.testing.assert_allclose(product(place, place - 5), product(0, -5), atol=2e-6)
     np.testing.assert_allclose(product(7, 7), np.sum(q * k, axis=-1), atol=2e-6)
     assert np.abs(product(0, -4) - product(0, -5)).max() > 0.1

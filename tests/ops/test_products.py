@@ -37,7 +37,7 @@ def test_products_and_their_gradients_are_those_of_einsum(
 
 
 def test_sums_of_bfloat16_are_in_float32() -> None:
-    ones = jnp.ones((1, 4096), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
+    ones = jnp.ones((1, 4096), jnp.bfloat16)  # In bfloat16 the sum would stop at 256.
     y, backward = jax.vjp(matmul_nt, ones, ones)
     assert y.dtype == jnp.float32 and float(y[0, 0]) == 4096.0
     assert all(d.dtype == jnp.bfloat16 for d in backward(y))
@@ -65,7 +65,9 @@ def _specs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("function", "spec"), _specs())
 def test_each_product_by_itself_takes_bfloat16(function: str, spec: str) -> None:
-    """Among other operations XLA may widen the factors; alone, CPUs lack some of these products."""
+    """Compiles each product alone. CPUs lack some products of bfloat16 numbers, which XLA may hide
+    by converting the factors to float32 if there are other operations.
+    """
     letters = spec.partition("->")[0].replace("...", "xy").split(",")
     a, b = (jnp.ones([6] * len(part), jnp.bfloat16) for part in letters)
     plain = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Hashes and k-means of clustered attention."""
+"""Tests the hashes and the k-means of clustered attention."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,9 @@ def test_planes_through_the_origin_hash_by_angle() -> None:
 
 
 def test_kmeans_equals_counting_bits_one_by_one() -> None:
-    """16 bits, so that distances and majorities often tie; one head has a cluster too many."""
+    """Codes have 16 bits, so that distances and majorities often tie. One example has an inactive
+    cluster.
+    """
     codes, centroids = signs((BATCH, HEADS, TOKENS, 16)), signs((BATCH, HEADS, CLUSTERS, 16), 1)
     active = np.array([[True] * CLUSTERS, [True] * 5 + [False]])
     inputs = codes, VALID, centroids, active
@@ -64,10 +66,10 @@ def test_ties_and_empty_clusters_are_settled_the_same_way() -> None:
     one = np.ones((1, 1, 1, 4), np.float32)
     codes = np.concatenate([one, -one], axis=2)
     valid, active = np.ones((1, 2), bool), np.ones((1, 3), bool)
-    far = one * np.array([1, -1, 1, -1], np.float32)  # two bits from both
+    far = one * np.array([1, -1, 1, -1], np.float32)  # Differs in two bits from both queries.
     centroids = np.concatenate([far, far, -far], axis=2)
     labels, last = find(codes, valid, centroids, active, iterations=2)
-    # Both queries fall to the first centroid, whose bits then tie; the others keep theirs.
+    # Both queries join the first centroid, whose bits then tie. The other centroids do not change.
     np.testing.assert_array_equal(last[0, 0], np.stack([-np.ones(4), far[0, 0, 0], -far[0, 0, 0]]))
     np.testing.assert_array_equal(labels, [[[1, 0]]])
 
@@ -81,11 +83,11 @@ def test_queries_of_the_same_direction_share_a_cluster() -> None:
     for b, h in np.ndindex(BATCH, HEADS):
         found = labels[b, h, : LENGTHS[b]]
         pairs = {*zip(found.tolist(), own[: LENGTHS[b]].tolist(), strict=True)}
-        assert len(pairs) == len({*found.tolist()})  # a cluster holds one direction
+        assert len(pairs) == len({*found.tolist()})  # A cluster holds queries of one direction.
 
 
 def test_labels_depend_on_an_examples_own_queries_alone() -> None:
-    """Not on scale, on what padding holds or how much there is, nor on other examples."""
+    """Labels do not depend on the scale, the content or amount of padding, or other examples."""
     q, key = queries(), jax.random.key(0)
     labels = cluster(q, VALID, CONFIG, key)
     np.testing.assert_array_equal(cluster(1024 * q, VALID, CONFIG, key), labels)
@@ -103,7 +105,7 @@ def test_no_more_clusters_than_queries() -> None:
     short = np.asarray(cluster(queries()[:, :, :4], VALID[:, :4], CONFIG, jax.random.key(0)))
     assert short.max() < 4
     for head in short.reshape(-1, 4):
-        assert len({*head.tolist()}) == 4  # every query is a cluster of its own
+        assert len({*head.tolist()}) == 4  # Every query is a cluster.
 
 
 def test_learning_from_as_many_queries_as_there_are_is_learning_from_all() -> None:

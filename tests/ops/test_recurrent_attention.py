@@ -15,7 +15,7 @@ LANES, STATES, WIDTH, HEADS, SIZE, HIDDEN, WINDOW, BLOCKS = 2, 3, 8, 2, 4, 12, 4
 DOCUMENT_START = np.array([[True, False, False], [False, False, True]])
 READABLE = ~DOCUMENT_START
 
-# Every kind and layout, each with other options.
+# Every gate kind and layout, each with different options.
 CASES = {
     ("fixed", "dual"): {},
     ("fixed", "single"): {"tanh": "paper"},
@@ -64,7 +64,9 @@ def weights(kind: str, layout: str) -> CellWeights:
 
 
 def arrays(kind: str, layout: str) -> dict[str, object]:
-    """Everything differentiable, float64: the weights, states, and the tokens' side."""
+    """Returns all differentiable inputs in float64: weights, states, and the tokens' keys, values
+    and queries.
+    """
     rng = np.random.default_rng(1)
     tokens = (LANES, WINDOW * BLOCKS, HEADS, SIZE)
     cached = (LANES, WINDOW * (BLOCKS + 1), HEADS, SIZE)
@@ -79,7 +81,7 @@ def arrays(kind: str, layout: str) -> dict[str, object]:
 
 
 class Oracle:
-    """The cell as the paper writes it, float64: lane by lane, block by block, head by head."""
+    """The recurrent cell as the paper defines it, in float64, with loops over lanes and blocks."""
 
     def __init__(self, kind: str, layout: str, tanh: str, null_keys: bool, normalize_qk: bool):
         self.kind, self.layout = kind, layout
@@ -103,7 +105,7 @@ class Oracle:
                     keys[:WINDOW] = values[:WINDOW] = 0
                     if not self.null_keys:
                         keys, values = keys[WINDOW:], values[WINDOW:]
-                if self.normalize_qk:  # The operation gets the keys of tokens as they are.
+                if self.normalize_qk:  # The inputs contain the tokens' keys before normalization.
                     keys = self._unit(keys)
                 both = self._attend(q, k, v), self._attend(q_cross, keys, values)
                 attended = np.stack(both, axis=1)  # [S, 2, H, K]
@@ -155,13 +157,13 @@ class Oracle:
 
 
 def cut(keys: jax.Array, values: jax.Array) -> tuple[tuple, jax.Array, jax.Array]:
-    """Splits keys and values into the cached block and those of the segment."""
+    """Splits keys and values into the cached block and the segment."""
     cached = keys[:, :WINDOW], values[:, :WINDOW]
     return cached, keys[:, WINDOW:], values[:, WINDOW:]
 
 
 def two_phases(a: dict, kind: str, **changes: object) -> tuple[jax.Array, jax.Array]:
-    """The states of all blocks, then the tokens of all blocks."""
+    """Computes the states of all blocks, and then what the tokens of all blocks read from them."""
     options = {**OPTIONS, **changes}
     after, memory = state_scan(
         a["weights"], a["initial"], a["vectors"], *cut(a["keys"], a["values"]),
@@ -175,7 +177,9 @@ def float32(tree: object) -> object:
 
 
 def derivative(function: Callable, tree: dict, leaf: int, direction: np.ndarray) -> float:
-    """Returns the derivative along `direction` in one leaf, by central differences."""
+    """Returns the derivative along `direction` in the leaf with index `leaf`, by central
+    differences.
+    """
     leaves, structure = jax.tree.flatten(tree)
 
     def at(step: float) -> float:

@@ -1,4 +1,6 @@
-"""The TPU kernel of the whole cell, interpreted, against plain XLA and its autodiff."""
+"""Compares the TPU kernel of the whole recurrent cell, interpreted, with plain XLA and its
+autodiff.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +29,9 @@ FIXED = {"kind": "fixed", "tanh": "original"}
 def inputs(
     lanes: int = 2, states: int = 24, window: int = 16, dtype: str = "float32", scale: float = 2.0
 ) -> tuple[list[Any], list[jax.Array]]:
-    """Weights and arrays that have gradients; flags, of documents that start here and there."""
+    """Returns differentiable arrays (weights, states, tokens), and masks [lanes, blocks] of the
+    blocks that may read the cache and of the blocks that start a document.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: str = "float32") -> jax.Array:
@@ -48,12 +52,15 @@ def inputs(
         (normal(*cached, dtype=dtype), normal(*cached, dtype=dtype)),
         normal(*tokens, dtype=dtype), normal(*tokens, dtype=dtype),
     ]  # fmt: skip
-    starts = (np.arange(lanes)[:, None] + 2 * np.arange(BLOCKS)) % 3 == 1  # not the same blocks
+    # Documents start at different blocks in different lanes.
+    starts = (np.arange(lanes)[:, None] + 2 * np.arange(BLOCKS)) % 3 == 1
     return arrays, [jnp.asarray(~starts), jnp.asarray(starts)]
 
 
 def both_passes(scan: Callable, arrays: list[Any], flags: list[jax.Array]) -> list[np.ndarray]:
-    """States, the memory that is shown, and all gradients."""
+    """Returns the states, the keys and values that tokens read from the states, and all
+    gradients.
+    """
 
     @jax.jit
     def run(arrays: list[Any]) -> Any:
@@ -103,7 +110,7 @@ def test_equals_plain_xla_in_float32(
 OPTIONS = {"normalize_qk": True, "null_keys": True}
 
 
-@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
+@pytest.mark.slow  # test_recurrent_kernel.py has a quick test of unwritten memory and races.
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
     arrays, flags = inputs()
     kernel = partial(tpu_cell.state_scan, interpret=WATCHED, **OPTIONS)
@@ -116,7 +123,9 @@ def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_two_segments_equal_one() -> None:
-    """Also where gradients flow from one into the other, by states and by cached tokens."""
+    """Gradients also flow from the second segment into the first, by states and by cached
+    tokens.
+    """
     arrays, flags = inputs(window=16)
     scan = partial(tpu_cell.state_scan, interpret=True, **OPTIONS)
 
@@ -133,7 +142,7 @@ def test_two_segments_equal_one() -> None:
     assert_close(both_passes(halves, arrays, flags), both_passes(scan, arrays, flags), 5e-6)
 
 
-@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
+@pytest.mark.slow  # test_recurrent_kernel.py has a quick test of several devices.
 @pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=4), Mesh(data=2, fsdp=4)])
 def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     arrays, flags = inputs(lanes=8)
@@ -145,7 +154,9 @@ def test_devices_read_each_for_itself(mesh: Mesh) -> None:
 
 
 def test_devices_gather_weights_in_the_dtype_that_the_kernel_reads() -> None:
-    """And what the kernels give is of lanes: no gradient of whole weights is among it."""
+    """The kernels return only arrays that are split by lane, so no gradient of a whole weight is
+    exchanged.
+    """
     arrays, flags = inputs(lanes=8, dtype="bfloat16")
 
     def gradients(arrays: list[Any]) -> Any:
@@ -169,7 +180,7 @@ def test_devices_gather_weights_in_the_dtype_that_the_kernel_reads() -> None:
 
 @pytest.mark.parametrize(("keep", "calls"), [("nothing", 3), ("products", 2)])
 def test_layers_that_keep_products_run_forward_once(keep: Any, calls: int) -> None:
-    """Also where the rest of a layer reads what tokens are shown."""
+    """Also tests that this holds if the rest of a layer reads the keys and values of the states."""
     arrays, flags = inputs()
 
     def layer(arrays: list[Any]) -> jax.Array:
@@ -181,7 +192,9 @@ def test_layers_that_keep_products_run_forward_once(keep: Any, calls: int) -> No
 
 
 def kernels_that_are_read(jaxpr: Any) -> int:
-    """JAX leaves the others in, which XLA then takes out."""
+    """Returns the number of Pallas calls whose results are used. JAX keeps unused calls, and XLA
+    removes them later.
+    """
     read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
     found = 0
     for eqn in jaxpr.eqns:
@@ -201,7 +214,7 @@ def paper(
     lanes: int = 2, states: int = 512, window: int = 512, dim: int = 1024, width: int = 128,
     dtype: str = "bfloat16", layout: str = "skip",
 ) -> list[Any]:  # fmt: skip
-    """Shapes of the paper's cell, or of others."""
+    """Returns shapes of the kernel's arguments, by default those of the paper's cell."""
 
     def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,4 +1,6 @@
-"""The TPU kernel of the states' attention, interpreted, against plain XLA and its autodiff."""
+"""Compares the TPU kernel of the states' attention, interpreted, with plain XLA and its
+autodiff.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,13 +24,13 @@ HEADS, SIZE = 2, 8
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
 
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 def inputs(
     lanes: int = 2, states: int = 24, window: int = 16, dtype: str = "float32"
 ) -> tuple[list[Any], jax.Array]:
-    """Returns the arrays that states attend to, and the mask of lanes that may read the cached
+    """Returns the arrays that the states attend to, and the mask of lanes that may read the cached
     block.
     """
     rng = np.random.default_rng(0)
@@ -54,7 +56,7 @@ def both_passes(read: Callable, arrays: list[Any], cache_mask: jax.Array) -> lis
 
 
 def normalizing(read: Callable) -> Callable:
-    """The same of keys that are normalised before."""
+    """Returns `read` with a normalization of the tokens' keys before it."""
 
     def prepared(
         projected: Any, scales: Any, before: TokenKV, own: TokenKV, *others: Any, **options: Any

@@ -12,7 +12,7 @@ DISTANCES = {"max_distance": 20}
 
 
 def bucket(offset: int, buckets: int, max_distance: int, both_ways: bool) -> int:
-    """The rule of T5's paper and code, in plain Python."""
+    """Returns the bucket of an offset by the rule of T5's paper and code, in plain Python."""
     first = 0
     if both_ways:
         buckets //= 2
@@ -28,7 +28,8 @@ def bucket(offset: int, buckets: int, max_distance: int, both_ways: bool) -> int
 
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_buckets_are_those_of_t5(both_ways: bool) -> None:
-    # An odd bound keeps float64 logarithms off the borders, where T5's are float32.
+    # With an odd maximum distance, no logarithm is so close to a border between buckets that
+    # float64 here and float32 in T5 round to different buckets.
     offsets = np.arange(-300, 301)
     found = relative_buckets(offsets, buckets=32, max_distance=131, both_ways=both_ways)
     np.testing.assert_array_equal(found, [bucket(o, 32, 131, both_ways) for o in offsets])

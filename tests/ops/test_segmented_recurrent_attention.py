@@ -70,7 +70,9 @@ def test_counts_end_with_the_last_valid_position() -> None:
 @pytest.mark.parametrize("schedule", [SPREAD, STRIDE, SegmentSchedule(5, shared_by_segments=True)])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
 def test_every_query_has_a_slot_of_its_own(schedule: SegmentSchedule, length: int, t0: int) -> None:
-    """In a row that holds its segment, for all segment counts of a batch at once."""
+    """The slot is in a row that holds the query's segment. The batch has all segment counts from 1
+    to 9.
+    """
     rows = 9
     counts = np.arange(1, rows + 1, dtype=np.int32)
     plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, schedule))(counts)
@@ -87,9 +89,10 @@ def test_every_query_has_a_slot_of_its_own(schedule: SegmentSchedule, length: in
 
 
 def test_rows_are_as_short_as_they_can_be() -> None:
-    """Never more than twice the slots that there are queries, in the paper's case."""
+    """In the paper's case, a batch has at most twice as many slots as queries."""
     schedule = SegmentSchedule(128, shared_by_segments=True)
-    assert xla.slots_per_row(16, 128, 0, schedule) == 15  # of 9 segments, 128 / 9
+    # 9 segments need the longest rows: 128 / 9 slots, rounded up.
+    assert xla.slots_per_row(16, 128, 0, schedule) == 15
     assert xla.slots_per_row(1, 128, 0, schedule) == 128
 
 

@@ -1,4 +1,6 @@
-"""The kernel for TPUs, interpreted: states and gradients are those of plain XLA."""
+"""Compares the TPU kernel of the segmented recurrence, interpreted, with plain XLA: states and
+gradients.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,15 +24,17 @@ from brt.ops.segmented_recurrent_attention import pallas_tpu
 from brt.ops.segmented_recurrent_attention.recurrence import RecurrenceParameters, recurrence
 
 CONFIG = cross_config(CrossAttention(kind="srformer", segment_size=8))
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
+TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # relative to the largest magnitude of an array
 SEGMENTS, LANES, HEADS, WIDTH = 3, 2, 2, 8
 
 
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 def inputs(dtype: str = "float32", lanes: int = LANES, **without: None) -> tuple[Any, ...]:
-    """Keys, values and parameters; neurons that fire at every fifth chance."""
+    """Returns keys, values and parameters, with which neurons fire in about a fifth of the
+    cases.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -44,9 +48,10 @@ def inputs(dtype: str = "float32", lanes: int = LANES, **without: None) -> tuple
 
 
 def run(recur: Callable, given: tuple[Any, ...], config: CrossConfig = CONFIG) -> Any:
-    """States, scale and firing rate; gradients of a sum of the first two with random weights.
+    """Returns gradients and the outputs: states, scale and firing rate.
 
-    The same twice.
+    The gradients are those of a sum of states and scale with random weights. Also checks that a
+    second run gives the same bits.
     """
     rng = np.random.default_rng(1)
     counts = jnp.arange(given[0].shape[1]) % SEGMENTS + 1
@@ -94,7 +99,7 @@ def test_states_and_gradients_are_those_of_xla(
 
 
 def test_many_segments_run_in_a_loop() -> None:
-    """17 have no common divisor with what stands one after the other."""
+    """17 is a prime number above the number of iterations that the kernel unrolls."""
     shape = 17, 1, 1, 8, WIDTH
     rng = np.random.default_rng(2)
     keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
@@ -106,11 +111,11 @@ def test_many_segments_run_in_a_loop() -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.slow  # window_attention and softmax_attention have a quick test of this.
+@pytest.mark.slow  # test_softmax_attention.py has a quick test of unwritten memory and races.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory begins as NaN."""
+    """The interpreter fills uninitialized memory with NaN and reports data races."""
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
     kernel = partial(pallas_tpu.recurrence, interpret=watched)
     assert_close(run(kernel, inputs()), run(recurrence, inputs()))

@@ -1,4 +1,6 @@
-"""The written-out backward pass against autodiff of the plain form."""
+"""Compares softmax attention, which has an explicit backward pass, with autodiff of its
+definition.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,14 +25,14 @@ from brt.ops.softmax_attention import (
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # B H Q|S K
 
 
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, usable: np.ndarray, dropout: float | jax.Array,
     null_keys: bool,
 ) -> jax.Array:  # fmt: skip
-    """Attention as its definition says."""
+    """Returns attention as the definition says, with a large matrix of all weights."""
     logits = q @ k.swapaxes(-1, -2)
     seen = usable[:, None] if usable.ndim == 3 else usable[:, None, None]
     logits = jnp.where(seen, logits, 0.0 if null_keys else -jnp.inf)
@@ -82,7 +84,9 @@ def test_heads_may_stand_behind_the_rows() -> None:
 
 
 def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:
-    """Queries and the keys and values of two blocks, by head; and what lanes may read the first."""
+    """Returns queries, keys and values of two blocks, by head, and the mask of lanes that may read
+    the first block.
+    """
     rng = np.random.default_rng(2)
     arrays = [jnp.asarray(rng.normal(size=(4, 2, 512, 8)) * 0.5, dtype) for _ in range(3)]
     return arrays, jnp.asarray([True, False, True, True])
@@ -93,7 +97,9 @@ def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:
 def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
     dtype: str, tolerance: float, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory begins as NaN; of the largest magnitude of an array."""
+    """Uninitialized memory is NaN. The tolerance is relative to the largest magnitude of an
+    array.
+    """
     arrays, cache_mask = blocks(dtype)
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 

@@ -1,4 +1,4 @@
-"""Spans against loops over all starts and ends."""
+"""Compares the best spans and their losses with loops over all starts and ends."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from brt.ops.spans import best_spans, span_nats
 
 
 def searched(logits, allowed, longest):
-    """The best span by trying all of them."""
+    """Returns (start, end, score) of the best span of each row, found by trying all spans."""
     found = []
     for row, there in zip(logits, allowed, strict=True):
         spans = [
@@ -26,7 +26,7 @@ def searched(logits, allowed, longest):
 @pytest.mark.parametrize("longest", [1, 3, 50])
 def test_the_best_span_is_that_of_a_search(longest):
     rng = np.random.default_rng(longest)
-    logits = rng.integers(-4, 5, (40, 12, 2)).astype(np.float32)  # many are equally good
+    logits = rng.integers(-4, 5, (40, 12, 2)).astype(np.float32)  # Many spans are equally good.
     first, length = rng.integers(0, 12, 40), rng.integers(0, 13, 40)
     places = np.arange(12)
     allowed = (places >= first[:, None]) & (places < (first + length)[:, None])

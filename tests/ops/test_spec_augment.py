@@ -10,7 +10,7 @@ augment = jax.jit(spec_augment, static_argnames=SETTINGS)
 
 
 def masked(key, **changes):
-    """bool [B, X, F]: where there are zeros now."""
+    """Returns a boolean array [rows, frames, features], True where features were masked."""
     features = jnp.ones((4, 40, 12))
     valid = jnp.asarray(np.arange(40) < LENGTHS[:, None])
     return np.asarray(augment(features, valid, jax.random.key(key), **(SETTINGS | changes))) == 0

@@ -9,7 +9,10 @@ LENGTHS = np.array([900, 300, 2, 0])
 
 
 def masked(seeds: list[int]) -> tuple[np.ndarray, np.ndarray, MaskedTokens]:
-    """Rows of a multiple of the same tokens: row i starts at i."""
+    """Returns tokens, the mask of valid tokens, and the masked tokens, with one row per seed.
+
+    Row i counts up from i modulo MASK.
+    """
     tokens = (np.arange(TOKENS)[None] + np.arange(len(seeds))[:, None]) % MASK
     valid = np.arange(TOKENS)[None] < LENGTHS[: len(seeds), None]
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
@@ -34,7 +37,9 @@ def test_each_row_has_its_share_and_nothing_else_changes() -> None:
 
 
 def test_most_are_hidden_some_replaced_some_left() -> None:
-    """80, 10 and 10 of a hundred; a random token is the true one with probability 1 / 40."""
+    """80 % of the chosen tokens are masked, 10 % are replaced by random tokens, and 10 % stay. A
+    random token equals the true one with probability 1 / 40.
+    """
     tokens, _, found = masked([0])
     for seed in range(1, 5):
         _, _, more = masked([seed])
@@ -42,7 +47,8 @@ def test_most_are_hidden_some_replaced_some_left() -> None:
     after = np.take_along_axis(found.inputs, found.positions, axis=1)[found.scored]
     before = found.targets[found.scored]
     hidden, same = np.mean(after == MASK), np.mean(after == before)
-    assert abs(hidden - 0.8) < 0.05 and abs(same - 0.1025) < 0.04  # three deviations of 675
+    # About three standard deviations of 675 draws.
+    assert abs(hidden - 0.8) < 0.05 and abs(same - 0.1025) < 0.04
     replaced = after[(after != MASK) & (after != before)]
     assert len(np.unique(replaced)) > 20, "drawn from all tokens"
 

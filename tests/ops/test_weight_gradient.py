@@ -1,4 +1,6 @@
-"""The TPU kernel that adds up what the steps of a loop have handed out, interpreted."""
+"""Tests the TPU kernel that adds up the weight gradients of a loop's steps after the loop,
+interpreted.
+"""
 
 from types import SimpleNamespace
 
@@ -13,8 +15,8 @@ from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.weight_gradient import pallas_tpu, weight_gradient
 
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
-# Axes of inputs and outputs: matrices, products into heads and from heads.
+V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
+# Shapes of an input and an output: a matrix, two products into heads, and a product from heads.
 KINDS = [((640,), (384,)), ((640,), (2, 3, 64)), ((640,), (4, 128)), ((2, 6, 64), (384,))]
 
 
@@ -33,7 +35,9 @@ def pairs(
 def test_equals_float64_and_writes_all(
     inputs: tuple[int, ...], outputs: tuple[int, ...], as_bits: bool, capfd: pytest.CaptureFixture
 ) -> None:
-    """Sums of products of bfloat16 in float32: of the largest magnitude."""
+    """The tolerance is relative to the largest magnitude. Products of bfloat16 are added in
+    float32.
+    """
     x, dy, *axes = pairs(inputs, outputs)
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
     found = np.asarray(pallas_tpu.weight_gradient(x, dy, *axes, as_bits=as_bits, interpret=watched))
@@ -56,7 +60,8 @@ def test_equals_float64_and_writes_all(
             "128 rows, and of 128 columns .* not 100 and 128",
         ),
         ((2, 1, 128, 96), "bfloat16", "128 rows, and of 128 columns .* not 128 and 96"),
-        ((2, 1, 128, 576), "bfloat16", "not 128 and 576"),  # its parts are of 64
+        # 576 columns divide only into parts of 64.
+        ((2, 1, 128, 576), "bfloat16", "not 128 and 576"),
         ((2, 128, 128), "bfloat16", "rows of lanes"),
         ((8, 16, 1024, 128), "bfloat16", "tiles of all steps on the chip, 14 MiB of it at most"),
         ((2, 1, 128, 128), "float32", "in bfloat16, not in float32"),

@@ -15,7 +15,7 @@ CASES = {  # window, blocks, attend_to_self, null_keys
     "self, null keys": (4, 3, True, True),
     "past, null keys": (4, 3, False, True),
     "one block": (6, 1, True, False),
-    "tiles": (64, 3, True, False),  # of 32 rows, on CPUs
+    "tiles": (64, 3, True, False),  # On CPUs, tiles have 32 rows.
     "tiles, past, null keys": (64, 3, False, True),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -31,7 +31,9 @@ def window_attention(
 
 
 def arrays(window: int, blocks: int, dtype: str = "float32") -> dict[str, jax.Array]:
-    """Everything that attention takes; a lane begins readable, the other does not."""
+    """Returns all inputs. The first lane may read the cache in its first block, the second
+    may not.
+    """
     rng = np.random.default_rng(window)
     tokens = window * blocks
 
@@ -50,7 +52,9 @@ def arrays(window: int, blocks: int, dtype: str = "float32") -> dict[str, jax.Ar
 
 
 def attention_and_gradients(implementation: str, case: tuple) -> callable:
-    """Compiled: the output, and gradients of its product with an array."""
+    """Returns a jitted function that returns the output, and the gradients of its sum with
+    weights.
+    """
     _, _, attend_to_self, null_keys = case
 
     def run(inputs: dict, weights: jax.Array) -> tuple[jax.Array, dict]:
@@ -69,9 +73,10 @@ def attention_and_gradients(implementation: str, case: tuple) -> callable:
 
 
 def attended(inputs: dict, case: tuple) -> np.ndarray:
-    """Token by token in float64, from document borders; knows nothing of blocks.
+    """Returns attention computed token by token in float64 from document boundaries, without
+    blocks.
 
-    With null keys, those of another document count as zero keys with zero values.
+    With null keys, tokens of another document count as zero keys with zero values.
     """
     window, _, attend_to_self, null_keys = case
     names = ("queries", "keys", "values", "bias")

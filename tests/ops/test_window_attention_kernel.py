@@ -1,4 +1,7 @@
-"""The kernels, interpreted: they compute what plain XLA does, whatever they are cut into."""
+"""Tests the kernels of window attention, interpreted, against plain XLA and the reference.
+
+Results must not depend on the tiles, or on the devices that share an array.
+"""
 
 import functools
 import sys
@@ -26,16 +29,17 @@ from brt.ops.window_attention import (
     window_part,
 )
 
-# Of the largest magnitude of an array: sums of a thousand terms in another order, which cancel.
+# Relative to the largest magnitude of an array. Sums have a thousand terms that cancel, and are
+# taken in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
-# The gradient of a length is one sum over all tokens, whose terms cancel: with
-# six seeds one device and several differ by 2e-7 to 8e-6, whichever way the kernel is written.
+# The gradient of a scale is one sum over all tokens, whose terms cancel. With six seeds, the
+# results of one device and of several differ by 2e-7 to 8e-6, however the kernel is written.
 CANCELLING = {"scale": 4}
 ARRAYS = ("queries", "cached", "keys", "values", "bias", "scale")
 
 
 def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> dict[str, Any]:
-    """Two blocks of two heads; a document starts in the middle of the last lane."""
+    """Returns two blocks of two heads. In the last lane, a document starts at the second block."""
     rng = np.random.default_rng(window)
     heads, tokens = 2, 2 * window
 
@@ -55,14 +59,16 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
 
 
 def run(function: Callable, given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
-    """Returns both results and the gradients of their sum with random weights."""
+    """Returns both results and the gradients of their sum with random weights, by name."""
     return compiled(function, given, **options)()
 
 
 def compiled(
     function: Callable, given: dict[str, Any], **options: Any
 ) -> Callable[[], dict[str, np.ndarray]]:
-    """The same, to be run several times."""
+    """Returns a function without arguments that returns the results of `run` and compiles only
+    once.
+    """
 
     def loss(learned: dict[str, Any]) -> tuple[jax.Array, tuple]:
         y, lse = function(**given | learned, **options)
@@ -97,7 +103,7 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
 def test_grouped_queries_read_keys_as_if_these_were_repeated(
     implementation: str, normalized: bool
 ) -> None:
-    """Three heads of queries share each of two heads of keys."""
+    """Three heads of queries share each of the two heads of keys."""
     given, members, window = inputs(2, 64), 3, 64
     rng = np.random.default_rng(1)
     heads = 2 * members
@@ -158,7 +164,9 @@ def test_tiles_make_no_difference(
 def test_a_gpu_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
     window: int, options: dict[str, bool], without: tuple[str, ...], dtype: str
 ) -> None:
-    """Strictly past and without null keys, a row behind a document's start sees nothing."""
+    """If tokens read neither themselves nor null keys, the first token of a document sees
+    nothing.
+    """
     given = inputs(2, window, dtype=dtype) | dict.fromkeys(without)
     kernel = compiled(window_part, given, implementation="pallas_gpu_interpret", **options)
     found, again = kernel(), kernel()
@@ -186,7 +194,9 @@ def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
     lanes: int, window: int, width: int, options: dict[str, bool], without: tuple[str, ...],
     dtype: str, mosaic_gpu_interpreter: Any,
 ) -> None:  # fmt: skip
-    """Memory begins as NaN; barriers that are arrived at too often, or not awaited, are errors."""
+    """Uninitialized memory is NaN. The interpreter reports barriers that a kernel arrives at too
+    often or does not wait for.
+    """
     given = inputs(lanes, window, width, dtype) | dict.fromkeys(without)
 
     def kernel(
@@ -211,7 +221,7 @@ def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory begins as NaN."""
+    """The interpreter fills uninitialized memory with NaN and reports data races."""
     given, options = inputs(2, 256), {"attend_to_self": True, "null_keys": True}
     given["scale"] = jnp.array([3.0, 7.0])
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
