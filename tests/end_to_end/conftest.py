@@ -1,4 +1,4 @@
-"""The real commands as processes of their own, on a model that compiles in seconds."""
+"""Fixtures that run brt's commands as processes, with a model that compiles in seconds."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from brt.checkpointing import reader
 from brt.training import inspection
 from brt.training.workdir import Workdir
 
-# Documents of one token and of many; most begin in the middle of a segment and of a lane.
+# Lengths in bytes of the documents of a split. Most documents begin inside a segment of a lane.
 LENGTHS = {"a": 1, "b": 70, "c": 333, "d": 500, "e": 41}
 CONFIG = """
 Model.layers = 2
@@ -49,9 +49,9 @@ Data.train = '{train}'
 Data.validation = '{validation}'
 Data.test = '{test}'
 """
-STEPS_PER_EPOCH = 16  # 121 blocks in four lanes, two a step
+STEPS_PER_EPOCH = 16  # 121 blocks in four lanes, two blocks per lane and step
 
-# Runs before the command, in its process: does something when a function is called.
+# Code that runs a command with hooks: `action` is called at a given call of a function.
 _HOOK = """
 import importlib, os, runpy, signal, sys, threading, time
 
@@ -89,7 +89,7 @@ class Result(NamedTuple):
 
 
 class Commands:
-    """Starts commands. They share what they compile, a config and its documents."""
+    """Starts commands, which share a config, its documents and a cache of compiled programs."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -104,14 +104,14 @@ class Commands:
         }
 
     def once(self, made: Path, make: Callable[[], object]) -> None:
-        """Makes what is not there yet; all processes that run tests share the directory."""
+        """Calls `make` if the path `made` does not exist; pytest workers share the directory."""
         with (self.directory / f"{made.name}.lock").open("ab") as file:
             locks.acquire(file, wait=True)
             if not made.exists():
                 make()
 
     def write_config(self) -> None:
-        """And the documents that it names."""
+        """Writes the config and the documents that the config names."""
         splits = {"train": ".", "validation": "!", "test": "?"}
         books = {name: write_books(self.directory / name, last) for name, last in splits.items()}
         self.config.write_text(CONFIG.format(**books))
@@ -119,10 +119,15 @@ class Commands:
     def run(
         self, name: str, *flags: str, hook: str = "", code: int = 0, noisy: bool = False
     ) -> Result:
-        """A command to its end, which is to be `code`; `hook` is Python, run before it.
+        """Runs a command to its end and checks its exit code.
 
         Args:
-          noisy: threads of libraries may complain of files that are removed under them.
+          name: the name of the command, such as "train".
+          flags: the command's flags.
+          hook: Python code that runs in the process before the command; see `_HOOK`.
+          code: the expected exit code.
+          noisy: whether stderr may contain a traceback, for example because the threads of a
+            library complain about removed files.
         """
         module = f"brt.{name}"
         start = ["-c", _HOOK.format(hook=hook, module=module)] if hook else ["-m", module]
@@ -141,6 +146,7 @@ class Commands:
 
 
 def write_books(directory: Path, last: str) -> Path:
+    """Writes random documents of the sizes in LENGTHS, each of which ends with `last`."""
     draw = random.Random(last)
     directory.mkdir()
     for name, length in LENGTHS.items():
@@ -161,7 +167,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 
 @pytest.fixture(scope="session")
 def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a run that nothing interrupted; read only, and no other process's."""
+    """Returns a copy of the directory of an uninterrupted run; tests must not change the copy."""
     run = commands.directory / "trained"
     commands.once(run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12"))
     return Path(shutil.copytree(run, tmp_path_factory.mktemp("trained") / "run"))
@@ -169,7 +175,7 @@ def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def state_hash() -> Callable[[Path], str]:
-    """The hash of a workdir's newest checkpoint."""
+    """Returns a function that hashes the newest checkpoint of a run."""
 
     def newest(path: Path) -> str:
         workdir = Workdir(path)

@@ -1,4 +1,4 @@
-"""Bad input ends with one sentence that names it, and the exit code of its kind."""
+"""Tests that bad input ends with one sentence that names it, and with the right exit code."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .conftest import Commands
 
 
 def refusal(command: ModuleType, error: type[BrtError], *flags: str) -> str:
-    """The sentence with which a command refuses its flags."""
+    """Returns the one-sentence error with which a command refuses its flags."""
     with pytest.raises(error) as caught:
         command.main(command.parser().parse_args(flags))
     message = str(caught.value)
@@ -26,7 +26,7 @@ def refusal(command: ModuleType, error: type[BrtError], *flags: str) -> str:
 
 @pytest.fixture
 def refused(commands: Commands, tmp_path: Path) -> Callable[..., str]:
-    """The sentence with which training refuses bindings."""
+    """Returns a function that trains with bindings and returns the error of the refusal."""
 
     def train_refuses(error: type[BrtError], *bindings: str, workdir: Path | None = None) -> str:
         flags = [f"--gin_file={commands.config}", f"--workdir={workdir or tmp_path / 'run'}"]
@@ -38,7 +38,7 @@ def refused(commands: Commands, tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def resumed(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run."""
+    """Returns a copy of a finished run, which a test may change or resume."""
     return Path(shutil.copytree(trained, tmp_path / "resumed"))
 
 
@@ -80,7 +80,7 @@ def test_configs_that_cannot_work(refused: Callable[..., str]) -> None:
 
 
 def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
-    """Each with what to do about it."""
+    """Every error says what the user can do about it."""
     message = refused(ConfigError, "Attention.kind = 'improved_clustered'")
     assert "which a causal model must not" in message and "Clustered.layers" in message
     clustered = "Memorizing.layers = ()", "Clustered.layers = (0,)"

@@ -1,4 +1,4 @@
-"""One model from text files to a continuation of a text, by the commands that people type."""
+"""Tests the commands on one language model, from text files to the continuation of a text."""
 
 import json
 import shutil
@@ -28,14 +28,14 @@ def test_training_leaves_what_its_summary_names(
     samples = sorted(path.name for path in (trained / "samples").iterdir())
     assert samples == ["00000012.txt", "00000024.txt"]
     assert reader.steps(trained / "checkpoints") == [16, 20, 24]
-    train.main(train.parser().parse_args([f"--workdir={trained}"]))  # the config is the saved one
+    train.main(train.parser().parse_args([f"--workdir={trained}"]))  # This uses the saved config.
     again = capsys.readouterr()
     assert "step 24 of 24 is done already" in again.err
     for line in ("Step 24", "python -m brt.evaluate", "python -m brt.generate"):
         assert line in again.out
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_evaluation_reports_every_token(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,7 +55,7 @@ def test_evaluation_reports_every_token(
     assert said.err == "", "progress is for terminals"
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_a_text_can_be_continued_another_day(
     commands: Commands, trained: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +170,7 @@ def test_the_printed_config_is_the_one_asked_for(
     assert "# default" in lines["Training.seed"]
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
     commands: Commands, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Probing a trained model, and evaluating beside a trainer, by the commands."""
+"""Tests the commands that probe a trained model and that evaluate while a trainer runs."""
 
 import json
 import threading

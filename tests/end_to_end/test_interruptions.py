@@ -1,4 +1,6 @@
-"""However a run is stopped or struck, it ends as if nothing had been."""
+"""Tests that a run which is stopped, killed or damaged and then resumed ends with the same state
+as a run without interruptions.
+"""
 
 import json
 import random
@@ -24,17 +26,18 @@ SAVING = "brt.checkpointing.manifest.write"
 
 
 def at(place: str, call: int, action: str) -> str:
+    """Returns the code of a hook that acts at one call of the function; see conftest.py."""
     return f"hook({place!r}, {call}, {action})"
 
 
 def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what depends on the clock."""
+    """Returns the lines of metrics.jsonl without the values that depend on the clock."""
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
 
 
 def flip_a_bit(step: Path) -> None:
-    """In the largest file, which holds parameters."""
+    """Changes one bit in a checkpoint's largest file, which holds parameters."""
     largest = max(step.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -90,7 +93,7 @@ def test_before_training_a_signal_stops_at_once(
 ) -> None:
     monkeypatch.setattr(preparation, "prepare", lambda *_, **__: signal.raise_signal(number))
     flags = [f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
-    # A shell starts jobs in the background with Ctrl-C ignored; the tests may be one.
+    # A shell starts background jobs with Ctrl-C ignored, and the tests may be such a job.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(error):
@@ -100,7 +103,7 @@ def test_before_training_a_signal_stops_at_once(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # training/test_preemption.py tests the handler alone.
+@pytest.mark.slow  # training/test_preemption.py tests the signal handler without a run.
 def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> None:
     twice = at(COMPILING, 1, "send(signal.SIGINT, signal.SIGINT)")
     done = commands.train(tmp_path, hook=twice, code=130)
@@ -111,7 +114,10 @@ def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> No
 def kill_and_restart(
     commands: Commands, workdir: Path, kills: int, seconds: float, *bindings: str
 ) -> None:
-    """Saves every step and is killed at random moments, then may finish, saving less."""
+    """Kills a run several times at random moments, then resumes it and lets it finish.
+
+    The killed runs save every step; the last run saves as the config says.
+    """
     for _ in range(kills):
         delay = random.uniform(0, seconds)
         kill = f"lambda: threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()"

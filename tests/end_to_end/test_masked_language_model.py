@@ -1,4 +1,4 @@
-"""A masked language model from documents to its evaluation, by the commands that people type."""
+"""Tests the commands on a masked language model, from documents to the evaluation."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A memory task by the commands people type."""
+"""Tests training and evaluation commands on a memory task."""
 
 import json
 from pathlib import Path

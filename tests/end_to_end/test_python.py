@@ -1,4 +1,4 @@
-"""A run that a command trained, in the hands of a program."""
+"""Tests the Python API on a run that the training command made."""
 
 import json
 from pathlib import Path
@@ -49,8 +49,10 @@ def test_memories_are_gone_on_from_as_if_nothing_had_happened(
 def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
     model: brt.Model, tmp_path: Path
 ) -> None:
-    """Earlier versions saved the section Model, in the earliest ones with settings of kinds. Later
-    ones saved every setting of Model and of kinds, and others were fields of Model.
+    """Memories saved by earlier versions can be loaded.
+
+    The earliest versions saved the section Model, which then contained settings of layer kinds.
+    Later versions saved every setting of Model and of layer kinds, with some under other names.
     """
     path = tmp_path / "m.npz"
     memory = model.read("the rain")
@@ -87,7 +89,7 @@ def test_a_memory_is_read_if_its_model_is_the_same_whichever_version_saved_it(
         loaded(common | {"model": {"layers": "two"}})
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_a_memory_of_a_command_is_one_of_python(
     model: brt.Model, commands: Commands, trained: Path, tmp_path: Path
 ) -> None:

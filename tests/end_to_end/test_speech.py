@@ -1,4 +1,4 @@
-"""A speech recogniser from made-up utterances to its transcripts, by the commands people type."""
+"""Tests the commands on a speech recognizer, from generated utterances to transcripts."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recogniser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a run that was stopped on the way and went on."""
+    """Returns the directory of a run that was stopped by a signal and then resumed."""
     workdir = tmp_path_factory.mktemp("recogniser")
     stop = "hook('brt.training.run.put', 5, send(signal.SIGTERM))"
     flags = f"--gin_file={gin}", f"--workdir={workdir}"

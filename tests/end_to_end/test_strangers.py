@@ -1,7 +1,7 @@
-"""Tests which files commands open when somebody else wrote the run directory.
+"""Tests which files commands open when an untrusted person wrote the run directory.
 
-Python's audit hook tells of every file, directory, process and connection. Files that libraries
-open in C++ (the arrays of a checkpoint) are below paths that it has told before.
+Python's audit hook reports every file, directory, process and connection. Libraries in C++ also
+open files, namely the arrays of a checkpoint, but only below paths that the hook has reported.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import pytest
 from tiny_decoder import write_decoder
 
 import brt
-import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
+import brt.tasks  # noqa: F401  # This import registers the layer kinds and the tasks.
 from brt import command_line, sweep, train, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
@@ -35,7 +35,7 @@ from brt.sweeping import settings as sweeps
 from .conftest import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
-# What opens, changes or executes something, and how many of its arguments are paths.
+# Audit events that open, change or execute a file, and how many of their arguments are paths.
 EVENTS = {
     "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.rename": 2, "os.remove": 1,
     "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.rmdir": 1, "os.chmod": 1, "os.chown": 1,
@@ -60,8 +60,9 @@ class Trace:
     """Records which files this process opens while `on` is set.
 
     Attributes:
-      paths: absolute ones.
-      others: events that commands that only read a run have no use for.
+      on: whether events are recorded.
+      paths: absolute paths of the files and directories that were opened or changed.
+      others: forbidden events, which no command that only reads a run should cause.
     """
 
     def __init__(self) -> None:
@@ -78,10 +79,10 @@ class Trace:
                 self.paths.add(Path(os.path.abspath(os.fsdecode(path))))
 
     def elsewhere(self, *places: Path) -> set[Path]:
-        """Paths that are neither in one of these nor of what is installed."""
+        """Returns the paths outside the given directories and outside installed software."""
         allowed = [Path(place) for place in (*places, *INSTALLED)]
         allowed += [path.resolve() for path in allowed]
-        found = self.paths - {*map(Path, sys.path)}  # which imports list
+        found = self.paths - {*map(Path, sys.path)}  # Imports list the directories in sys.path.
         return {p for p in found if not any(p == a or a in p.parents for a in allowed)}
 
 
@@ -104,13 +105,13 @@ def is_text(name: str) -> bool:
 
 
 def path_of(name: str) -> str:
-    """Returns how a setting declares its path: read, written, or "" if it is no path."""
+    """Returns how a setting uses its path: "read", "written", or "" if it has no path."""
     section, _, field = name.partition(".")
     return settings(section_types()[section])[field].path
 
 
 def with_text(config: Config, name: str, text: str) -> Config:
-    """The config with a text in a setting of one or of several."""
+    """Returns the config with a text as the value of a setting, or as its only element."""
     section, _, field = name.partition(".")
     value = text if class_field_types()[name] is str else (text,)
     attribute = SECTIONS[section]
@@ -119,7 +120,9 @@ def with_text(config: Config, name: str, text: str) -> Config:
 
 
 def trapped(config: Config, trap: Path) -> Config:
-    """The config with every path naming one of its own in `trap`, and trackers asked for."""
+    """Returns the config with a path inside `trap` in every setting of a path, and with
+    experiment trackers turned on.
+    """
     for name in (
         *filter(path_of, class_field_types()),
         "Logging.wandb_project",
@@ -130,6 +133,7 @@ def trapped(config: Config, trap: Path) -> Config:
 
 
 def snapshot(place: Path) -> dict[str, bytes | None]:
+    """Returns the content of every file below a directory; None for a directory."""
     return {
         str(path.relative_to(place)): path.read_bytes() if path.is_file() else None
         for path in sorted(place.rglob("*"))
@@ -138,7 +142,7 @@ def snapshot(place: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture(scope="module")
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files and directories for settings to name."""
+    """Creates a file or directory for every setting of a path and returns their parent."""
     found = tmp_path_factory.mktemp("trap")
     for name in filter(path_of, class_field_types()):
         if path_of(name) == "written":
@@ -151,7 +155,7 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a short run that every command takes."""
+    """Returns the directory of a short run that every command accepts."""
     run = tmp_path_factory.mktemp("plain") / "run"
     small = "Model.layers = 1", "Memorizing.layers = ()", "Recurrence.layers = ()"
     short = "Training.steps = 2", "Training.gradient_accumulation = 1"
@@ -163,7 +167,10 @@ def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def foreign(plain: Path, trap: Path, tmp_path: Path) -> Path:
-    """A run whose configs name the trap wherever they can, with checksums that fit."""
+    """Returns a run whose saved configs name the trap in every setting of a path.
+
+    The checksums of the manipulated checkpoints are valid.
+    """
     run = Path(shutil.copytree(plain, tmp_path / "foreign"))
     for file in [run / "config.json", *run.glob("checkpoints/*/meta.json")]:
         content = json.loads(file.read_text())
@@ -178,7 +185,7 @@ def foreign(plain: Path, trap: Path, tmp_path: Path) -> Path:
 
 
 def test_every_setting_of_a_path_says_so() -> None:
-    """A new setting of text is a path, or is written down here as what it is."""
+    """Every setting that takes text either declares that it is a path or is listed here."""
     no_paths = """
         Training.task Training.trainable Adapter.kernels
         Logging.wandb_project Logging.mlflow_experiment
@@ -207,7 +214,8 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }  # fmt: skip
 
 
-# Targets that stand for files which have another name, or none, in a stranger's directory.
+# A file of an untrusted directory that tools/fuzz.py does not damage under this name, and the fuzz
+# target with the same file format.
 SAME_READER = {
     "run/tokenizer/*": "tokenizer.json",
     "hf/tokenizer.json": "tokenizer.json",
@@ -221,7 +229,7 @@ SAME_READER = {
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Globs of the files of which tools/fuzz.py damages examples."""
+    """Returns patterns of the file names for which tools/fuzz.py has targets."""
     spec = importlib.util.spec_from_file_location("fuzz", ROOT / "tools/fuzz.py")
     assert spec and spec.loader
     fuzz = importlib.util.module_from_spec(spec)
@@ -233,9 +241,11 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def check_in_table(kind: str, place: Path, trace: Trace, damaged: list[str]) -> None:
-    """Every file of a stranger's directory that was opened is in SECURITY.md, and is fuzzed."""
+    """Checks that every file opened in an untrusted directory is listed in SECURITY.md and
+    has a fuzz target.
+    """
     rows = re.findall(rf"`({kind}/[^`]+)`", (ROOT / "SECURITY.md").read_text("utf-8"))
-    rows += ["run/point.json", "run/output.txt"]  # of a sweep's point, which is a run
+    rows += ["run/point.json", "run/output.txt"]  # files of a run that is part of a sweep
     opened = {p.relative_to(place) for p in trace.paths if place in p.parents and p.is_file()}
     names = {
         f"{kind}/{name}" for name in opened if not re.search(r"\.(brt|tmp)|partial", name.name)
@@ -267,7 +277,8 @@ def test_who_reads_a_run_opens_nothing_that_it_names(
 ) -> None:
     out, before = tmp_path / "out", snapshot(trap)
     (out / "own").mkdir(parents=True)
-    monkeypatch.chdir(out)  # what a directory's descriptor makes absolute is told as relative
+    # Paths relative to an open directory are reported as relative, so make them relative to `out`.
+    monkeypatch.chdir(out)
     (out / "own/a.txt").write_text("ether and stone " * 20)
     run_command(name, COMMANDS[name](foreign, out), trace)
     check_in_table("run", foreign, trace, damaged)
@@ -299,7 +310,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
         place = directory.PointDirectory(tmp_path / "sweep" / point.directory)
         place.write(point, directory.PointProgress(status="finished"))
         place.output.write_text("ended")
-    importlib.import_module("matplotlib.font_manager")  # which looks for fonts once
+    importlib.import_module("matplotlib.font_manager")  # Its first import searches for fonts.
     before = snapshot(trap)
     monkeypatch.chdir(tmp_path / "sweep")
     run_command("sweep", flags, trace)

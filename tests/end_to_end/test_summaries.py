@@ -1,4 +1,4 @@
-"""A summariser from a file of pairs to its summaries, by the commands that people type."""
+"""Tests the commands on a summarizer, from a file of pairs to summaries."""
 
 import json
 import random

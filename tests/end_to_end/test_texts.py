@@ -1,4 +1,4 @@
-"""Trains and evaluates models for sentences and questions with the commands that users type."""
+"""Tests the commands that train and evaluate models for sentences and questions."""
 
 import json
 from pathlib import Path
@@ -45,16 +45,19 @@ Questions.stride = 32
 
 
 def write_tsv(path: Path, source: str) -> None:
+    """Writes generated sentences with class labels to a table."""
     rows = [f"{e.texts[0]}\t{e.label}\n" for e in sentences.examples(source)]
     path.write_text("sentence\tlabel\n" + "".join(rows))
 
 
 def write_numbers(path: Path, source: str) -> None:
+    """Writes generated sentences with the numbers that regression predicts."""
     rows = [{"sentence": e.texts[0], "score": len(e.label) / 2} for e in sentences.examples(source)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_squad(path: Path, source: str) -> None:
+    """Writes generated questions in the format of SQuAD."""
     data = [
         {"context": q.context, "qas": [{"id": q.id, "question": q.text, "answers": [
             {"text": a.text, "answer_start": a.start} for a in q.answers]}]}
@@ -65,7 +68,7 @@ def write_squad(path: Path, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the files of all tasks and a config for each."""
+    """Returns a directory with the files of all tasks and a config for each task."""
     place = tmp_path_factory.mktemp("texts")
     for split, count in (("train", 12), ("validation", 5), ("test", 6)):
         write_tsv(place / f"{split}.tsv", f"generated:{split}/{count}")
@@ -83,7 +86,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(commands: Commands, files: Path, objective: str) -> tuple[Path, set[str]]:
-    """The workdir of a run, and the tags of its metrics."""
+    """Trains a model and returns the run's directory and the tags of its metrics."""
     workdir = files / objective
     done = commands.run("train", f"--gin_file={files / f'{objective}.gin'}", f"--workdir={workdir}")
     table = [line.split()[0] for line in done.out.splitlines() if line.count(" %") in (1, 2)]
@@ -95,7 +98,7 @@ def train(commands: Commands, files: Path, objective: str) -> tuple[Path, set[st
 
 
 def predictions(workdir: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The report of an evaluation, and its predictions."""
+    """Returns the report of an evaluation and its predictions."""
     directory = workdir / "evaluations/8"
     lines = (directory / f"{name}_predictions.jsonl").read_text().splitlines()
     report = json.loads((directory / f"{name}.json").read_text())

@@ -1,4 +1,4 @@
-"""Kinds of layers and tasks that come from a user's own Python file (--import)."""
+"""Tests layer kinds and tasks in a user's Python file, which `--import` loads."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forgets what a test registers."""
+    """Undoes the registrations of layer kinds and tasks after each test."""
     monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
     monkeypatch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
@@ -29,6 +29,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusal(path: Path) -> str:
+    """Returns the error with which a command refuses to import the file."""
     with pytest.raises(ConfigError) as caught:
         train.parser().parse_args([f"--import={path}"])
     return str(caught.value)
@@ -73,7 +74,7 @@ def test_a_file_that_fails_is_one_sentence(tmp_path: Path) -> None:
     assert refusal(file).startswith(f"--import={file}: there is a task named 'speech_recognition'")
 
 
-@pytest.mark.slow  # processes; the sections of kinds are in layers/test_kinds.py
+@pytest.mark.slow  # It runs processes; layers/test_kinds.py tests the sections of layer kinds.
 def test_a_run_with_a_kind_of_a_user_trains_and_is_read_with_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 200)
     settings = (

@@ -1,10 +1,11 @@
-"""Records what Hugging Face's `generate` writes with a model made of tables.
+"""Records the texts that Hugging Face's `generate` writes with a model made of tables.
 
     python tests/generation/record_beam_search.py tests/data/beam_search.npz
 
-needs torch and transformers (recorded with torch 2.13.0 and transformers 5.23.0). The logits of
-the next token are the sum, in this order, of three tables: of the source and the last token, of
-the token before it, and of the position; so a search that mixes up beams or sources shows.
+The script needs torch and transformers (recorded with torch 2.13.0 and transformers 5.23.0). The
+logits of the next token are the sum, in this order, of three table entries: one for the source and
+the last token, one for the token before the last, and one for the position. A search that confuses
+beams or sources therefore writes other texts.
 """
 
 import json
@@ -19,7 +20,7 @@ EARLY_STOPPING = {"yes": True, "heuristic": False, "never": "never"}
 
 
 def tables(rng):
-    """float32 arrays; the end is likely enough that texts end at all lengths."""
+    """Returns the tables as float32. The end token is likely enough that text lengths vary."""
     found = {
         "last": rng.normal(size=(SOURCES, VOCABULARY, VOCABULARY)) * 1.5,
         "before": rng.normal(size=(VOCABULARY, VOCABULARY)),
@@ -30,13 +31,13 @@ def tables(rng):
 
 
 def cases():
-    """(Decoding's fields, ids): everything with its default, and random mixtures."""
+    """Yields Decoding's fields and the special token ids: default values and random mixtures."""
     for beams, ids in ((1, T5), (1, BART), (4, BART), (6, T5)):
         yield {"beams": beams, "max_length": 14}, ids
     published = {"beams": 4, "length_penalty": 2.0, "no_repeat_ngram": 3, "early_stopping": "yes"}
     yield {**published, "min_length": 6, "max_length": 20}, T5
     yield {**published, "min_length": 10, "max_length": 16}, BART
-    yield {"beams": 4, "max_length": 2}, BART  # the first written token is the last
+    yield {"beams": 4, "max_length": 2}, BART  # The search ends with the first written token.
     yield {"beams": 6, "max_length": 3}, BART
     shorter = {"beams": 6, "max_length": 20, "length_penalty": -0.5}
     yield {**shorter, "early_stopping": "never"}, BART
@@ -57,7 +58,7 @@ def cases():
 
 
 def record(arrays):
-    """(sequences int [B, N, L], scores float32 [B, N]) of every case, by `generate`."""
+    """Yields sequences (int [B, N, L]) and scores (float32 [B, N]) of `generate` for every case."""
     import torch
     from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput

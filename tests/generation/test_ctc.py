@@ -8,12 +8,13 @@ from brt.generation import ctc
 
 
 def log_probs(rng, frames, tokens, sharpness=1.5):
+    """Returns random log probabilities, [frames, tokens]."""
     logits = sharpness * rng.normal(size=(frames, tokens))
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
 def enumerated(found):
-    """The probability of every sequence, from all alignments one by one."""
+    """Returns the probability of every sequence as a sum over all alignments, one by one."""
     frames, tokens = found.shape
     blank, sums = tokens - 1, defaultdict(float)
     for alignment in itertools.product(range(tokens), repeat=frames):
@@ -55,7 +56,7 @@ def test_fewer_beams_find_the_best_and_never_say_too_much():
 
 
 def test_the_sum_of_alignments_beats_the_best_one():
-    """Graves (2012, figure 7.2): greedy writes nothing, the token is likelier in sum."""
+    """Graves (2012, figure 7.2): the best alignment is empty, but one token is likelier in sum."""
     found = np.log(np.array([[0.4, 0.6], [0.4, 0.6]]))
     assert ctc.greedy(found) == ((), pytest.approx(np.log(0.36)))
     best = ctc.prefix_beam_search(found, 2)[0]

@@ -11,15 +11,16 @@ from brt.errors import ConfigError
 from brt.generation.sampling import choose, restrict
 
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])
-LOGITS = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[None]  # any constant may be added
+LOGITS = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[None]  # 7 cancels in the softmax.
 
 
 def allowed(**sampling: float) -> np.ndarray:
-    """The distribution that is drawn from."""
+    """Returns the distribution from which the next token is drawn."""
     return np.asarray(jax.nn.softmax(restrict(LOGITS, Sampling(**sampling)))[0])
 
 
 def renormalized(*tokens: int) -> np.ndarray:
+    """Returns the distribution restricted to the given tokens."""
     kept = np.where(np.isin(np.arange(4), tokens), PROBABILITIES, 0)
     return kept / kept.sum()
 
@@ -35,7 +36,8 @@ def renormalized(*tokens: int) -> np.ndarray:
         ({"top_p": 0.6}, (1, 3)),
         ({"top_p": 0.9}, (0, 1, 3)),
         ({"top_p": 0.99}, (0, 1, 2, 3)),
-        ({"top_k": 2, "top_p": 0.6}, (1,)),  # 0.5 is more than 0.6 of the two that are left
+        # Of the two tokens that top_k leaves, the first has 0.5 / 0.8, more than top_p.
+        ({"top_k": 2, "top_p": 0.6}, (1,)),
     ],
 )
 def test_top_k_and_top_p_keep_the_likeliest_tokens(sampling: dict, tokens: tuple) -> None:

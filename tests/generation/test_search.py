@@ -1,4 +1,4 @@
-"""Beams and greedy texts equal Hugging Face's, and those of searches that leave nothing out."""
+"""Tests beam search and greedy decoding against Hugging Face's and an exhaustive search."""
 
 import dataclasses
 import importlib.util
@@ -25,18 +25,18 @@ from brt.generation.sampling import sample
 from brt.generation.search import search
 from brt.models.targets import SpecialTokens
 
-TOLERANCE = 1e-5  # of scores, float32
+TOLERANCE = 1e-5  # of float32 scores
 RECORDED = arrays(Path(__file__).parent.parent / "data" / "beam_search.npz")
 CASES = json.loads(str(RECORDED["cases"]))
 T5, BART = (
     SpecialTokens(start=0, eos=1, pad=0),
     SpecialTokens(start=2, eos=2, pad=1, forced_bos=0, forced_eos=2),
 )
-SMALL = 4  # tokens of the vocabulary that is searched through as a whole
+SMALL = 4  # vocabulary size of the exhaustive search
 
 
 class Tables(NamedTuple):
-    """Logits as sums; see record_beam_search.py, which holds the same model."""
+    """Tables whose sums are the logits of the model in record_beam_search.py."""
 
     last: Any  # [B, V, V]
     before: Any  # [V, V]
@@ -44,14 +44,15 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """The decoding state: tokens of each beam, a table of each source, and the position."""
+    """A decoding state: the tables of the sources, and the tokens and position of the beams."""
 
-    before: jax.Array  # int32 [B, N]
-    last: jax.Array  # [B, V, V], not widened by beams
+    before: jax.Array  # int32 [B, N], the token before the last one of each beam
+    last: jax.Array  # [B, V, V], tables without an axis of beams
     position: jax.Array  # int32
 
 
 def tables(recorded: dict | None = None, *, sources: int = 5, seed: int = 0) -> Tables:
+    """Returns the recorded tables, or random ones for a vocabulary of SMALL tokens."""
     if recorded is not None:
         return Tables(*(np.asarray(recorded[name], np.float32) for name in Tables._fields))
     shapes = ((sources, SMALL, SMALL), (SMALL, SMALL), (6, SMALL))
@@ -60,7 +61,7 @@ def tables(recorded: dict | None = None, *, sources: int = 5, seed: int = 0) -> 
 
 
 def write(tables: Tables, decoding: Decoding, ids: SpecialTokens, how: Any = search) -> Hypotheses:
-    """Compiled; NumPy."""
+    """Runs a compiled search over a batch of all sources and returns NumPy arrays."""
     batch = len(tables.last)
 
     def step(tokens: jax.Array, state: State) -> tuple[jax.Array, State]:
@@ -101,7 +102,8 @@ def test_texts_and_scores_equal_hugging_face(number: int) -> None:
     ours = write(tables(RECORDED), decoding, ids)
     sequences, scores = RECORDED[f"sequences{number}"], RECORDED[f"scores{number}"]
     assert ours.sequences.shape == sequences.shape and ours.sequences.dtype == np.int32
-    there = ~(scores < -1e6)  # where there are fewer texts than beams theirs are placeholders
+    # Where there are fewer texts than beams, Hugging Face fills up with placeholders.
+    there = ~(scores < -1e6)
     assert there[:, 0].all()
     np.testing.assert_array_equal(ours.sequences[there], sequences[there])
     np.testing.assert_array_equal(ours.scores > -np.inf, there)
@@ -132,7 +134,7 @@ def test_the_recorded_cases_reach_every_rule() -> None:
     assert {d.early_stopping for d in decodings} == {"yes", "heuristic", "never"}
     assert {d.no_repeat_ngram for d in decodings} == {0, 1, 2, 3}
     assert {d.length_penalty for d in decodings} == {-1.0, -0.5, 0.0, 0.6, 1.0, 2.0}
-    # Every way to stop comes to its own texts.
+    # Each rule for stopping leads to different texts.
     one = {"beams": 4, "max_length": 20, "length_penalty": 2.0}
     written = [
         write(tables(RECORDED), Decoding(**one, early_stopping=rule), T5).sequences.tolist()
@@ -144,7 +146,7 @@ def test_the_recorded_cases_reach_every_rule() -> None:
 def all_texts(
     tables: Tables, source: int, decoding: Decoding, ids: SpecialTokens
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Every possible text with its score, best first; float64, one token after the other."""
+    """Returns every possible text with its float64 score, the best text first."""
     found = []
 
     def go_on(text: tuple[int, ...], total: float) -> None:
@@ -290,7 +292,7 @@ def test_nan_logits_show_in_the_scores_of_their_source_alone(beams: int) -> None
 
 
 def test_only_what_reorder_reorders_moves_and_sources_are_not_widened() -> None:
-    """The loop carries the model's state as it is given: no array grows a beam axis."""
+    """No array of the model's state gets an axis of beams in the loop."""
     decoding = Decoding(beams=4, max_length=8)
     seen = []
 

@@ -21,7 +21,7 @@ from brt.models import decoder
 from brt.models.decoder import Decoder
 from brt.types import Variables
 
-TOLERANCE = 1e-4  # of logits and states of magnitude 1, float32
+TOLERANCE = 1e-4  # of float32 logits and states of magnitude 1
 WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
 EXAMPLES = (
     "window", "recurrent", "feedback, rotary", "alibi", "recurrent, no cache, no positions",
@@ -30,14 +30,21 @@ EXAMPLES = (
 )  # fmt: skip
 MODELS = {name: example_kinds.MODELS[name] for name in EXAMPLES}
 MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], layers=1, dtype="bfloat16")
-TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
+TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # 7.5 blocks with BOS
 IDENTITY = {"model": "a", "step": 3}
 KEY = jax.random.key(1)
 RANDOM, GREEDY = Sampling(), Sampling(temperature=0.0)
 
 
 class Case(NamedTuple):
-    """A session, what it was made of, and the logits of a whole text in one segment."""
+    """A session and the variables of its model.
+
+    Attributes:
+      session: the session.
+      params: the parameters of the model.
+      learnt: the model state that is learned without gradients.
+      whole: a function that returns the logits of a text that is read as one segment.
+    """
 
     session: Session
     params: Any
@@ -98,18 +105,19 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def copy(session: Session) -> Any:
-    """The next call takes the memory's buffers over."""
+    """Returns a copy of the memory, because the next call reuses its buffers."""
     return jax.device_get(session.memory)
 
 
 def written(session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEY) -> np.ndarray:
+    """Writes texts of `counts` tokens one after the other and returns the ids of every lane."""
     pieces = [piece for count in counts for piece in session.write(count, sampling, key)]
     return np.concatenate(pieces, axis=1)
 
 
 def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     session, expected = case.session, case.whole(TEXT)
-    session.read(TEXT)  # segments, then a block, then tokens
+    session.read(TEXT)  # The session reads three segments, then a block, then two tokens.
     together = copy(session)
     assert_close(together.logits[0], expected[-1])
     assert together.count == len(TEXT) + 1 and together.position == (len(TEXT) + 1) % WINDOW
@@ -189,15 +197,15 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
 
 @pytest.fixture(params=["window", "recurrent", "memorizing", "feedback, rotary"])
 def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
-    """A session of one lane."""
+    """Returns a session with one lane."""
     found = build(request.param)
     config = found.session._config
     return found._replace(session=Session(config, Variables(found.params), bos_id=BOS))
 
 
 def log_probability(case: Case, text: list[int], read: int) -> float:
-    """Returns the log probability of all but the first `read` tokens, from the logits of the whole
-    text.
+    """Returns the log probability of all tokens after the first `read`, computed from the logits
+    of the whole text in one segment.
     """
     log_p = np.asarray(jax.nn.log_softmax(case.whole(text)), np.float64)
     return sum(log_p[place, text[place]] for place in range(read, len(text)))
@@ -295,7 +303,7 @@ def test_a_memory_that_no_session_has_is_refused(
 def test_a_text_ends_after_a_token_that_ends_it(
     build: Callable[[str], Case], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session has then read this token and nothing more. It may be the last of a chunk."""
+    """After an end token, which may be the last of a chunk, the session reads no other token."""
     case, place = build("window"), 3
 
     def start(end_ids: tuple[int, ...]) -> Session:
@@ -303,8 +311,8 @@ def test_a_text_ends_after_a_token_that_ends_it(
         config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
         return Session(config, Variables(case.params, case.learnt), bos_id=BOS)
 
-    # The token at `place` must not occur before it. Whether this holds for a text depends on the
-    # parameters and on the processor's rounding, so the test searches for one.
+    # The token at `place` must not occur before `place`. This depends on the parameters and on the
+    # processor's rounding, so the test searches for such a text.
     session = start(())
     for seed in range(20):
         key = jax.random.key(seed)
@@ -319,6 +327,6 @@ def test_a_text_ends_after_a_token_that_ends_it(
     found = written(session, 8, sampling=RANDOM, key=key)[0]
     np.testing.assert_array_equal(found, endless[: place + 1])
     assert int(session.memory.count) == 1 + place + 1
-    # Another call goes on as if nothing had ended.
+    # Another call continues the text after the end token.
     more = written(session, 1, sampling=RANDOM, key=key)[0]
     np.testing.assert_array_equal(more, endless[place + 1 : place + 2])

@@ -1,4 +1,4 @@
-"""Files that are no saved memory."""
+"""Tests that files which are not saved memories are refused."""
 
 import pickle
 from pathlib import Path

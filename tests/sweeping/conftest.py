@@ -1,4 +1,4 @@
-"""Sweeps in a directory of their own, with commands that end at once instead of training."""
+"""Fixtures that run sweeps in temporary directories, with or without real training."""
 
 import os
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Data.train = 'train.txt'
 Data.validation = 'validation.txt'
 Data.test = 'test.txt'
 """
-# Stands for brt.train and brt.evaluate: notes that it ran, does what POINT.py says, succeeds.
+# Replaces brt.train and brt.evaluate: notes the start, runs the script of the point, and succeeds.
 COMMAND = """
 import os, pathlib, signal, sys, time
 flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:])
@@ -69,7 +69,7 @@ class Sweeps:
         sweep.main(sweep.parser().parse_args([*files, "--workdir=out", *flags]))
 
     def refusal(self, text: str, *flags: str, error: type[BrtError] = BrtError) -> str:
-        """The sentence with which a sweep is refused, before it has written anything."""
+        """Returns the error with which a sweep is refused before it writes any file."""
         self.write(text)
         before = sorted(self.directory.rglob("*"))
         with pytest.raises(error) as caught:
@@ -80,7 +80,7 @@ class Sweeps:
         return message
 
     def starts(self) -> list[str]:
-        """`train POINT` and `evaluate POINT`, in their order; forgotten when read."""
+        """Returns the lines `train POINT` and `evaluate POINT` since the last call, in order."""
         file = self.directory / "starts.txt"
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
@@ -89,6 +89,7 @@ class Sweeps:
 
 @pytest.fixture
 def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
+    """Returns sweeps in an empty directory with short documents."""
     monkeypatch.chdir(tmp_path)
     for name in ("train", "validation", "test"):
         (tmp_path / f"{name}.txt").write_text(f"what a {name} document says " * 40)
@@ -97,7 +98,10 @@ def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
 
 @pytest.fixture
 def quick(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
-    """The same, where processes find other commands; what they do with a point is its script."""
+    """Returns sweeps whose processes run COMMAND instead of brt.train and brt.evaluate.
+
+    A script POINT.py in the directory decides what the command does with a point.
+    """
     package = sweeps.directory / "brt"
     package.mkdir()
     for name in ("__init__", "train", "evaluate"):
@@ -109,7 +113,7 @@ def quick(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
 
 @pytest.fixture
 def names(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[Any]]:
-    """The directories that --list shows for a sweep."""
+    """Returns a function that lists the directories of a sweep's points with --list."""
 
     def listed(text: str, *flags: str) -> list[str]:
         sweeps.write(text)

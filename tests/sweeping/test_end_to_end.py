@@ -1,4 +1,4 @@
-"""Real models, trained in real processes."""
+"""Tests sweeps that train real models in real processes."""
 
 import csv
 import os
@@ -62,6 +62,7 @@ def test_a_sweep_stopped_midway_and_started_again_repeats_nothing(sweeps: Sweeps
 
 
 def _without(name: str) -> str:
+    """Returns the settings in RUN without those that begin with `name`."""
     from .conftest import RUN
 
     return "\n".join(line for line in RUN.splitlines() if not line.startswith(name)) + "\n"

@@ -18,6 +18,7 @@ Names = Callable[..., list[str]]
 
 
 def expanded(sweeps: Sweeps, text: str, *flags: str) -> list[points.Point]:
+    """Returns the points of a sweep, which is given as text of a .gin file."""
     sweeps.write(text)
     args = sweep.parser().parse_args(["--gin_file=sweep.gin", *flags])
     bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")

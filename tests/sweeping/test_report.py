@@ -1,4 +1,4 @@
-"""Tests the report of a sweep on directories like those that runs leave."""
+"""Tests the report of a sweep on directories that look like those of finished runs."""
 
 import csv
 import dataclasses
@@ -33,7 +33,7 @@ def point(index: int, group: str, seed: int, task: str = "language_modeling") ->
 
 
 def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **progress: str) -> None:
-    """A point's directory after 300 steps."""
+    """Writes the directory of a point after 300 steps, with metrics and an evaluation."""
     directory = PointDirectory(workdir / point.directory)
     directory.write(point, PointProgress(**{"status": "finished", "seconds": 60.0, **progress}))
     writer = MetricsWriter(create(directory.path), 0, print)
@@ -56,7 +56,7 @@ def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **prog
 
 
 def begun(tmp_path: Path, task: str = "language_modeling") -> list[Point]:
-    """Two groups of two seeds, of which one point failed, and a group that has not begun."""
+    """Writes two groups of two points, one of which failed, and returns them with a waiting one."""
     found = [
         point(i, group, seed, task)
         for i, (group, seed) in enumerate(

@@ -1,4 +1,4 @@
-"""Points run side by side, fail alone, stop together, and are never run twice."""
+"""Tests that points run in parallel, fail alone, stop together and never run twice."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ALL = [f"{name} seed={seed}" for seed in range(3) for name in ("train", "evaluat
 
 @pytest.fixture(autouse=True)
 def _plain_ctrl_c() -> Iterator[None]:
-    """A shell starts jobs in the background with Ctrl-C ignored; the tests may be one."""
+    """Enables Ctrl-C, which shells ignore in background jobs; the tests may be such a job."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, inherited)
@@ -35,11 +35,12 @@ def status(sweeps: Sweeps, seed: int) -> tuple[str, str]:
 
 
 def behave(sweeps: Sweeps, seed: int, script: str) -> None:
+    """Writes the script that the commands run for the point with this seed."""
     (sweeps.directory / f"seed={seed}.py").write_text(script)
 
 
 def when(condition: Callable[[], bool], action: Callable[[], object]) -> None:
-    """Does something as soon as a condition holds, while the test goes on."""
+    """Starts a thread that calls `action` as soon as the condition holds."""
 
     def wait() -> None:
         for _ in range(1500):
@@ -124,7 +125,7 @@ def test_points_run_side_by_side_with_a_share_of_the_cores(
 ) -> None:
     quick.write(GRID)
     monkeypatch.setattr(commands, "cores", lambda: 2)
-    for seed in range(3):  # each waits until all have begun
+    for seed in range(3):  # Each point waits until all three have begun.
         behave(
             quick, seed,
             "print('threads', os.environ.get('PJRT_NPROC'))\n"
@@ -191,7 +192,7 @@ def test_a_signal_stops_what_runs_and_the_next_start_goes_on(
     assert "seed=1  training continues" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # test_interruptions.py::test_kills_lose_nothing sends one kill.
+@pytest.mark.slow  # The quick test_interruptions.py::test_kills_lose_nothing sends one kill.
 def test_a_killed_sweep_leaves_nothing_that_confuses_the_next(
     quick: Sweeps, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,9 +214,9 @@ def test_a_killed_sweep_leaves_nothing_that_confuses_the_next(
     assert (
         quick.starts()
         == [
-            "train seed=0",  # of the first start; it outlives it
+            "train seed=0",  # The killed sweep started this process, which outlives the sweep.
             *ALL[2:],
-            *ALL[:2],  # of the second, when that has ended
+            *ALL[:2],  # The second sweep starts these when that process has ended.
         ]
     )
     said = capsys.readouterr().err

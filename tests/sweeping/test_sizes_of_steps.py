@@ -1,4 +1,4 @@
-"""Times of steps are compared only where a step reads as many tokens."""
+"""Tests that a report compares the times of steps only between steps with equally many tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The job array that a sweep becomes."""
+"""Tests the Slurm job array that runs the points of a sweep."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ GRID = "Sweep.grid = {'Training.seed': (0, 1, 2)}"
 
 
 def tool(directory: Path, name: str, script: str) -> None:
-    """A command that the tests find instead of SLURM's."""
+    """Writes a shell script that replaces a command of Slurm."""
     path = directory / "tools" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{script}\n")
@@ -103,7 +103,7 @@ def test_nothing_in_a_script_runs_but_the_sweep(
     except ConfigError as error:
         assert place in ("workdir", "options") and not text.isprintable() and "SLURM" in str(error)
         return
-    head = script.partition("\n\ncd ")[0]  # sbatch reads no directives after the first command
+    head = script.partition("\n\ncd ")[0]  # sbatch reads directives only before the first command.
     assert all(line.startswith("#") for line in head.splitlines())
     shown = script.removesuffix(slurm.BODY) + 'printf "%s\\0" "$@"'
     done = subprocess.run(["bash"], input=shown, capture_output=True, text=True, check=True)

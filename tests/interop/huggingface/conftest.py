@@ -1,4 +1,4 @@
-"""The tiny models of tests/data/huggingface."""
+"""Fixtures that find and read the tiny models in tests/data/huggingface."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ MODELS = ("t5", "t5_gated", "longt5_local", "longt5_tglobal", "bart")
 
 @pytest.fixture(scope="session")
 def directory() -> Callable[[str], Path]:
-    """Returns the function from a model's name to the directory of its files."""
+    """Returns a function from the name of a model to the directory with its files."""
     root = Path(__file__).resolve().parents[2] / "data/huggingface"
     return lambda name: root / name
 
 
 @pytest.fixture(scope="session")
 def read(directory: Callable[[str], Path]) -> Callable:
-    """(name) -> what `convert.read` gives."""
+    """Returns a function that reads a model by name with `convert.read`; results are reused."""
     from brt.interop.huggingface import convert
 
     return functools.cache(lambda name: convert.read(directory(name)))

@@ -1,8 +1,9 @@
-"""Records what Hugging Face's `generate` writes with the tiny models of tests/data/huggingface.
+"""Records the texts that Hugging Face's `generate` writes with the models in
+tests/data/huggingface.
 
     python tests/interop/huggingface/record_generation.py
 
-needs torch and transformers (recorded with torch 2.13.0 and transformers 5.23.0).
+The script needs torch and transformers (recorded with torch 2.13.0 and transformers 5.23.0).
 """
 
 import json
@@ -45,7 +46,8 @@ def main():
                 else None,
                 no_repeat_ngram_size=case.get("no_repeat_ngram", 0),
                 return_dict_in_generate=True, output_scores=True,
-                use_cache=False,  # its cache has as many layers as the encoder
+                # The cache of `generate` would have as many layers as the encoder.
+                use_cache=False,
             )  # fmt: skip
             sequences = out.sequences.numpy().reshape(len(source), beams, -1)
             found[f"{name}/{number}/sequences"] = sequences.astype(np.int8)

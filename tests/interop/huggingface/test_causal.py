@@ -1,7 +1,8 @@
-"""Decoders of Hugging Face: logits are those of transformers, and the way back is bit-equal.
+"""Tests decoders of Hugging Face: logits equal those of transformers, and exports are bit-equal.
 
-tests/data/decoders has a tiny random model of each family (tools/make_decoder_fixtures.py). Its
-document is longer than four windows, and longer than the contexts before scaling.
+tests/data/decoders has a tiny random model of each family, made by tools/make_decoder_fixtures.py.
+The document in it is longer than four windows, and longer than the context before the scaling of
+rotary positions.
 """
 
 import json
@@ -22,7 +23,7 @@ from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 DATA = Path(__file__).parents[2] / "data" / "decoders"
 FAMILIES = sorted(path.stem for path in DATA.glob("*.npz"))
-TOLERANCE = 1e-5  # relative to the largest logit, float32
+TOLERANCE = 1e-5  # of float32 logits, relative to the largest logit
 
 
 class Case(NamedTuple):
@@ -33,6 +34,7 @@ class Case(NamedTuple):
 
 
 def case(family: str) -> Case:
+    """Returns the recorded config, weights, token ids and logits of a model family."""
     with np.load(DATA / f"{family}.npz") as file:
         arrays = {name: file[name] for name in file.files}
     described = json.loads(str(arrays.pop("config")))
@@ -46,7 +48,7 @@ def model_of(described: dict[str, Any]) -> Model:
 
 
 def read(model: Model, params: Any, ids: np.ndarray, cuts: tuple[int, ...] = ()) -> np.ndarray:
-    """Returns the logits of a document that is read in segments which end at `cuts`."""
+    """Returns the logits of a document that is read in segments with ends at `cuts`."""
     state, pieces = new_state(model, 1), []
     call = jax.jit(Decoder(model).apply)
     for begin, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
@@ -108,7 +110,7 @@ def test_the_way_back_is_bit_equal(family: str) -> None:
 def test_configs_of_earlier_transformers_say_the_same() -> None:
     described = case("llama3_scaling").described
     scaling = described.pop("rope_parameters")
-    scaling["low_freq_factor"] = int(scaling["low_freq_factor"])  # Some write 1 instead of 1.0.
+    scaling["low_freq_factor"] = int(scaling["low_freq_factor"])  # Some files have 1, not 1.0.
     older = {**described, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     newer = {**described, "rope_parameters": {**scaling, "rope_theta": older["rope_theta"]}}
     assert model_of(older) == model_of(newer)

@@ -9,7 +9,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import config, files
 from brt.models.targets import SpecialTokens
 
-# As on the hub: generation among the settings, and task_specific_params.
+# Like the file on the Hugging Face hub, with settings of generation and task_specific_params.
 BART_BASE = {
     "model_type": "bart", "vocab_size": 50265, "d_model": 768, "encoder_layers": 6,
     "decoder_layers": 6, "encoder_attention_heads": 12, "decoder_attention_heads": 12,

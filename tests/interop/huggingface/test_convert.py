@@ -1,4 +1,4 @@
-"""python -m brt.convert, and the directory that training starts from."""
+"""Tests `python -m brt.convert` and the converted directory from which training can start."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 def no_transformers(*_: Any) -> None:
-    """In place of `transformers_logits`: tests do not depend on what else is installed."""
+    """Replaces `transformers_logits`, so that results do not depend on installed packages."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path, directory: Callable) -> Path:
-    """T5 with a tokenizer beside it."""
+    """Returns a directory with a T5 model and a tokenizer file."""
     shutil.copytree(directory("t5"), tmp_path / "t5")
     (tmp_path / "t5/spiece.model").write_bytes(b"pieces")
     return tmp_path / "t5"
@@ -73,7 +73,7 @@ def test_a_loaded_model_is_the_saved_one(source: Path, tmp_path: Path) -> None:
     assert_equal(loaded.params, model.params)
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests here and in test_weights.py also convert models.
 def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None:
     list(convert.from_hf(source, tmp_path / "full", verified=False))
     model = pretrained.load(tmp_path / "full", SRFORMER)
@@ -89,7 +89,7 @@ def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None
     assert_equal(again.params, model.params)
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests here and in test_weights.py also convert models.
 def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) -> None:
     list(convert.from_hf(source, tmp_path / "ours", verified=False))
     target = tmp_path / "theirs"
@@ -232,7 +232,7 @@ def test_brt_convert_ends_with_its_exit_code_and_sentence(
     assert (tmp_path / "out").exists() == (code == 0)
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests here and in test_weights.py also convert models.
 def test_positions_are_extended_on_the_way_in(directory: Callable, tmp_path: Path) -> None:
     lines = list(convert.from_hf(directory("bart"), tmp_path / "long", verified=True, positions=50))
     assert "extended to 50 positions (copy)" in lines

@@ -1,4 +1,4 @@
-"""Language models in Hugging Face's form, and modeling_brt.py, which reads them."""
+"""Tests exported language models and modeling_brt.py, the exported code that runs them."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ MODEL = Model(
     kinds=(Recurrence(states=3),),
 )
 RECURRENT = {"Recurrence.layers": (1,)}
-# Settings as those of pretrained decoders: grouped queries, biases, gated MLPs, rotary positions.
+# Settings of typical pretrained decoders: grouped queries, biases, gated MLPs, rotary positions.
 PRETRAINED = {
     "positions": "rotary", "Rotary.times_pi": False, "Rotary.scaling": "llama3",
     "Rotary.factor": 4.0, "Rotary.original_length": 16, "SelfAttention.normalize_qk": False,
@@ -90,7 +90,10 @@ MODELS = {
 
 @pytest.fixture
 def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """(fields of Model, flags of `to_hf`) -> params, model, directory, lines."""
+    """Returns a function that exports a random model with changed fields of Model.
+
+    The flags are those of `to_hf`. The result has params, model, directory and printed lines.
+    """
 
     def write(changes: dict[str, Any], **flags: Any) -> SimpleNamespace:
         model, flags = with_settings(MODEL, changes), {"verified": False, **flags}
@@ -193,7 +196,7 @@ SPELT_NUL = "\u0100"
 
 
 def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
-    """Whatever its file did before a text and behind it."""
+    """The tokenizer adds BOS although the original file adds nothing and truncates."""
     (tmp_path / "own").mkdir()
     settings = tokenizer.byte_tokenizer()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
@@ -232,7 +235,10 @@ def opened(path: Path) -> Any:
 
 
 def of_torch(test: Callable) -> Callable:
-    """Run where it is installed; it and transformers warn of this and that."""
+    """Marks a test that needs torch as slow and skips it without torch.
+
+    Warnings are ignored, because torch and transformers cause many.
+    """
     test = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")(test)
     return pytest.mark.slow(pytest.mark.filterwarnings("ignore")(test))
 
@@ -359,7 +365,7 @@ def test_pipelines_of_transformers_write_with_it(
     alone = verify.import_code(done.directory).load(done.directory)
     expected = alone.generate(prompt, max_new_tokens=9)[0].tolist()
     assert written["generated_token_ids"] == expected
-    [drawn] = pipe("It was late", max_new_tokens=9)  # as pipelines do by themselves: sampled
+    [drawn] = pipe("It was late", max_new_tokens=9)  # Pipelines sample by default.
     assert drawn["generated_text"].startswith("It was late")
     [begun] = pipe("", max_new_tokens=3, return_tensors=True)
     assert len(begun["generated_token_ids"]) == 4

@@ -1,4 +1,4 @@
-"""Runs of encoders as RoBERTa's checkpoints."""
+"""Tests the export of encoder runs as checkpoints of RoBERTa."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,7 +35,7 @@ SIZES = Encoder(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Path]:
-    """(objective, attention, settings) -> a workdir with one checkpoint, trained on two files."""
+    """Returns a function that writes the directory of a run with a checkpoint of random weights."""
     for split in ("train", "validation"):
         (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
     data = Data(train=(f"{tmp_path}/train.txt",), validation=(f"{tmp_path}/validation.txt",),
@@ -72,7 +72,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests in test_convert.py and test_weights.py also convert models.
 def test_a_run_becomes_a_checkpoint_of_roberta(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_sentencepiece_model_comes_along(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.filterwarnings("ignore")  # Torch and transformers themselves cause warnings.
 def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
     """The test needs torch and transformers and is skipped without them."""
     pytest.importorskip("torch")

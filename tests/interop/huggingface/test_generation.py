@@ -1,6 +1,6 @@
-"""Greedy and beam search write what `generate` of transformers 5.23.0 writes with the same models.
+"""Tests that greedy and beam search write the texts that transformers 5.23.0 writes.
 
-Recorded by record_generation.py.
+The models are the same, and record_generation.py recorded the texts.
 """
 
 import functools
@@ -19,7 +19,7 @@ from brt.generation.decoder import TextDecoder
 from brt.generation.search import search
 from brt.models import seq2seq
 
-SCORE = 1e-5  # float32, relative; what is compared is of magnitude 0.1 to 20
+SCORE = 1e-5  # relative tolerance of float32 scores, which have magnitudes from 0.1 to 20
 RECORDED = arrays(Path(__file__).resolve().parents[2] / "data/huggingface/generation.npz")
 CASES = json.loads(str(RECORDED["cases"]))
 

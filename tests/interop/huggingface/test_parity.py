@@ -1,4 +1,6 @@
-"""Our models compute what those of transformers 5.23.0 do (see tests/data/huggingface)."""
+"""Tests that encoder-decoder models compute the outputs of transformers 5.23.0, which
+tests/data/huggingface contains.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +17,8 @@ from brt.models import seq2seq
 
 pytestmark = pytest.mark.slow_cases("longt5_local", "t5_gated")
 
-# float32, relative to the largest magnitude. Theirs differs from itself, whole and cached,
-# by as much.
+# Tolerance of float32 outputs, relative to the largest magnitude. In transformers, outputs with and
+# without a cache differ by as much.
 TOLERANCE = 5e-6
 
 
@@ -31,6 +33,8 @@ class Compiled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def compiled(read: Callable, directory: Callable[[str], Path]) -> Callable[[str], Compiled]:
+    """Returns a function that compiles the functions of a model by name; results are reused."""
+
     @functools.cache
     def build(name: str) -> Compiled:
         model = read(name)[0]
@@ -77,7 +81,7 @@ def test_logits_of_whole_targets_equal_those_of_transformers(compiled: Callable,
 
 @pytest.mark.slow_cases("t5", "longt5_tglobal")
 def test_steps_of_several_beams_over_one_source(compiled: Callable, name: str) -> None:
-    """The second beam reads the third source's targets; reordering swaps the two halfway."""
+    """The second beam reads the third source's targets, and the beams are swapped halfway."""
     model = compiled(name)
     x = model.expected
     state = model.prefill(model.params, jnp.asarray(x["encoded"]), x["mask"], 2)
@@ -98,7 +102,7 @@ def test_steps_of_several_beams_over_one_source(compiled: Callable, name: str) -
 
 @pytest.mark.slow_cases("t5", "bart")
 def test_padding_changes_nothing(compiled: Callable, name: str) -> None:
-    """Neither what stands in it nor how much there is of it."""
+    """Neither the tokens in the padding nor its length change the outputs."""
     model = compiled(name)
     x = model.expected
     lengths = ((0, 0), (0, 5))

@@ -1,4 +1,4 @@
-"""A directory in Hugging Face's format with a decoder, as every command and the API open it."""
+"""Tests commands and the Python API on a pretrained decoder in Hugging Face's format."""
 
 import dataclasses
 import json

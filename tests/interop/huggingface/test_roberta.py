@@ -1,4 +1,6 @@
-"""RoBERTa's checkpoints: ours computes what transformers 5.23.0 does (tests/data/huggingface)."""
+"""Tests that converted RoBERTa checkpoints compute the outputs of transformers 5.23.0, which
+tests/data/huggingface contains.
+"""
 
 import dataclasses
 import functools
@@ -29,20 +31,21 @@ TASKS = {
     "roberta_classification": "classification",
     "roberta_spans": "spans",
 }
-TOLERANCE = 5e-6  # relative to the largest magnitude, float32
+TOLERANCE = 5e-6  # of float32 outputs, relative to the largest magnitude
 
 each_model = pytest.mark.parametrize("model", TASKS)
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "slow" not in request.keywords:  # others do not depend on what else is installed
+    # Only slow tests compare with transformers; results of others must not depend on installation.
+    if "slow" not in request.keywords:
         monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
 
 
 @pytest.fixture
 def source(tmp_path: Path, directory: Callable) -> Path:
-    """The masked language model with a tokenizer beside it."""
+    """Returns a directory with the masked language model and tokenizer files."""
     shutil.copytree(directory("roberta"), tmp_path / "theirs")
     (tmp_path / "theirs/vocab.json").write_bytes(b"{}")
     (tmp_path / "theirs/merges.txt").write_bytes(b"m")
@@ -56,7 +59,7 @@ def loaded(directory: Path) -> tuple[Any, dict[str, np.ndarray]]:
 
 @functools.cache
 def computed(directory: Path, attention: Attention) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden vectors and logits of the recorded inputs."""
+    """Returns hidden vectors and logits for the recorded inputs."""
     (params, described), x = loaded(directory)
     arrays = [jnp.asarray(x[name]) for name in ("tokens", "mask", "types")]
 
@@ -89,9 +92,9 @@ def test_hidden_vectors_and_logits(directory: Callable, model: str) -> None:
         assert difference <= TOLERANCE * np.abs(expected).max(), f"{difference:.1e}"
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests in test_convert.py and test_weights.py also convert models.
 def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
-    """With as many best keys as there are it is exact; with few and 25 clusters it is near."""
+    """Clustered attention is exact if top_k covers all keys, and close with 25 clusters."""
     x = loaded(directory("roberta"))[1]
     exact, there = computed(directory("roberta"), Attention())[1], x["mask"]
     logits = {}
@@ -105,9 +108,9 @@ def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
     assert 0 < np.sqrt(np.mean(logits["near"] ** 2)) < 0.05 * exact[there].std()
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests in test_convert.py and test_weights.py also convert models.
 def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
-    """A checkpoint with one label is a regression model, when read and when written."""
+    """A checkpoint with a single label is read and written as a regression model."""
     theirs = tmp_path / "theirs"
     shutil.copytree(directory("roberta_classification"), theirs)
     settings = files.read_json(theirs / "config.json")
@@ -174,7 +177,7 @@ def test_copies_prefixes_and_relics_are_understood(directory: Callable) -> None:
         weights.normalize_names({**arrays, "lm_head.decoder.weight": arrays[embedding] + 1})
 
 
-@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
+@pytest.mark.slow  # The quick tests in test_convert.py and test_weights.py also convert models.
 def test_a_bare_encoder_gets_a_new_head(source: Path, tmp_path: Path) -> None:
     arrays = files.read_tensors(source)
     bare = {name: array for name, array in arrays.items() if not name.startswith("lm_head")}
@@ -224,12 +227,12 @@ def test_pickles_missing_arrays_and_other_encoders_are_refused(source: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.filterwarnings("ignore")  # Torch and transformers themselves cause warnings.
 @each_model
 def test_converted_models_have_the_logits_of_transformers_in_both_directions(
     model: str, tmp_path: Path
 ) -> None:
-    """Against the library itself, where it is installed."""
+    """The test compares with the library itself, and is skipped where it is not installed."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

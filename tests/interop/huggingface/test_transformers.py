@@ -1,4 +1,6 @@
-"""Against the library itself, where it is installed: both ways, for every architecture."""
+"""Compares converted models of every architecture with the transformers library, in both
+directions, where the library is installed.
+"""
 
 import warnings
 from pathlib import Path
@@ -36,7 +38,7 @@ LIVE = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.filterwarnings("ignore")  # Torch and transformers themselves cause warnings.
 @pytest.mark.parametrize("model", LIVE)
 def test_converted_models_have_the_logits_of_transformers_in_both_directions(
     model: str, tmp_path: Path
