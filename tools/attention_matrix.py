@@ -1,13 +1,14 @@
-"""The models of a sweep, each read with several kinds of attention: Table 1 of Vyas et al. (2020).
+"""Evaluates the models of a sweep with other kinds of attention: Table 1 of Vyas et al. (2020).
 
     python tools/attention_matrix.py runs/speech_an4 [--split=test] [--points=full,lsh-1]
         [--kinds=full,clustered,improved_clustered] [--times] [--json=FILE]
 
-A row for every finished point, a column for every kind; kinds whose queries are their keys are for
-models that learned with one projection for both. Clusters, rounds and best keys are those that the
-point was trained with. Prints error rates in percent, or scores, or bits per token,
-whichever the models have; with --times, of recognisers, also the encoder's milliseconds for a
-second of speech.
+The table has a row for every point of the sweep and a column for every kind of attention. Kinds
+that use the queries as keys are evaluated only on models that were trained with one projection for
+queries and keys. The numbers of clusters, hashing rounds and best keys are those of the training.
+A cell contains the error rate in percent, the score, or the bits per token, depending on the task
+of the models. With --times, it also contains the milliseconds that the encoder of a speech
+recogniser takes for a second of speech.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def reading(path: Path, kind: str, split: str) -> dict[str, Any] | None:
-    """The report of an evaluation; None where the model cannot be read like that."""
+    """Returns the report of an evaluation, or None if the model does not support the kind."""
     try:
         workdir, found, config = saved_model.load_config(path)
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:

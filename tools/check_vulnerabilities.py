@@ -1,8 +1,9 @@
-"""Asks OSV (https://osv.dev) whether a version in requirements.lock is known to be vulnerable.
+"""Asks OSV (https://osv.dev) for known vulnerabilities of the packages in requirements.lock.
 
     python tools/check_vulnerabilities.py [requirements.lock]
 
-Ends with 0 where none is, 1 where some are, and 2 where nobody could be asked, which says nothing.
+The exit code is 0 if no package has a known vulnerability, 1 if some packages have one, and 2 if
+the server did not answer, so that nothing was checked.
 """
 
 import argparse
@@ -24,7 +25,7 @@ Package = tuple[str, str]  # name and version
 
 
 def pinned(lock: Path) -> list[Package]:
-    """Every version of every package that a lock file names, for whichever Python it is."""
+    """Returns all packages and versions in a lock file, including those for other Pythons."""
     found = []
     for line in lock.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -36,15 +37,15 @@ def pinned(lock: Path) -> list[Package]:
 
 
 def vulnerabilities(packages: Sequence[Package], url: str = OSV) -> dict[Package, list[str]]:
-    """The names of what is known of each package, where anything is.
+    """Returns the ids of the known vulnerabilities, by package; only of vulnerable packages.
 
     Raises:
-      OSError: nobody answers.
-      ValueError: the answer is not one.
+      OSError: the server does not answer.
+      ValueError: the answer does not have the expected format.
     """
     found: dict[Package, list[str]] = {package: [] for package in packages}
     asked: list[tuple[Package, str | None]] = [(package, None) for package in packages]
-    while asked:  # OSV answers in pages
+    while asked:  # OSV may answer in several pages.
         queries = [
             {
                 "package": {"name": name, "ecosystem": "PyPI"},

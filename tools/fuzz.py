@@ -1,10 +1,10 @@
-"""Feeds damaged examples to every reader of files that others may have written.
+"""Passes damaged examples to every reader of files that somebody else may have written.
 
   python tools/fuzz.py --inputs 20000 --seed 1
   python tools/fuzz.py --crafted 10000 --seed 1     # whole run directories
 
-An input is read, or refused by a BrtError of one line, within seconds and little memory; of
-anything else the input is kept in --keep, and the exit code is 1.
+Every input must either be read or be refused by a BrtError of one line, within a limit of time and
+memory. All other inputs are written to the directory --keep, and the exit code is 1.
 """
 
 import argparse
@@ -51,18 +51,21 @@ from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import settings
 from brt.tasks.speech_recognition.data import arrays, filter_bank, kaldi, tables
 
-SECONDS = 20  # for an input
-MEGABYTES, RATIO = 256, 4 * 1032  # of memory for an input: these, and so many times its bytes
+SECONDS = 20  # time limit for an input
+# Reading an input may take 256 MiB of memory, and RATIO bytes for each byte of the input. Deflate
+# compresses by a factor of at most 1032.
+MEGABYTES, RATIO = 256, 4 * 1032
 
 
 class Target(NamedTuple):
-    """A reader.
+    """A file and the function that reads it.
 
     Attributes:
-      path: of the file that is damaged.
-      read: reads it, or what it is a part of.
-      of: a glob of the files that it stands for in the directory of a run ("run/metrics.jsonl"),
-        a sweep ("sweep/*/point.json") or a converted model ("hf/config.json"); "": of none.
+      path: the file that is damaged.
+      read: reads the file, or the directory or the store that the file belongs to.
+      of: a glob of the files that the file is an example of, in the directory of a run
+        ("run/metrics.jsonl"), a sweep ("sweep/*/point.json") or a converted model
+        ("hf/config.json"); "" for files outside of such directories.
     """
 
     path: Path
@@ -71,7 +74,7 @@ class Target(NamedTuple):
 
 
 def targets(place: Path) -> dict[str, Target]:
-    """Every reader by name, with a small example that it reads."""
+    """Writes a small example for every reader below `place`; returns the readers by name."""
     found: dict[str, Target] = {}
 
     def add(name: str, content: bytes | str, read: Callable[[Path], object]) -> None:
@@ -164,7 +167,15 @@ def _session(memory: Memory) -> Session:
 
 
 def outcome(target: Target, size: int) -> str:
-    """`read`, `refused`, or what else came of it."""
+    """Reads the file of a target within the limits of time and memory.
+
+    Args:
+      target: the file and its reader.
+      size: size of the file in bytes, which determines the memory limit.
+
+    Returns:
+      "read", "refused", or a description of what went wrong.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -184,9 +195,14 @@ def outcome(target: Target, size: int) -> str:
 
 
 def run(inputs: int, seed: int, keep: Path) -> int:
-    """Prints a table of what came of the inputs; the exit code.
+    """Reads damaged examples, prints a table of the outcomes, and returns the exit code.
 
-    Readers get a share each: the more the less time they take, by its square root.
+    The number of a reader's inputs is proportional to the square root of the reader's speed.
+
+    Args:
+      inputs: number of inputs of all readers together.
+      seed: seed of the random damage.
+      keep: directory for the inputs that were neither read nor refused.
     """
     _limit_seconds()
     bad = 0
@@ -216,10 +232,16 @@ def run(inputs: int, seed: int, keep: Path) -> int:
 
 
 def run_crafted(directories: int, seed: int, keep: Path) -> int:
-    """Opens run directories of which some files are others; prints a line; the exit code.
+    """Reads run directories in which some files were replaced; returns the exit code.
 
-    One to three files of each say something else, or are a FIFO, a directory, a socket or missing;
-    whatever commands read there is read, checksums of checkpoints fitting.
+    One to three files of each directory have damaged content, are missing, or are replaced by a
+    FIFO, a directory or a socket. Checksums of a checkpoint are corrected before it is read, so
+    that the readers cannot rely on them. Prints the number of directories by outcome.
+
+    Args:
+      directories: number of directories.
+      seed: seed of the random choices.
+      keep: directory for the files that were neither read nor refused.
     """
     _limit_seconds()
     counts = Counter[str]()
@@ -253,11 +275,12 @@ _FINE = ("read", "refused")
 
 
 def _readers(chosen: list[str], every: Mapping[str, Target]) -> list[str]:
-    """What reads one of the chosen files, and what reads the checkpoint beside them."""
+    """Returns the names of the readers of the chosen files and of the reader of the checkpoint."""
     return [*dict.fromkeys([*chosen, f"run/checkpoints/{runs.STEP}/meta.json"])]
 
 
 def _craft(path: Path, good: bytes, draw: random.Random) -> None:
+    """Damages or removes a file, or replaces it by a FIFO, a directory or a socket."""
     kind = draw.randrange(16)
     if kind < 4:
         path.unlink()
@@ -286,7 +309,11 @@ def _keep(path: Path, content: bytes, name: str, said: str) -> None:
 
 
 def _rate(name: str, target: Target) -> float:
-    """Examples that a reader reads in a second; raises SystemExit where it does not read it."""
+    """Returns how often per second a reader reads its undamaged example.
+
+    Raises:
+      SystemExit: the reader does not read the example.
+    """
     size, start = target.path.stat().st_size, time.monotonic()
     for _ in range(2):
         if (said := outcome(target, size)) != "read":

@@ -1,11 +1,13 @@
-"""Writes tests/data/decoders: tiny random decoders of each family, with the logits of transformers.
+"""Writes tests/data/decoders: tiny random decoders of each family, and the logits that the library
+transformers computes with them. Tests compare brt's logits with them.
 
     pip install torch transformers
     python tools/make_decoder_fixtures.py tests/data/decoders
 
-All weights are random, also those of norms and biases, which a new model would have at 1 and 0.
-They are rounded to float16, in which they are stored. The documents are longer than four windows,
-and longer than the contexts before scaling.
+All weights are random, including the scales of norms (1 in a new model) and biases (0 in a new
+model). The weights are rounded to float16, because the files contain float16. The documents are
+longer than four windows, and longer than the models' original contexts, so that the scaling of
+rotary positions matters.
 """
 
 import sys
@@ -43,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main(directory: Path) -> None:
-    """Writes a file for each case."""
+    """Writes a file with config, weights, token ids and logits for each case."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, (family, settings) in CASES.items():
         config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"

@@ -1,4 +1,6 @@
-"""What every point of a sweep over memories keeps and costs: a table, from shapes alone.
+"""Prints a table of the parameters, carried bytes and FLOPs of the models of a sweep over memories.
+
+The figures are computed from shapes; no model is created or run.
 
 python tools/memory_kinds.py [--gin_file=configs/sweeps/memory.gin]
 """
@@ -18,43 +20,43 @@ from brt.models.flops import forward_flops_per_token
 from brt.sweeping import points, settings
 from brt.training.state import initial_params, parameter_counts
 
-BYTES = 259  # of text, and special ids: a vocabulary
+BYTES = 259  # Size of the vocabulary for bytes: the byte values and the special ids.
 HEAD = """\
 | model | parameters | carried, bytes a lane | FLOPs a token |
 |---|---|---|---|"""
 
 
 class Row(NamedTuple):
-    """A point: its name and its config, with a vocabulary."""
+    """The name and the config of a sweep's point. The config has a vocabulary size."""
 
     name: str
     config: Config
 
     @property
     def parameters(self) -> int:
-        """Of all the model, without making one."""
+        """Number of parameters of the model."""
         return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(self.config))))[
             0
         ]
 
     @property
     def carried(self) -> int:
-        """Bytes of a lane's state, at the end of a segment and between tokens alike."""
+        """Size in bytes of one lane's state, which is carried from segment to segment."""
         shapes = jax.eval_shape(lambda: new_state(self.config.model, 1))
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
     @property
     def flops(self) -> int:
-        """Of a token, forward."""
+        """FLOPs of the forward pass per token."""
         return forward_flops_per_token(self.config.model)
 
     def line(self) -> str:
-        """Of the table."""
+        """Returns the row as a line of the Markdown table."""
         return f"| {self.name} | {self.parameters:,} | {self.carried:,} | {self.flops:,} |"
 
 
 def rows(gin_file: str) -> list[Row]:
-    """The points of a sweep, in float32."""
+    """Returns the points of the sweep in a .gin file, with models in float32."""
     args = sweep.parser().parse_args([f"--gin_file={gin_file}"])
     bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
     found = []
@@ -67,7 +69,6 @@ def rows(gin_file: str) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gin_file", default="configs/sweeps/memory.gin")
     print(HEAD)

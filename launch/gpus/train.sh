@@ -1,11 +1,12 @@
 #!/bin/bash
-# One run on all GPUs of this machine, by one process:
+# Trains on all GPUs of this machine with one process:
 #   bash launch/gpus/train.sh --gin_file=configs/runs/books.gin --workdir=runs/books
-# It goes on by itself where it is told to stop (exit code 75), as spot machines are.
-# DRY_RUN=1 prints what it would run.
+# On SIGTERM, which spot machines send before they stop, the run saves a checkpoint and ends with
+# exit code 75; the same command continues it.
+# DRY_RUN=1 prints the command instead of running it.
 
-# Say here what the run needs.
-GPUS="${GPUS:-}" # such as 0,1,2,3; empty: all
+# Set the GPUs and the mesh of the run here.
+GPUS="${GPUS:-}" # such as 0,1,2,3; all GPUs if empty
 MESH="${MESH:-Mesh.data = -1}"
 
 run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }

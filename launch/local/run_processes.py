@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Runs a command of brt as several processes on this machine, each with fake CPU devices.
 
-What a cluster does, small enough to try: two processes train together with
+This is a small version of a run on a cluster. For example, two processes train together with
 
   python launch/local/run_processes.py --processes 2 -- \\
     python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/two \\
     --gin_bindings='Mesh.data = -1'
 
-A signal to this program goes to all of them. It ends with 0 where all do, else with the highest
-of their codes: 75 means that the same command goes on.
+SIGTERM and SIGINT are passed on to all processes. The exit code is the highest exit code of the
+processes. If it is 75, the same command continues the run.
 """
 
 import argparse
@@ -22,7 +22,8 @@ import threading
 import time
 from typing import TextIO
 
-PATIENCE_SECONDS = 90  # with the others, where one has failed
+# After a process has failed, the other processes are killed if they have not ended in this time.
+PATIENCE_SECONDS = 90
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def show(index: int, lines: TextIO) -> None:
-    """Every line behind the number of its process, but for what the network says of itself."""
+    """Prints each line of a process with its index, except for messages of the library Gloo."""
     for line in lines:
         if "[Gloo] Rank" in line:
             continue
@@ -78,7 +79,7 @@ def show(index: int, lines: TextIO) -> None:
 
 
 def end(process: subprocess.Popen) -> int:
-    """Its code, when one of them has failed or all are done; who hangs is killed."""
+    """Waits for a process and returns its exit code; kills the process if it takes too long."""
     try:
         return process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 #!/bin/bash
-# A sweep as a job array, one task for each point. Copy this file, say below what a task needs,
-# and submit it from where python finds brt:
+# Runs a sweep as a job array with one task for each point. Copy this file, set the resources of a
+# task below, and submit it from an environment in which Python finds brt:
 #   sbatch --array=0-13 sweep.sh --gin_file=configs/sweeps/gates.gin --workdir=runs/gates
 
 #SBATCH --job-name=sweep
@@ -13,15 +13,15 @@
 #SBATCH --mem=32G
 #SBATCH --gres=gpu:1
 
-# A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
-# queued again; it goes on from its checkpoint.
+# A task gets SIGTERM two minutes before its time limit. It saves a checkpoint, ends with exit code
+# 75 and is queued again; then it continues from the checkpoint.
 stopped=
 trap 'stopped=yes; kill -TERM "$child"' TERM
 "${PYTHON:-python}" -m brt.sweep "$@" --array_index="$SLURM_ARRAY_TASK_ID" &
 child=$!
 wait "$child"
 code=$?
-while [ -n "$stopped" ]; do # the signal has ended the wait, not the child
+while [ -n "$stopped" ]; do # The signal has ended only `wait`; the child is still running.
   stopped=
   wait "$child"
   code=$?

@@ -1,5 +1,6 @@
 #!/bin/bash
-# One run. Copy this file, say below what it needs, and submit it from where python finds brt:
+# Trains on one node. Copy this file, set the resources below, and submit it from an environment in
+# which Python finds brt:
 #   sbatch train.sh --gin_file=configs/runs/books.gin --workdir=runs/books
 
 #SBATCH --job-name=train
@@ -12,15 +13,15 @@
 #SBATCH --mem=32G
 #SBATCH --gres=gpu:1
 
-# The job gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
-# queued again; it goes on from its checkpoint.
+# The job gets SIGTERM two minutes before its time limit. It saves a checkpoint, ends with exit code
+# 75 and is queued again; then it continues from the checkpoint.
 stopped=
 trap 'stopped=yes; kill -TERM "$child"' TERM
 "${PYTHON:-python}" -m brt.train "$@" &
 child=$!
 wait "$child"
 code=$?
-while [ -n "$stopped" ]; do # the signal has ended the wait, not the child
+while [ -n "$stopped" ]; do # The signal has ended only `wait`; the child is still running.
   stopped=
   wait "$child"
   code=$?

@@ -1,7 +1,7 @@
 #!/bin/bash
-# One run on several nodes. Copy this file, say below what it needs, and submit it:
+# Trains on several nodes. Copy this file, set the resources below, and submit it:
 #   sbatch train_nodes.sh --gin_file=configs/base/paper.gin ... --workdir=/shared/runs/a
-# DRY_RUN=1 bash train_nodes.sh ... prints what it would run.
+# DRY_RUN=1 bash train_nodes.sh ... prints the command instead of running it.
 
 #SBATCH --job-name=train
 #SBATCH --output=train-%j.txt
@@ -15,17 +15,18 @@
 #SBATCH --mem=0
 #SBATCH --gres=gpu:8
 
-# One process a node has all of its GPUs. The processes find each other by what SLURM says; all of
-# them stop at the same step, five minutes before the time of the job is over.
+# Each node has one process, which uses all GPUs of the node. The processes find each other through
+# SLURM's environment variables. Five minutes before the job's time limit, all of them stop at the
+# same step.
 run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
 
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM # to all processes, not to this script
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM # signals the job's processes, but not this script
 run srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m brt.train --distributed \
   --gin_bindings='Mesh.data = -1' "$@" &
 child=$!
 wait "$child"
 code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ends the wait, not the child
+while kill -0 "$child" 2>/dev/null; do # A signal ends only `wait`; the child is still running.
   wait "$child"
   code=$?
 done

@@ -1,20 +1,20 @@
 #!/bin/bash
-# A TPU slice from nothing to evaluated bits. Say below what is yours; then
-#   bash pod.sh create     asks for the slice and waits until it is there
+# Creates a TPU slice, trains and evaluates on it, and deletes it. Set the variables below; then
+#   bash pod.sh create     requests the slice and waits until it is active
 #   bash pod.sh install    installs brt on all of its hosts
 #   bash pod.sh train --gin_file=configs/base/paper.gin ...   trains, on all hosts
 #   bash pod.sh evaluate --split=test
-#   bash pod.sh delete     gives it back
-# DRY_RUN=1 prints the commands.
+#   bash pod.sh delete     deletes the slice
+# DRY_RUN=1 prints the commands instead of running them.
 
 PROJECT="${PROJECT:-my-project}"
 ZONE="${ZONE:-us-central2-b}"
 NAME="${NAME:-brt}"
-TYPE="${TYPE:-v4-64}"                       # 32 chips: brt.plan says whether the run fits
+TYPE="${TYPE:-v4-64}"                       # 32 chips; brt.plan says whether the run fits
 RUNTIME="${RUNTIME:-tpu-ubuntu2204-base}"
 WORKDIR="${WORKDIR:-/mnt/shared/runs/$NAME}" # a file system that all hosts have mounted
-PACKAGE="${PACKAGE:-brt}"                   # or the address of a wheel
-SPOT="${SPOT:-}"                            # --spot: cheaper, and taken away at any time
+PACKAGE="${PACKAGE:-brt}"                   # or the URL of a wheel
+SPOT="${SPOT:-}"                            # --spot: cheaper, but may be stopped at any time
 
 set -eu
 

@@ -1,16 +1,18 @@
-"""Window attention by brt's implementations and by other people's, forward and with gradients.
+"""Measures the window attention of brt, jax.nn and torch, forward and with gradients.
 
     python tools/benchmark/attention.py [--lanes=32] [--tokens=4096] [--window=512] [--heads=8]
         [--head_dim=128] [--dtype=bfloat16] [--rounds=5] [--only=brt,torch] [--json=FILE]
 
-A process for each framework; processes and what is in them take turns, a figure is the median over
-the rounds, a ratio the median of those within a round. What cannot be here is named.
+Each framework runs in a process of its own. The processes and their implementations take turns.
+Times are medians over the rounds; a ratio is the median of the ratios within a round.
+Implementations that cannot run on this machine are listed with the reason.
 
-TFLOP/s count a window of keys for each query, and two products forward and four backward of them.
-The error is that of the worst of output and gradients, of the first lane, against float64 and over
-the largest number of the array. *blocked* for those that know no windows: jax.nn and torch sdpa
-attend from each block to itself and the one before, with the bias as a mask. Rows without a bias
-gradient do less: they bound the others, and are not to be compared with them.
+TFLOP/s count one window of keys for each query, with two products in the forward pass and four in
+the backward pass. The error is the largest one of the output and the gradients in the first lane:
+the distance from a float64 result, divided by the largest number of the array. jax.nn (except
+`cudnn, no bias`) and torch sdpa know no windows. There, each block attends to itself and the
+previous block, and the bias is part of the mask. Rows without a gradient of the bias compute less
+than the others; their times are only lower bounds.
 """
 
 import argparse
@@ -31,17 +33,17 @@ from timing import interleaved, ratio, show
 from brt import allocator, platforms
 
 FRAMEWORKS = ("jax", "torch")
-LEAST = 1.0  # milliseconds that are timed at once
+LEAST = 1.0  # milliseconds that one measurement takes at least
 Row = dict[str, Any]
 
 
 class Worker:
-    """A process that answers each line with a line of JSON."""
+    """A process that measures one framework, and answers each line of input with a line of JSON."""
 
     def __init__(self, framework: str, sizes: Sizes, only: str):
         command = [sys.executable, __file__, f"--serve={framework}", f"--only={only}"]
         command += [f"--{name}={value}" for name, value in sizes._asdict().items()]
-        own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # there are others on the device
+        own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # Processes share the device.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | own
         )
@@ -64,8 +66,19 @@ class Worker:
 
 
 def serve(framework: str, sizes: Sizes, only: list[str]) -> None:
-    """Says what there is, then milliseconds of a round for each line that comes in."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what frameworks print is no answer
+    """Runs as the process of a framework.
+
+    Prints a line of JSON with the device, the facts about each implementation, and the reasons
+    why others are absent. Then it reads lines with "forward" or "both" from stdin, and prints the
+    milliseconds of one round of each implementation.
+
+    Args:
+      framework: "jax" or "torch".
+      sizes: sizes of the arrays.
+      only: parts of names; implementations whose name contains none of them are left out.
+    """
+    # Frameworks print messages, which must not be taken for answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
     allocator.keep_memory()
     room = importlib.import_module(f"attention_{framework}")
     given = [inputs(sizes, seed) for seed in range(2)]
@@ -99,7 +112,7 @@ def serve(framework: str, sizes: Sizes, only: list[str]) -> None:
 
 
 def _repeats(functions: dict[str, Any]) -> int:
-    """As many that the quickest takes long enough to be timed."""
+    """Returns how many calls of the fastest function take the time LEAST."""
     times = interleaved(functions, 1)
     return max((math.ceil(LEAST / min(own)) for own in times.values()), default=1)
 
@@ -113,7 +126,7 @@ def main() -> None:
     if args.serve:
         serve(args.serve, sizes, args.only.split(","))
         return
-    platforms.use_cpu_without_accelerator()  # processes inherit it
+    platforms.use_cpu_without_accelerator()  # The processes inherit this choice.
     there = [name for name in FRAMEWORKS if importlib.util.find_spec(name)]
     absent = {name: "is not installed" for name in FRAMEWORKS if name not in there}
     workers = [Worker(name, sizes, args.only) for name in there]
@@ -141,6 +154,7 @@ def main() -> None:
 
 
 def row(name: str, facts: Row, times: dict[str, dict[str, list[float]]], sizes: Sizes) -> Row:
+    """Returns the row of an implementation for the table."""
     first = next(iter(times["both"]))
     middle = {what: statistics.median(own[name]) for what, own in times.items()}
     return {
@@ -158,7 +172,7 @@ def row(name: str, facts: Row, times: dict[str, dict[str, list[float]]], sizes: 
 
 
 def _clocks() -> list[str]:
-    """Of NVIDIA's devices, which times depend on."""
+    """Returns name and clock rates of NVIDIA GPUs, because the times depend on them."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=name,clocks.sm,clocks.mem", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""Window attention by brt's implementations and by jax.nn, for `attention.py`."""
+"""Window attention with the implementations of brt and of jax.nn, for `attention.py`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from brt.ops.window_attention import window_part
 from brt.ops.window_attention.api import OP
 from brt.ops.window_attention.xla import circulant
 
-UNSEEN = -1e9  # a logit
+UNSEEN = -1e9  # logit of a key that a query must not see
 Array = jax.Array
 Pair = tuple[jax.Array, jax.Array]  # keys and values of the cached block
 FOR_TESTS = ("reference", "interpret")
@@ -24,7 +24,7 @@ def device() -> str:
 
 
 def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contestant | str]]:
-    """All of them by name; why, of those that cannot be here."""
+    """Yields name and contestant, or the reason why a contestant cannot run on this machine."""
     arrays = [
         tuple(jnp.asarray(x, jnp.float32 if x is one.bias else sizes.dtype) for x in one)
         for one in given
@@ -86,7 +86,17 @@ def _own(cached: Pair, q: Array, k: Array, v: Array, bias: Array, **options: str
 
 
 def blocked(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: Array) -> Array:
-    """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
+    """Computes window attention with a function that knows no windows.
+
+    Each block is a separate row of the batch. It attends to itself and to the previous block, and
+    a mask hides the half of the keys that are outside of the window.
+
+    Args:
+      attend: attention of queries, keys and values with a bias that is added to the logits.
+      cached: keys and values of the block before the segment.
+      q, k, v: queries, keys and values of the segment.
+      bias: [H, W], bias of the logits by distance.
+    """
     lanes, _, *heads = q.shape
     window = bias.shape[1]
 
@@ -103,5 +113,8 @@ def blocked(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: 
 
 
 def windowed(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: Array) -> Array:
-    """What it takes without a bias and a cached block, which its kernel does not have."""
+    """Computes window attention with a kernel that supports neither the bias nor a cached block.
+
+    Its time is a lower bound for implementations that do.
+    """
     return attend(q, k, v, local_window_size=(bias.shape[1] - 1, 0))

@@ -1,16 +1,21 @@
-"""What `attention.py` measures: sizes, inputs that all frameworks share, and the exact result."""
+"""Sizes, inputs, and the exact result of window attention, for all frameworks of `attention.py`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp  # NumPy has no bfloat16 of its own
+import jax.numpy as jnp  # NumPy itself has no bfloat16.
 import numpy as np
 
-GRADIENTS = ("queries", "keys", "values", "bias")  # as in training, none of the cached block
-PRODUCTS = {"forward": 2, "both": 6}  # of queries and keys of a window that have to be
+# As in training, there are no gradients of the cached block.
+GRADIENTS = ("queries", "keys", "values", "bias")
+# Number of products over all pairs of a query and a key of its window that attention needs at
+# least.
+PRODUCTS = {"forward": 2, "both": 6}
 
 
 class Sizes(NamedTuple):
+    """Sizes and dtype of the arrays that attention is measured with."""
+
     lanes: int
     tokens: int
     window: int
@@ -19,19 +24,26 @@ class Sizes(NamedTuple):
     dtype: str
 
     def flops(self, what: str) -> float:
-        """Of the keys that a token sees; what tiles compute besides, or anew, does not count."""
+        """Returns the FLOPs of the products of all queries and the keys that they see.
+
+        Products that an implementation computes with masked keys, or for a second time, do not
+        count.
+
+        Args:
+          what: "forward", or "both" for the forward and backward pass.
+        """
         pairs = self.lanes * self.heads * self.tokens * self.window
         return 2.0 * PRODUCTS[what] * pairs * self.head_dim
 
 
 class Inputs(NamedTuple):
-    """Float32 that the dtype of the computation holds.
+    """Float32 inputs whose values the dtype of the computation represents exactly.
 
     Attributes:
-      cached_keys, cached_values: [B, W, H, K], of the block before the segment.
-      queries, keys, values: [B, T, H, K]; queries are scaled.
-      bias: [H, W], by distance.
-      gradient: of the output.
+      cached_keys, cached_values: [B, W, H, K], keys and values of the block before the segment.
+      queries, keys, values: [B, T, H, K]; the queries are already scaled.
+      bias: [H, W], added to the logits of each head, by the distance of query and key.
+      gradient: [B, T, H, K], gradient of the output.
     """
 
     cached_keys: np.ndarray
@@ -44,14 +56,16 @@ class Inputs(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """One way to compute it, on inputs of its own.
+    """An implementation of window attention, with its inputs.
 
     Attributes:
-      forward, both: without and with gradients, on inputs that take turns; what
-        `jax.block_until_ready` waits for.
-      results: the output and the gradients, by name, from that of the output.
-      memory: bytes of the device at most, with gradients; None: the backend does not say.
-      biased: whether it has the bias and the cached block; else a bound for those that have.
+      forward: computes the output, for the next one of several inputs in turn; returns a value
+        that `jax.block_until_ready` can wait for.
+      both: as `forward`, but computes the gradients, too.
+      results: maps a gradient of the output to the output and the gradients, by name.
+      memory: peak number of bytes on the device, with gradients; None if unknown.
+      biased: True if the implementation has the bias and the cached block. Otherwise it computes
+        less, so its time is only a lower bound for the others.
     """
 
     forward: Callable[[], Any]
@@ -62,6 +76,7 @@ class Contestant(NamedTuple):
 
 
 def inputs(sizes: Sizes, seed: int = 0) -> Inputs:
+    """Returns normal random inputs."""
     draw = np.random.default_rng(seed)
     lanes, tokens, window, heads, width, dtype = sizes
 
@@ -77,17 +92,18 @@ def inputs(sizes: Sizes, seed: int = 0) -> Inputs:
 
 
 def first_lane(gradient: np.ndarray) -> np.ndarray:
-    """The gradient of a loss that depends on the first lane alone."""
+    """Sets the gradient to 0 in all lanes except the first."""
     only = np.zeros_like(gradient)
     only[0] = gradient[0]
     return only
 
 
 def exact(given: Inputs, biased: bool = True) -> dict[str, np.ndarray]:
-    """Output and gradients of the first lane, float64, block by block.
+    """Computes output and gradients of the first lane in float64, block by block.
 
     Args:
-      biased: False leaves out the bias and the cached block.
+      given: inputs of all lanes.
+      biased: False to leave out the bias and the cached block.
     """
     before_k, before_v, q, k, v, bias, g = (
         (x if x is given.bias else x[0]).astype(np.float64) for x in given
@@ -121,7 +137,7 @@ def exact(given: Inputs, biased: bool = True) -> dict[str, np.ndarray]:
 
 
 def error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """The largest of any array, over the largest number of that array; of the first lane."""
+    """Returns the largest error of the first lane, relative to the largest value of its array."""
     worst = 0.0
     for name, x in found.items():
         own = x if name == "bias" else x[0]
@@ -131,7 +147,7 @@ def error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> floa
 
 
 def deterministic(contestant: Contestant, gradient: np.ndarray, times: int = 3) -> bool:
-    """Whether output and gradients are the same bit by bit."""
+    """Returns True if output and gradients are equal bit by bit in repeated calls."""
     first = contestant.results(gradient)
     again = (contestant.results(gradient) for _ in range(times - 1))
     return all(np.array_equal(first[name], x) for one in again for name, x in one.items())

@@ -1,4 +1,4 @@
-"""Window attention by torch's functions, for `attention.py`, where torch is installed."""
+"""Window attention with functions of torch, for `attention.py` if torch is installed."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-UNSEEN = -1e9  # a logit
+UNSEEN = -1e9  # logit of a key that a query must not see
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Function = Callable[..., Tensor]
 
 
 class Pending:
-    """What `jax.block_until_ready` waits for."""
+    """A value with which `jax.block_until_ready` waits for the work of torch."""
 
     def block_until_ready(self) -> None:
         if GPU:
@@ -30,7 +30,7 @@ def device() -> str:
 
 
 def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contestant | str]]:
-    """All of them by name; why, of those that cannot be here."""
+    """Yields name and contestant, or the reason why a contestant cannot run on this machine."""
     arrays = [[_tensor(name, x, sizes) for name, x in one._asdict().items()] for one in given]
     yield "torch sdpa", _contestant(blocked, arrays, True)
     for name, biased in (("torch flex", True), ("flex, no bias", False)):
@@ -41,7 +41,7 @@ def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contes
 
 
 def _tensor(name: str, x: np.ndarray, sizes: Sizes) -> Tensor:
-    """[B, H, T, K] of an array, which is how torch has heads."""
+    """Converts an array to a tensor; queries, keys and values become [B, H, T, K], as in torch."""
     if name == "bias":
         return torch.tensor(x, device=DEVICE, requires_grad=True)
     made = torch.tensor(x, device=DEVICE, dtype=getattr(torch, sizes.dtype))
@@ -89,7 +89,11 @@ def _contestant(function: Function, arrays: list[list], biased: bool) -> Contest
 def blocked(
     cached_k: Tensor, cached_v: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> Tensor:
-    """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
+    """Computes window attention with scaled_dot_product_attention, which knows no windows.
+
+    Each block is a separate row of the batch. It attends to itself and to the previous block, and
+    a mask hides the half of the keys that are outside of the window.
+    """
     lanes, heads, tokens, width = q.shape
     window = bias.shape[1]
     blocks = tokens // window
@@ -100,7 +104,8 @@ def blocked(
 
     rows, columns = torch.arange(window, device=DEVICE), torch.arange(2 * window, device=DEVICE)
     distance = rows[:, None] + window - columns
-    # Slot c of row r is of distance r - c modulo the window: a vector that is shifted row by row.
+    # Row r and slot c have the distance (r - c) modulo the window, so each row of the bias is the
+    # previous one, shifted by one.
     repeated = bias.roll(-1, 1).repeat(1, window + 1).reshape(heads, window, window + 1)
     tile = repeated[:, :, :window].flip(2).repeat(1, 1, 2)
     seen = (distance >= 0) & (distance < window)
@@ -112,7 +117,12 @@ def blocked(
 
 
 def flexible(sizes: Sizes, biased: bool) -> Function:
-    """By its own blocks; without the bias also without the cached block."""
+    """Returns window attention by flex_attention, with a mask of blocks.
+
+    Args:
+      sizes: sizes of the arrays.
+      biased: False to leave out the bias and the cached block.
+    """
     window, cached = sizes.window, sizes.window if biased else 0
 
     def seen(b: Any, h: Any, row: Any, column: Any) -> Any:

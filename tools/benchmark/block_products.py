@@ -1,10 +1,12 @@
-"""What a compiler gives for a stack's bare products, read as a whole and block by block.
+"""Compares the costs of a stack's products on whole segments with those of block by block.
 
     python tools/benchmark/block_products.py --topology=v4:2x2x1 --sequences=1
 
-The dense products of the paper's twelve layers, forward and to the gradients of activations,
-bfloat16, 4,096 tokens a sequence: of whole segments, and with ten layers as feedback reads them, a
-block of 512 after the other. What feedback costs beyond its FLOPs begins here. Nothing runs.
+The program consists of the dense products of the paper's twelve layers in bfloat16 with 4,096
+tokens per sequence: the forward pass and the gradients of the activations. It is compiled twice:
+with products over whole segments, and with ten layers that are applied to one block of 512 tokens
+after the other, as a model with feedback does. The costs that the compiler estimates show how much
+slower feedback is with the same FLOPs, before anything else of the model is added. Nothing is run.
 """
 
 import argparse
@@ -28,7 +30,9 @@ SHAPES = {
 
 
 def layer(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Products as a layer has them, and no more between them than keeps them apart."""
+    """Computes the products of a layer, with only as many operations between them as are needed to
+    keep the compiler from merging them.
+    """
     read = sum(jnp.split(jnp.tanh(x @ weights["projections"]), 4, axis=-1))
     x = x + read @ weights["output"]
     return x + jax.nn.relu(x @ weights["up"]) @ weights["down"]
@@ -41,7 +45,11 @@ def whole(stack: list[dict[str, Array]], x: Float[Array, "B T D"]) -> Float[Arra
 
 
 def by_block(stack: list[dict[str, Array]], x: Float[Array, "B T D"]) -> Float[Array, ""]:
-    """Each block begins with what the one before has told."""
+    """Applies the first ten layers block by block and the others to the whole segment.
+
+    The output of a block is added to the input of the next one, so that the blocks must be
+    computed one after the other.
+    """
     told, blocks = jnp.zeros_like(x[:, :BLOCK]), []
     for block in jnp.split(x, x.shape[1] // BLOCK, axis=1):
         told += block
@@ -56,7 +64,7 @@ def main() -> None:
     parser.add_argument("--topology", default="v4:2x2x1", help="as brt.plan takes it")
     parser.add_argument("--sequences", type=int, default=1, help="on one device")
     args = parser.parse_args()
-    platforms.use_cpus()  # accelerators are left to others
+    platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
     topology = topologies.named(args.topology)
     there = SingleDeviceSharding(topology.devices[0])
 

@@ -1,20 +1,24 @@
-"""What clustered attention costs, and how close it comes, against full attention.
+"""Measures the time and the error of clustered attention in comparison with full attention.
 
     python tools/benchmark/clustered.py [--lengths=512,1024,2048,4096,8192,16384,32768]
         [--rounds=8] [--clusters=100] [--top_k=32] [--json=FILE] [--plot=FILE]
 
-One sequence, 4 heads of 64, float32, independent normal queries (which no clustering helps, and
-which cost the same as others). `sdpa` is jax.nn.dot_product_attention, `full` the softmax of all
-logits as it is written down. Functions take turns; ratios are medians over the rounds. Kinds whose
-logits all exist stop at --full_up_to tokens.
+Times are measured with one sequence, 4 heads of size 64, float32 and independent normal queries.
+Such queries have no clusters, but they cost as much as others. `sdpa` is
+jax.nn.dot_product_attention; `full` is a plain softmax of all logits. The functions take turns;
+ratios are medians over the rounds. Kinds that compute all logits at once are measured only up to
+--full_up_to tokens.
 
-On one thread of a CPU: XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 python ..., with
-MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000: else the system clears
-the pages of large arrays anew in each call, which takes longer than the call.
+To measure on one thread of a CPU, run
 
-The errors are ||y - full|| / ||full||; Reformer's, whose queries are its keys, to full attention
-with such keys. The plot has the times at all lengths, and the errors of several sizes of each
-kind against their time.
+    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 python ...
+
+with MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000. Otherwise the system
+maps and clears the pages of large arrays in each call, which takes longer than the call itself.
+
+The error is ||y - full|| / ||full||. Reformer uses its queries as keys, so it is compared with full
+attention that does the same. The plot shows the times at all lengths, and the error against the
+time for several sizes of each kind.
 """
 
 import argparse
@@ -72,7 +76,7 @@ def main() -> None:
 
 
 def measured(kinds: dict[str, Operation], tokens: int, rounds: int, full_up_to: int) -> list[Row]:
-    """Times of each kind at a length: forward, and with the gradients of all three inputs."""
+    """Measures each kind at one length: the forward pass, and the gradients of all three inputs."""
     x = regime("random", tokens)
     forward, both, temporary = {}, {}, {}
     for name, kind in kinds.items():
@@ -109,7 +113,11 @@ def _times_faster(times: dict[str, list[float]], name: str) -> float:
 
 
 def crossover(rows: list[Row], column: str) -> str:
-    """The length from which on it is not slower, on straight lines between logarithms."""
+    """Returns the length from which improved clustered attention is not slower than `sdpa`.
+
+    Between the measured lengths, the logarithm of the ratio of the times is interpolated linearly
+    in the logarithm of the length.
+    """
     sdpa, own = (
         {row["tokens"]: row[column] for row in rows if row["kind"] == kind}
         for kind in ("sdpa", "improved_clustered")
@@ -127,7 +135,7 @@ def crossover(rows: list[Row], column: str) -> str:
 
 
 def errors(clusters: int, top_k: int, tokens: int = 2048) -> list[Row]:
-    """Distance to full attention, of several kinds of queries."""
+    """Returns the error of each kind of attention for each of the REGIMES of queries."""
     common = {"clusters": clusters, "top_k": top_k}
     kinds = {
         "clustered": of("clustered", **common),
@@ -154,7 +162,7 @@ def error(run: Operation, name: str, queries: str, tokens: int) -> float:
 
 
 def sizes(rounds: int, tokens: int = 4096, queries: str = "sharp") -> list[Row]:
-    """Forward times and errors of each kind at several sizes: clusters, or rounds of hashing."""
+    """Measures time and error of each kind with several numbers of clusters or hashing rounds."""
     kinds = {
         f"{kind}, {clusters} clusters": of(kind, clusters=clusters)
         for kind in ("clustered", "improved_clustered")
@@ -175,5 +183,5 @@ def sizes(rounds: int, tokens: int = 4096, queries: str = "sharp") -> list[Row]:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -1,4 +1,4 @@
-"""The kinds of attention that `clustered.py` compares, and the queries it compares them on."""
+"""Kinds of attention and inputs for `clustered.py`, which compares their times and errors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +20,14 @@ from brt.ops.window_attention import window_part
 
 HEADS, WIDTH, WINDOW = 4, 64, 256
 REGIMES = ("random", "tight", "loose", "sharp", "retrieval")
-ALL_LOGITS = ("full", "oracle_top_k", "sdpa", "sdpa, causal")  # these exist at once
+# These kinds compute all logits at once.
+ALL_LOGITS = ("full", "oracle_top_k", "sdpa", "sdpa, causal")
 
 Operation = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def operations(clusters: int, top_k: int) -> dict[str, Operation]:
-    """Attention of [1, T, H, K] queries, keys and values of every kind."""
+    """Returns the kinds of attention, as functions of [1, T, H, K] queries, keys and values."""
     sizes = {"clusters": clusters, "top_k": top_k}
     return {
         "sdpa": jax.nn.dot_product_attention,
@@ -42,7 +43,7 @@ def operations(clusters: int, top_k: int) -> dict[str, Operation]:
 
 
 def of(kind: str, **settings: Any) -> Operation:
-    """Attention of a kind that encoders know."""
+    """Returns a kind of attention of encoders, with settings of the config section Attention."""
     return partial(_attend, config=Attention(kind=kind, **settings))
 
 
@@ -51,13 +52,21 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, config: Attention) -> jax.
 
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Full attention, unfused."""
+    """Computes full attention with two products and a softmax, which are not fused."""
     logits = jnp.einsum("bqhk,bshk->bhqs", q * WIDTH**-0.5, k)
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(logits), v)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) -> jax.Array:
-    """A decoder's: exact in a window, clustered before it."""
+    """Computes a decoder's causal clustered attention.
+
+    Attention is exact within a window. To earlier keys, it is computed through centroids.
+
+    Args:
+      q, k, v: [1, T, H, K] queries, keys and values.
+      clusters: number of centroids of each head.
+      top_k: number of keys that each centroid keeps.
+    """
     q = q * WIDTH**-0.5
     before = ((0, 0), (WINDOW, 0), (0, 0), (0, 0))
     window_keys, cached = (k, v), (jnp.zeros_like(k[:, :WINDOW]),) * 2
@@ -74,13 +83,17 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) 
 
 
 def regime(name: str, tokens: int) -> tuple[jax.Array, ...]:
-    """Queries, keys and values, float32 [1, T, H, K].
+    """Returns random queries, keys and values, float32 [1, T, H, K].
 
-    random     independent queries
-    tight      queries around 50 modes, a tenth of their distance away
-    loose      half of it
-    sharp      three tenths, and three times as long: more weight on few keys
-    retrieval  each looks for a key of its own
+    Args:
+      name: distribution of the queries:
+        random: independent normal queries.
+        tight: normal noise around 50 normal modes; the noise is 0.1 times as large as the modes.
+        loose: as `tight`, but the noise is half as large as the modes.
+        sharp: as `tight`, but the noise is 0.3 times as large as the modes, and the queries are
+          multiplied by 3, so that few keys have most of the weight.
+        retrieval: each query is near another key.
+      tokens: T.
     """
     draw = np.random.default_rng(0)
     q, k, v = draw.normal(size=(3, 1, tokens, HEADS, WIDTH))

@@ -1,4 +1,4 @@
-"""Pictures of what `clustered.py` measured."""
+"""Plots the measurements of `clustered.py`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 
 def draw(times: list[dict[str, Any]], sizes: list[dict[str, Any]], file: str) -> None:
-    """Forward time against length, and error against forward time."""
+    """Plots forward time against length, and error against forward time, into an image file."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for panel in (left, right):
@@ -32,7 +32,7 @@ def against_length(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def against_time(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """One line a kind; its points are named by their size."""
+    """Plots a line for each kind; points are labelled with their number of clusters or rounds."""
     for kind in dict.fromkeys(row["kind"].split(", ")[0] for row in rows):
         own = [row for row in rows if row["kind"].split(", ")[0] == kind]
         points = [(row["forward ms"], row["error"]) for row in own]

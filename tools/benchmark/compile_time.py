@@ -1,10 +1,11 @@
-"""Seconds to lower and compile a training step of T5 of 2 + 2 layers and of more.
+"""Measures the seconds for lowering and compiling a training step of T5 with 2 + 2 and more layers.
 
     python tools/benchmark/compile_time.py [--layers=2,12] [--rounds=3] [--model_dim=768]
         [--source=512] [--target=128] [--json=FILE]
 
-Forward and backward of the loss of one pair, of T5-base's sizes but for a small vocabulary. The
-depths take turns, each from scratch; ratios to the first depth are medians over the rounds.
+The step is the forward and backward pass of the loss of one pair, with the sizes of T5-base except
+for a small vocabulary. The depths take turns, and caches are cleared before each compilation.
+Ratios to the first depth are medians over the rounds.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def lowered_step(args: argparse.Namespace, layers: int) -> Any:
-    """The gradient of the loss, for shapes alone."""
+    """Lowers the gradient of the loss of a model with abstract parameters."""
     model = Seq2Seq(
         encoder_layers=layers, decoder_layers=layers, model_dim=args.model_dim,
         heads=args.model_dim // 64, mlp_dim=4 * args.model_dim, vocab_size=8000,

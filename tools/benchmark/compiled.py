@@ -1,17 +1,21 @@
-"""What a train step costs by part of the model, as the compilers of machines elsewhere say it.
+"""Prints the costs of a train step for each part of the model, as compilers for other machines
+estimate them.
 
     python tools/benchmark/compiled.py --topology=v5e:1x1 --gin_file=FILE.gin [--gin_bindings=...]
         [--implementations=window_attention:xla,pallas_tpu | --lengths=4096,8192]
     python tools/benchmark/compiled.py --baseline=tools/benchmark/baselines/rec.json [--record]
 
-Of one device and step: loops times their trip counts, kernels by the length of their schedule
-(`brt/planning`). Nothing runs. Implementations of one or several operations stand side by side,
-with ratios to the first; lengths of the segment with what a token of each costs. With
---instructions=20 those that take longest are listed: what is no product there is what to look at.
+The costs are cycles and bytes of one step on one device. The costs of a loop's body are multiplied
+by the trip count, and the cycles of a kernel are the length of its schedule (see `brt/planning`).
+The step is compiled but not run. With --implementations, the table compares implementations of one
+or several operations, with ratios to the first one. With --lengths, the table has the costs per
+token for several lengths of the segment. With --instructions=20, the 20 instructions that take
+longest are listed; those that are no matrix products are candidates for optimization.
 
-A baseline holds a case (files, bindings, machine), the versions that compiled it and its figures.
-The case is compiled anew and a part that grew by more than 5 % ends with exit code 1; with
---record the new figures take the old ones' place, or begin a file with the case of the flags.
+A baseline is a file with a case (.gin files, bindings, machine), the versions of the compiler and
+the costs. With --baseline, the case is compiled again, and the exit code is 1 if the costs of a
+part have grown by more than 5 %. With --record, the new costs replace those in the file. If the
+file does not exist, it is created for the case of the flags.
 """
 
 import argparse
@@ -25,25 +29,25 @@ from typing import Any, NamedTuple
 from brt import command_line, platforms
 from brt.errors import ConfigError
 
-GROWTH = 1.05
-LEAST = 0.001  # of all: what is less may grow
-_SHOWN = 80  # letters of a type or a path
+GROWTH = 1.05  # The costs of a part may grow by this factor.
+LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
+_SHOWN = 80  # Maximum number of characters shown of a type or a path.
 UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
 Figures = Mapping[str, Any]
 
 
 class Case(NamedTuple):
-    """What is compiled, for which machine."""
+    """A config to compile, and the machine to compile for."""
 
     gin_file: list[str]
     gin_bindings: list[str]
     topology: str
 
     def figures(self, *more: str) -> Figures:
-        """Those of `brt.plan`, with more bindings.
+        """Compiles the case with additional bindings and returns the figures of `brt.plan`.
 
         Raises:
-          ConfigError: a setting, or a machine that there is not; or the compiler refuses.
+          ConfigError: a setting or the machine is unknown, or the compiler refuses the program.
         """
         from brt.planning import plan, report, topologies
 
@@ -55,7 +59,7 @@ class Case(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    platforms.use_cpus()  # accelerators are left to others
+    platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
     if args.baseline:
         return beside_baseline(args)
     if not args.topology:
@@ -76,7 +80,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Names of implementations and the bindings that choose them, of `operation,...:name,...`."""
+    """Yields the name of each implementation and the bindings that select it.
+
+    Args:
+      text: operations and implementations as "operation,...:name,..."; None for the default.
+    """
     if not text:
         yield "auto", []
         return
@@ -91,13 +99,16 @@ def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
 
 
 def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:
-    """Cycles and bytes of each part, the largest first, and of all."""
+    """Returns cycles and bytes of each part, the largest part first, and of the whole step."""
     parts = sorted(found["parts"].items(), key=lambda one: (-one[1]["cycles"], -one[1]["bytes"]))
     return dict(parts) | {"all": {"cycles": found["cycles"], "bytes": found["memory_bytes"]}}
 
 
 def side_by_side(found: Mapping[str, Figures]) -> list[str]:
-    """A table of the parts, with ratios to the first; compilers for GPUs tell no cycles."""
+    """Returns the lines of a table of the parts, with ratios to the first column.
+
+    The table has no cycles for GPUs, because their compilers do not estimate any.
+    """
     first, *others = found
     by_part = {name: parts_of(one) for name, one in found.items()}
     columns = [column for column in UNITS if by_part[first]["all"][column]]
@@ -126,7 +137,7 @@ def memory(name: str, found: Figures) -> str:
 
 
 def longest(found: Figures, count: int) -> list[str]:
-    """A table of the instructions that take longest; equal ones of several layers are one row."""
+    """Returns a table of the longest instructions; equal instructions of layers share a row."""
     heads = ("Mcycles", "GB", "TFLOP of products", "times", "part", "operation", "result", "source")
     lines = ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in found["instructions"][:count]:
@@ -138,7 +149,10 @@ def longest(found: Figures, count: int) -> list[str]:
 
 
 def by_length(found: Mapping[int, Figures]) -> list[str]:
-    """Costs of a token, without the optimizer's, which do not depend on how many there are."""
+    """Returns a table of the costs per token for each length of the segment.
+
+    The optimizer is left out, because its costs do not depend on the number of tokens.
+    """
     heads = ("tokens", "cycles a token", "KB a token", "of all memories", "temporaries, KB a token")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     costs: dict[str, list[float]] = {"cycles": [], "bytes": [], "bytes_anywhere": []}
@@ -155,7 +169,7 @@ def by_length(found: Mapping[int, Figures]) -> list[str]:
 
 
 def beside_baseline(args: argparse.Namespace) -> int:
-    """Compiles a baseline's case; 1 where it costs more than it did."""
+    """Compiles the case of a baseline; returns the exit code, which is 1 if a part costs more."""
     path = Path(args.baseline)
     recorded = json.loads(path.read_text()) if path.exists() else {}
     if args.topology:
@@ -190,7 +204,7 @@ def shown(versions: Mapping[str, str]) -> str:
 
 
 def kept(found: Figures) -> dict[str, Any]:
-    """What a baseline has of the figures."""
+    """Returns the part of the figures that is stored in a baseline."""
     parts = {
         part: {column: round(cost[column]) for column in UNITS}
         for part, cost in parts_of(found).items()
@@ -199,7 +213,7 @@ def kept(found: Figures) -> dict[str, Any]:
 
 
 def grown(now: Figures, then: Figures) -> Iterator[str]:
-    """A sentence for each part that costs too much more; parts that are next to nothing may."""
+    """Yields a sentence for each part whose costs have grown too much (see GROWTH and LEAST)."""
     for column, (unit, scale) in UNITS.items():
         for part, cost in now["parts"].items():
             before = then["parts"].get(part, {}).get(column, 0)

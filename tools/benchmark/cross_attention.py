@@ -1,14 +1,15 @@
-"""What each kind of cross-attention costs: computed, and measured in one interleaved run.
+"""Computes and measures the costs of each kind of cross-attention, in one interleaved run.
 
     python tools/benchmark/cross_attention.py [--sources=1024,4096,16384,65536] [--rounds=20]
         [--segment_size=64] [--beams=1] [--train[=wide|small]] [--json=FILE]
 
-The paper's Table 1 and Figure 5 as it counts them and as the products really are; then, of one
-layer of T5-small's shape (8 heads of 64), the milliseconds of a decode step and the memory that
-it reads, for each length of source. `--train` measures a whole training step with each kind, too:
-2 + 2 layers of T5-small's width, 1,024 source and 128 target tokens; `--train=small` that of
-configs/base/summarization_small.gin, at segments of 64, 16 and 8. Models take turns; ratios to full
-attention are medians over the rounds.
+First, the costs in the paper's Table 1 and Figure 5 are printed, both as the paper counts them and
+with all matrix products. Then a decode step of one layer with the sizes of T5-small (8 heads of 64)
+is measured for each length of the source: its milliseconds, and the size of the cache that it
+reads. `--train` also measures a training step with each kind: 2 + 2 layers with the width of
+T5-small, 1,024 source and 128 target tokens. `--train=small` uses the model of
+configs/base/summarization_small.gin, with segments of 64, 16 and 8 tokens. Models take turns;
+ratios to full attention are medians over the rounds.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from brt.types import PairBatch
 
 KINDS = get_args(costs.Kind)
 HEADS, HEAD_DIM, TARGETS = 8, 64, 128
-SHAPES = {  # of training steps: the model, source and target tokens, segments
+SHAPES = {  # For training steps: model, source tokens, target tokens, segment sizes.
     "wide": (Seq2Seq(vocab_size=4000), 1024, TARGETS, None),
     "small": (
         Seq2Seq(vocab_size=2000, model_dim=64, heads=4, head_dim=16, mlp_dim=256,
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def computed() -> list[dict[str, Any]]:
-    """Thousands of multiplications and of numbers kept."""
+    """Returns the multiplications and stored numbers of the paper's cases, in thousands."""
     rows = []
     for targets, sources, segment in PAPER_SIZES:
         shape = {"targets": targets, "sources": sources, "head_dim": 64, "segment_size": segment}
@@ -94,7 +95,7 @@ def computed() -> list[dict[str, Any]]:
 
 
 def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[dict[str, Any]]:
-    """One layer's cross-attention of one target position, from its cache."""
+    """Measures one layer's cross-attention of one target position, which reads its cache."""
     keys = jax.random.split(jax.random.key(0), 3)
     k, v = (jax.random.normal(key, (1, sources, HEADS, HEAD_DIM)) for key in keys[:2])
     q = jax.random.normal(keys[2], (1, beams, 1, HEADS, HEAD_DIM))
@@ -129,7 +130,7 @@ def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[di
 
 
 def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Forward and backward of the loss, without the optimizer; full attention comes first."""
+    """Measures the loss with its gradients, without the optimizer; full attention comes first."""
     model, sources, targets, _ = SHAPES[shape]
     model = dataclasses.replace(model, encoder_layers=2, decoder_layers=2, dropout=0.0)
     functions, temporary = {}, {}
@@ -159,7 +160,7 @@ def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[s
 
 
 def training_step(config: Config) -> tuple[Callable[[], Any], float]:
-    """A compiled step on random pairs, and the memory it takes besides its arguments."""
+    """Compiles a step on random pairs; returns it and its temporary memory in MiB."""
     key, pairs = jax.random.key(0), config.pairs
     params = nn.meta.unbox(tasks.from_config(config).initial_params(config, key))
     source = jax.random.randint(key, (8, pairs.max_source_length), 2, config.seq2seq.vocab_size)
@@ -177,5 +178,5 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -1,12 +1,13 @@
-"""Compiles window attention's kernels for a GPU that is not here, and reads what they occupy.
+"""Compiles window attention's kernels for a GPU, and prints the resources that they occupy.
 
 python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
 python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
 python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
 python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 
-The compiler's figures, by kernel: registers of a thread, bytes of them spilled, shared memory and
-warps of a program, and how many programs a multiprocessor holds. They are no times.
+No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
+bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
+of programs that fit on a multiprocessor. No times are measured.
 """
 
 import argparse
@@ -26,10 +27,11 @@ KERNELS = re.compile(r"\.entry (window_attention_\w+?)(?:_mosaic_gpu_kernel)?\("
 LAUNCHES = re.compile(
     r"(window_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
 )
-# Of Mosaic GPU, whose kernels are no more than calls in XLA's own notes.
+# For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
 THREADS = re.compile(r"\.maxntid (\d+)")
 DYNAMIC = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
-# Of a multiprocessor: registers, bytes of shared memory, of which a program's own takes 1024 more.
+# Registers and bytes of shared memory of a multiprocessor, and the bytes of shared memory that the
+# GPU reserves for each program.
 REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
 
 
@@ -54,7 +56,10 @@ def main() -> None:
 
 
 def compiled(head_dim: int) -> dict[str, dict[str, int]]:
-    """By kernel; a process of its own, since the compiler reads where to write when it starts."""
+    """Compiles the kernels for a head size in a new process; returns their figures by kernel.
+
+    The process is new because XLA reads the directory for its dumps only when it starts.
+    """
     with tempfile.TemporaryDirectory() as place:
         dumps = f"--xla_dump_to={place}", *jax_versions.dumps_of_kernels()
         flags = " ".join((os.environ.get("XLA_FLAGS", ""), *dumps))
@@ -69,7 +74,7 @@ def compiled(head_dim: int) -> dict[str, dict[str, int]]:
 
 
 def read(place: Path) -> dict[str, dict[str, int]]:
-    """What the compiler has written."""
+    """Reads the figures of each kernel from the files that the compiler wrote into a directory."""
     (sequence,) = place.glob("*.thunk_sequence.txt")
     launches = {m[1]: (int(m[2]), int(m[3])) for m in LAUNCHES.finditer(sequence.read_text())}
     found = {}
@@ -89,14 +94,14 @@ def read(place: Path) -> dict[str, dict[str, int]]:
 
 
 def launched(path: Path, text: str) -> tuple[int, int]:
-    """Threads and shared memory of a kernel of Mosaic GPU."""
+    """Returns the number of threads and the bytes of shared memory of a Mosaic GPU kernel."""
     passes = path.with_suffix(".mlir-passes.log").read_text()
     return int(THREADS.findall(text)[0]), int(DYNAMIC.findall(passes)[0])
 
 
 def occupied(path: Path, target: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes of them that went to memory."""
-    log = path.with_suffix(".ptxas")  # Mosaic GPU's, of an assembler that it brings along
+    """Returns the registers of a thread, and the bytes of registers that are spilled to memory."""
+    log = path.with_suffix(".ptxas")  # Mosaic GPU runs its own assembler, which writes this log.
     said = log.read_text() if log.exists() else assembled(path, target)
     return int(re.findall(r"Used (\d+) reg", said)[0]), int(
         re.findall(r"(\d+) bytes spill", said)[0]
@@ -104,6 +109,7 @@ def occupied(path: Path, target: str) -> tuple[int, int]:
 
 
 def assembled(path: Path, target: str) -> str:
+    """Assembles a PTX file for a target such as "sm_90a"; returns the messages of ptxas."""
     import nvidia.cuda_nvcc
 
     ptxas = Path(nvidia.cuda_nvcc.__path__[0]) / "bin/ptxas"
@@ -113,7 +119,7 @@ def assembled(path: Path, target: str) -> str:
 
 
 def compile_one(args: argparse.Namespace) -> None:
-    """Forward and backward of two windows of eight heads, with all that there can be."""
+    """Compiles the forward and backward pass of eight heads over two windows of tokens."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding

@@ -1,7 +1,7 @@
-"""What `kernels.py` compiles: forward and backward of the operations that have kernels for TPUs.
+"""Cases for `kernels.py`: forward and backward passes of the operations that have TPU kernels.
 
-Each case takes a function that makes arrays of a shape and dtype, and returns another function and
-its arguments.
+Each case takes a function `array` that creates abstract arrays of a shape and dtype, and the flags
+of `kernels.py`. It returns a function and the abstract arguments to compile it for.
 """
 
 import argparse
@@ -32,12 +32,13 @@ from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
-SOURCE, TARGETS, SEGMENT, HEADS, WIDTH = 1024, 128, 64, 8, 64  # of a T5-small that reads news
+# Sizes of T5-small when it summarizes news.
+SOURCE, TARGETS, SEGMENT, HEADS, WIDTH = 1024, 128, 64, 8, 64
 TOKENS, CLUSTERS = 4096, 100
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Two blocks of tokens, their window with and without dropout, and as many states."""
+    """Window attention of two blocks, with and without dropout, and attention to states."""
     size, tokens, heads = args.window, 2 * args.window, 8
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
     bias, cache_mask = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
@@ -73,8 +74,10 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """A segment whose documents may start at each block of half a window, at most 256 tokens. Heads
-    are those of SmolLM2-135M or, if they have 256 numbers, of Gemma 3 270M.
+    """Local attention of a segment in which documents may start at each block.
+
+    A block has half a window, but at most 256 tokens. The numbers of heads are those of Gemma 3
+    270M if heads have size 256, and those of SmolLM2-135M otherwise.
     """
     heads, groups = (4, 1) if args.head_dim == 256 else (9, 3)
     block = min(args.window // 2, 256)
@@ -98,7 +101,7 @@ def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 def recurrent(
     array: Callable[..., Any], args: argparse.Namespace, model_dim: int = 256, blocks: int = 1
 ) -> Case:
-    """Blocks of tokens, and as many states, that read each other and the tokens."""
+    """The scan of a recurrent cell over blocks of tokens, with one state per token of a block."""
     size, heads = args.window, 8
     by_head, of_heads = (model_dim, heads, args.head_dim), array(heads, dtype="float32")
     wide = partial(array, dtype="float32")
@@ -126,15 +129,15 @@ def recurrent(
 
 
 def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Two blocks, by the kernel of the whole cell; states are as wide as all heads."""
-    args.lanes = max(2, args.lanes)  # for cores that share a chip
+    """The kernel of a whole recurrent cell with two blocks; states are as wide as all heads."""
+    args.lanes = max(2, args.lanes)  # Two cores of a chip share the lanes.
     if args.implementation == "pallas_tpu":
         args.implementation = "pallas_tpu_cell"
     return recurrent(array, args, model_dim=8 * args.head_dim, blocks=2)
 
 
 def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Tokens, vectors as large as eight heads, and a vocabulary of 32,000."""
+    """Cross-entropy of 4,096 tokens per lane, vectors of eight heads, vocabulary 32,000."""
     width = 8 * args.head_dim
     hidden, embedding = array(args.lanes, 4096, width), array(32000, width, dtype="float32")
     targets, mask = (array(args.lanes, 4096, dtype=dtype) for dtype in ("int32", "bool"))
@@ -152,7 +155,7 @@ def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """SRformer's cross-attention."""
+    """SRformer's cross-attention with the sizes of T5-small."""
     config = cross_config(CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS))
     shapes = jax.eval_shape(
         lambda: cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
@@ -174,11 +177,11 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
-    """Clustered attention, and the k-means before it."""
+    """Clustered attention with its k-means."""
     config = clustered_config(Attention(kind=kind, clusters=CLUSTERS))
     name = args.implementation
     size = jnp.dtype(args.dtype).itemsize // 2
-    tokens = TOKENS // (2 * size**2 if kind != "clustered" else size)  # as many as a v4 takes
+    tokens = TOKENS // (2 * size**2 if kind != "clustered" else size)  # The most that fit on a v4.
     x = array(args.lanes, tokens, HEADS, WIDTH)
 
     def gradients(q, k, v, valid, weights):
@@ -195,7 +198,7 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "
 
 
 def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """What two blocks of tokens read before their windows: 64 centroids that keep 16 keys each."""
+    """Causal clustered attention of two blocks to 64 centroids that keep 16 keys each."""
     size, heads, clusters, slots = args.window, 8, 64, 16
     by_head = heads, args.head_dim
     q, k = array(args.lanes, 2 * size, *by_head), array(args.lanes, 3 * size, *by_head)
@@ -223,7 +226,7 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """What eight steps of a loop have to add to the weights of a layer."""
+    """Gradients of weights of a layer, summed over eight steps of a loop."""
     heads, rows = (8, args.head_dim), (8, args.lanes, args.window)
     x, dy, by_head = (array(*rows, *axes) for axes in ((8 * args.head_dim,), (4096,), heads))
 
@@ -238,7 +241,7 @@ def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """What a layer multiplies with its weights where it reads block by block."""
+    """The forward and backward products of a layer that reads one block after the other."""
     heads, name = (8, args.head_dim), {"implementation": args.implementation}
     model = 8 * args.head_dim
     into, back = array(4, model, *heads), array(2, *heads, model)
@@ -258,7 +261,7 @@ def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """Of arrays, as a loop that is written out has made them."""
+    """Returns a stack of arrays that are computed one by one, as by an unrolled loop."""
     return jnp.stack([2 * part for part in x])
 
 

@@ -1,12 +1,14 @@
-"""Compiles the kernels alone for TPUs that are not here, and reads the length of their schedules.
+"""Compiles kernels for TPUs, without having one, and prints the lengths of their schedules.
 
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
 python tools/benchmark/kernels.py --case clustered    # improved, recurrent, cell, loss, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 
-The compiler's figures: bundles, one a cycle, of a step of the grid (a head of a lane's block),
-without waiting for memory. `brt.planning.schedules` keeps them, for `brt.plan`.
+The length is the number of bundles of instructions in a step of the kernel's grid, such as a head
+of a lane's block. A bundle takes one cycle, unless it waits for memory. The table in
+`brt.planning.schedules`, which `brt.plan` uses, contains these numbers. With --compare, the costs
+of the whole case are compared with an implementation in plain XLA.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from pathlib import Path
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}
 NAME = re.compile(r"\b([a-z_]+_(?:\d+x)+\d+)_[a-z]+\d+_\d+_steps")
-# By case: chips that have no room for its kernels, or no use.
+# The chips for which a case is not compiled: the kernels need more memory, or are not used there.
 WITHOUT = {"cell": ("v4",), "products": ("v5e", "v6e")}
 TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 
@@ -46,7 +48,16 @@ def main() -> None:
 
 
 def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]:
-    """Bytes of VMEM by kernel; the compiler writes its schedules into a directory."""
+    """Compiles a case for a chip in a new process.
+
+    Args:
+      chip: a key of CHIPS.
+      place: the directory into which the compiler writes its schedules.
+      args: the flags, which select the case and the sizes.
+
+    Returns:
+      Bytes of VMEM by kernel.
+    """
     flags = f"--xla_jf_dump_to={place} --xla_jf_dump_llo_text=true"
     kept = "case", "window", "head_dim", "dtype"
     sizes = [f"--{name}={getattr(args, name)}" for name in kept]
@@ -60,7 +71,7 @@ def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]
 
 
 def schedules(place: Path) -> dict[str, int]:
-    """Bundles by kernel; of several that do the same, the most."""
+    """Returns the bundles of each kernel; the maximum if several kernels have the same name."""
     found: dict[str, int] = {}
     for path in place.glob("*_steps*schedule-analysis_final_bundles.txt"):
         name, total = NAME.search(path.name), TOTAL.search(path.read_text())
@@ -70,7 +81,7 @@ def schedules(place: Path) -> dict[str, int]:
 
 
 def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
-    """The text of the compiled module of a case, and the bytes of its temporaries."""
+    """Compiles a case; returns the text of the compiled module and the bytes of temporaries."""
     import jax
     from jax.sharding import SingleDeviceSharding
     from kernel_cases import CASES
@@ -90,7 +101,7 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Plain XLA and kernels, side by side."""
+    """Prints the costs of a case with plain XLA and with kernels, for each chip."""
     from brt.planning.costs import costs
 
     print("| case | chip | implementation | Mcycles | GB | temporaries, MiB |")
@@ -105,7 +116,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def vmem_of(text: str) -> dict[str, int]:
-    """Bytes by kernel, of a compiled module."""
+    """Returns the bytes of VMEM of each kernel in the text of a compiled module."""
     found = {}
     for line in text.splitlines():
         kernel = NAME.search(line)

@@ -1,14 +1,15 @@
-"""Milliseconds per train step of XL, Slide and block-recurrent models, in one run.
+"""Measures milliseconds per train step of XL, Slide and block-recurrent models, in one run.
 
     python tools/benchmark/lm_step.py [--size=small|mid|all] [--rounds=40] [--json=FILE]
 
-Forward and backward of the language-model loss (no optimizer, no dropout), float32, the
-sizes at which the original code was measured (google-research/meliad, on two shared CPU
-cores of a faster machine; docs/performance.md has both in one run). The models take
-turns, so that whatever else the machine does hits them alike; the figure is
-each model's fastest round, with the median beside it; ratios are medians over rounds.
-What takes turns with the models: each one's own products and nothing else, and Slide's dense ones
-as jax.numpy has them.
+A step is the forward and backward pass of the language-model loss in float32, without optimizer and
+dropout. The sizes are those at which the original code was measured (google-research/meliad, on two
+shared CPU cores of a faster machine; docs/performance.md has measurements of both in one run).
+
+The models take turns, so that other work on the machine slows all of them down alike. The table has
+the time of each model's fastest round and the median; ratios are medians over rounds. In each
+round, programs with nothing but matrix products are measured, too: the products of each model's
+compiled step, and the dense products of Slide as jax.numpy computes them.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from brt.types import Batch
 
 
 class Size(NamedTuple):
+    """Sizes of the models, tokens of a step, number of rounds, and times of the original code."""
+
     model: dict[str, int]
     states: int
     tokens: int
@@ -61,7 +64,7 @@ SIZES = {
 
 
 def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
-    """Name -> (model, lanes, segment length); all read `size.tokens` tokens a step."""
+    """Returns model, lanes and segment length by name; each step has `size.tokens` tokens."""
 
     def model(layers: int, recurrent: tuple[int, ...] = ()) -> Model:
         return Model(
@@ -82,7 +85,7 @@ def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
 
 
 class Timed:
-    """A compiled program, its arguments and its times."""
+    """A compiled program, its arguments, and the milliseconds of each run."""
 
     def __init__(self, step: Callable[..., Any], args: tuple) -> None:
         self.step, self.args, self.times = step, args, []
@@ -100,7 +103,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> Timed:
 
 
 class Contestant(Timed):
-    """One compiled step and its times."""
+    """The compiled forward and backward pass of a model, and the milliseconds of each run."""
 
     def __init__(self, model: Model, lanes: int, segment: int) -> None:
         config = Config(model=model, training=Training(batch_size=lanes, segment_length=segment))
@@ -122,7 +125,10 @@ class Contestant(Timed):
 
 
 def dense_products(model: Model, tokens: int) -> Timed:
-    """Every product of vectors with weights, of layers and loss, and both gradients of each."""
+    """Compiles all products of vectors and weights in a step, with the gradients of both operands.
+
+    The products are those of the layers and of the loss.
+    """
     d, width = model.model_dim, model.heads * model.head_dim
     layer = [(d, width)] * 3 + [(width, d), (d, model.mlp_dim), (model.mlp_dim, d)]
     shapes = [*layer * model.layers, (d, model.vocab_size)]
@@ -143,7 +149,7 @@ def dense_products(model: Model, tokens: int) -> Timed:
 
 
 def random_batch(model: Model, lanes: int, segment: int) -> Batch:
-    """Segments in the middle of documents."""
+    """Returns random segments in which no document starts."""
     tokens = jax.random.randint(jax.random.key(1), (lanes, segment), 0, model.vocab_size)
     return Batch(
         inputs=tokens,
@@ -160,7 +166,7 @@ def _unboxed(params):
 
 
 def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
-    """The rows of one size."""
+    """Measures the models of one size and returns a row for each of them."""
     size = SIZES[name]
     sizes = models(size, unroll)
     contestants = {k: Contestant(*v) for k, v in sizes.items()}
@@ -194,7 +200,7 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    """A table, and the ratios that the paper speaks of."""
+    """Prints a table, and the ratios of times that the paper compares."""
     print(
         f"{'size':6} {'model':15} {'parameters':>10} {'ms/step':>8} {'median':>8} "
         f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} {'original ms':>11} "
@@ -223,7 +229,7 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 def _ratio(a: list[float], b: list[float]) -> float:
-    """The median ratio of neighbours in time, which a slow moment hits alike."""
+    """Returns the median of the ratios of two programs in the same round."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
@@ -247,5 +253,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -1,11 +1,12 @@
-"""Milliseconds and memory of a training step of a summariser, by how its encoder attends.
+"""Measures milliseconds and memory of a training step of a summariser with each encoder attention.
 
     python tools/benchmark/long_summaries.py [--lengths=4096,16384] [--family=bart] [--rounds=5]
         [--model_dim=256] [--layers=4] [--target=128] [--clusters=100] [--top_k=32] [--json=FILE]
 
-Forward and backward of the loss of one random pair, without the optimizer, with dropout. The kinds
-of `Attention` take turns; `median ms` is over the rounds, and `full / it` the median of the rounds'
-ratios to exact attention. `MiB` is what the compiler sets aside for the step beside its arguments.
+A step is the forward and backward pass of the loss of one random pair, with dropout and without the
+optimizer. The kinds of attention take turns. `median ms` is the median over the rounds, `full / it`
+the median over the rounds of the time of exact attention divided by the time of this kind. `MiB` is
+the size of the temporary buffers of the step.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
-    """A row for each kind of attention."""
+    """Measures each kind of attention with one source length; returns a row for each of them."""
     steps, memory = {}, {}
     for kind in KINDS:
         config = configured(args, length, kind)
@@ -79,12 +80,12 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 
 def loss(config: Config, params: Any, batch: PairBatch, key: jax.Array) -> jax.Array:
-    """That of a training step."""
+    """Returns the loss of a training step."""
     return tasks.from_config(config).loss(config, params, LossInputs(batch, key))[0]
 
 
 def configured(args: argparse.Namespace, length: int, kind: str) -> Config:
-    """A small model with heads of 64."""
+    """Returns the config of a small model with heads of size 64 and a kind of encoder attention."""
     model = Seq2Seq(
         family=args.family, encoder_layers=args.layers, decoder_layers=args.layers,
         model_dim=args.model_dim, heads=args.model_dim // 64, mlp_dim=4 * args.model_dim,
@@ -100,7 +101,7 @@ def configured(args: argparse.Namespace, length: int, kind: str) -> Config:
 
 
 def random_pair(length: int, target: int) -> PairBatch:
-    """One, with nothing cut off and no padding."""
+    """Returns a batch of one random pair that fills its lengths, without padding."""
     rng = np.random.default_rng(0)
     ids = rng.integers(4, VOCABULARY, size=(1, length + target), dtype=np.int32)
     there = np.ones((1, length + target), bool)
@@ -113,5 +114,5 @@ def random_pair(length: int, target: int) -> PairBatch:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -1,4 +1,7 @@
-"""The products of a compiled step and nothing else: with these products it cannot take less."""
+"""Finds the matrix products of a compiled step, and builds a program that computes only them.
+
+The time of this program is a lower bound of the time of a step with the same products.
+"""
 
 import math
 import re
@@ -13,7 +16,13 @@ from brt.planning.hlo import Instruction, Module
 
 
 class Factor(NamedTuple):
-    """As it lies: axes in the memory's order; of these those summed over, and those of a batch."""
+    """An operand of a product.
+
+    Attributes:
+      shape: sizes of the axes in the order in which they are in memory.
+      summed: indices of the axes that the product sums over.
+      batch: indices of the batch axes.
+    """
 
     shape: tuple[int, ...]
     summed: tuple[int, ...]
@@ -32,7 +41,11 @@ class Product(NamedTuple):
 
 
 def products(text: str) -> Counter[Product]:
-    """How often a module of XLA's CPU backend, as `compiled.as_text()` gives it, runs each."""
+    """Counts how often a compiled module runs each product.
+
+    Args:
+      text: the result of `as_text()` of a program that is compiled for CPUs.
+    """
     module, found = Module(text), Counter()
     for computation, outer, times in module.executed_instructions():
         fused = outer.called("calls") if outer.operation == "fusion" else None
@@ -57,7 +70,7 @@ def _factor(array: Instruction, product: Instruction, side: str) -> Factor:
 
 
 def program(found: Counter[Product]) -> tuple[Callable[[list], list], list[tuple[Array, Array]]]:
-    """A function that multiplies as often, and random factors for it."""
+    """Returns a function that computes all counted products, and random operands for it."""
     listed = list(found.elements())
 
     def multiply(factors: list[tuple[Array, Array]]) -> list[Array]:

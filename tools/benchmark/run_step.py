@@ -1,10 +1,10 @@
-"""Milliseconds and memory of a training step of language models' run files, in one run.
+"""Measures milliseconds and memory of a training step of the language models in .gin files.
 
     python tools/benchmark/run_step.py configs/base/long_context.gin configs/runs/long_context/*.gin
         [--rounds=3] [--json=FILE] [--gin_bindings='Training.segment_length = 4096']
 
-Forward and backward of the loss of random bytes, without the optimizer. The models take turns;
-ratios to the first one's time are medians over the rounds.
+A step is the forward and backward pass of the loss of random bytes, without the optimizer. The
+models take turns; ratios to the time of the first one are medians over the rounds.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def contestant(file: str, bindings: list[str]) -> Contestant:
-    """The compiled step of a run file; bytes, where it leaves the vocabulary to the tokenizer."""
+    """Compiles the step of a .gin file, with a vocabulary of bytes if the file sets no size."""
     own = argparse.Namespace(gin_file=[file], gin_bindings=bindings, print_config=False)
     config = command_line.resolve(own).config
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 256)
@@ -57,5 +57,5 @@ def contestant(file: str, bindings: list[str]) -> Contestant:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -1,13 +1,14 @@
-"""What checkpoints cost the train step, as a share of its time, in one run.
+"""Measures how much time checkpoints add to training, as a share of the time of the train steps.
 
     python tools/benchmark/saving.py [--size=paper|small] [--model=Rec:fixed:skip]
         [--tokens=512] [--steps=8] [--every=1000] [--rounds=3] [--directory=DIR] [--json=FILE]
 
-So many steps, and so many with a save begun behind the first, take turns; what the save adds, until
-it is whole, checksummed and on the disk, is divided by the time of Checkpoint.every steps. Nothing
-of it grows with the batch: more tokens a step make the share smaller. A part of it is the time in
-which the trainer waits for the copy of the arrays; another is the checksums', which are taken once
-more on their own.
+In each round, --steps train steps are measured twice: without a checkpoint, and with one that is
+saved in the background after the first step. The second time ends when the checkpoint and its
+checksums are complete and on the disk. The difference of the times is divided by the time of
+--every steps. It does not depend on the batch size, so the share is smaller if a step has more
+tokens. The table also has two parts of the difference: the time in which the trainer waits for a
+copy of the arrays, and the time of the checksums, which are computed again to measure it.
 """
 
 import argparse
@@ -28,10 +29,10 @@ from brt.config import Checkpoint
 
 
 class Trainer:
-    """A train step, and a writer of its states.
+    """A compiled train step, and a writer that saves its states.
 
     Attributes:
-      waited: seconds that the last save kept the steps waiting.
+      waited: seconds for which the steps had to wait when the last checkpoint was saved.
     """
 
     def __init__(self, contestant: Contestant, writer: CheckpointWriter):
@@ -39,7 +40,12 @@ class Trainer:
         self.saved, self.waited = 0, 0.0
 
     def seconds(self, steps: int, save: bool) -> float:
-        """Of so many steps, and a save behind the first of them, to its end."""
+        """Measures a number of steps, in seconds.
+
+        Args:
+          steps: number of steps.
+          save: True to save a checkpoint after the first step and to wait until it is complete.
+        """
         begin = time.perf_counter()
         for step in range(steps):
             nats = self.contestant.run()
@@ -62,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as place:
         with CheckpointWriter(Path(place) / "checkpoints", keep=1) as writer:
             trainer = Trainer(contestant, writer)
-            trainer.seconds(2, save=True)  # the first of each is not measured
+            trainer.seconds(2, save=True)  # The first steps and the first save take longer.
             rounds = [_round(trainer, args.steps) for _ in range(args.rounds)]
             checkpoint = Path(place) / "checkpoints" / str(trainer.saved)
             begin = time.perf_counter()
@@ -78,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _round(trainer: Trainer, steps: int) -> tuple[float, float, float]:
-    """Seconds without a save and with one, and those in which the steps waited."""
+    """Returns the seconds without a save, with a save, and in which the steps waited for it."""
     without = trainer.seconds(steps, save=False)
     return without, trainer.seconds(steps, save=True), trainer.waited
 
@@ -89,7 +95,14 @@ def figures(
     checksums: float,
     size: int,
 ) -> dict[str, Any]:
-    """Medians over the rounds; shares are of the steps of their own round."""
+    """Returns the row of the table: medians over the rounds.
+
+    Args:
+      rounds: the results of `_round`.
+      args: the flags.
+      checksums: seconds for computing the checksums.
+      size: size of the state in bytes.
+    """
     shares = [(b - a) / (a / args.steps * args.every) for a, b, _ in rounds]
     return {
         "state MB": size / 1e6,

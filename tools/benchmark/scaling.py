@@ -1,9 +1,9 @@
 """Plans the paper's models for slices of 1 to 512 chips, and prints docs/scaling.md's tables.
 
 python tools/benchmark/scaling.py --json=scaling.json   # low effort: hours less than --full
-python tools/benchmark/scaling.py --steps               # Rec and Feedback beside Slide:13L
+python tools/benchmark/scaling.py --steps               # ratios of Rec and Feedback to Slide:13L
 
-The compiler's figures: nothing runs on any chip.
+All figures are estimates of the compiler. Nothing runs on any chip.
 """
 
 import argparse
@@ -41,11 +41,12 @@ STEPS = {
         "--gin_file=configs/models/rec_fixed_skip.gin", "--gin_bindings=Model.feedback = True",
     ),
 }  # fmt: skip
-MEASURED = {"Slide:13L": 1.0, "Rec:fixed:skip": 0.99, "Feedback:fixed:skip": 1.35}  # Table 1
+# Relative step times in Table 1 of the paper.
+MEASURED = {"Slide:13L": 1.0, "Rec:fixed:skip": 0.99, "Feedback:fixed:skip": 1.35}
 
 
 def planned(topology: str, *flags: str) -> dict[str, Any]:
-    """What brt.plan says, or why it does not."""
+    """Returns the figures of brt.plan, or {"error": ...} if it fails."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "plan.json"
         command = [sys.executable, "-m", "brt.plan", f"--topology={topology}", f"--json={path}"]
@@ -56,7 +57,7 @@ def planned(topology: str, *flags: str) -> dict[str, Any]:
 
 
 def of_size(model: str, chip: str, count: int, effort: str) -> dict[str, Any]:
-    """A model on so many chips, a sequence each."""
+    """Plans a model for `count` chips with one sequence per chip."""
     fsdp = min(count, SHARED) if model == "1.3B" else 1
     bindings = {"Mesh.fsdp": fsdp, "Mesh.data": count // fsdp, "Training.batch_size": count}
     flags = [f"--gin_bindings={name} = {value}" for name, value in bindings.items()]
@@ -66,6 +67,7 @@ def of_size(model: str, chip: str, count: int, effort: str) -> dict[str, Any]:
 
 
 def row(found: dict[str, Any]) -> str:
+    """Returns a plan as a line of the Markdown table."""
     head = f"| {found['model']} | {found['chip']} | {found['count']} |"
     if "error" in found:
         return f"{head} {found['error']} |"

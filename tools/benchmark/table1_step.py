@@ -1,11 +1,12 @@
-"""Relative step time of the paper's Table 1, measured in one run, beside relative FLOPs.
+"""Measures the relative step times of the paper's Table 1, and compares them with relative FLOPs.
 
     python tools/benchmark/table1_step.py [--tokens=4096] [--rounds=3] [--size=paper|small]
         [--models=Slide:13L,Rec:fixed:skip] [--json=FILE]
 
-Forward and backward of the language-model loss, without optimizer and dropout, at the paper's
-layer shape and with as few lanes as make `--tokens` per step; bytes, so that the vocabulary
-does not hide the layers. The models take turns; the ratio is of the fastest rounds.
+A step is the forward and backward pass of the language-model loss, without optimizer and dropout,
+with the paper's layer sizes and as many lanes as give `--tokens` tokens per step. The vocabulary
+consists of bytes, so that the loss takes little time in comparison with the layers. The models take
+turns; ratios are those of the fastest rounds.
 """
 
 import argparse
@@ -45,7 +46,15 @@ USUAL = "XL:512,XL:2048,Slide:12L,Slide:13L,Rec:fixed:skip,Feedback:fixed:skip"
 
 
 def row(name: str, size: Model, tokens: int) -> tuple[Model, int, int]:
-    """(model, lanes, segment length) of a row; a segment is eight windows, of XL one."""
+    """Returns model, number of lanes and segment length of a row of Table 1.
+
+    A segment has eight windows at most; that of XL has one.
+
+    Args:
+      name: name of the row, a key of PAPER.
+      size: the model with the sizes that all rows share.
+      tokens: tokens of a step.
+    """
     kind, *rest = name.split(":")
     segment = min(8 * size.window, tokens)
     if kind == "XL":
@@ -97,7 +106,7 @@ def main() -> None:
 def figures(
     name: str, contestants: dict[str, Contestant], size: Model, tokens: int
 ) -> dict[str, object]:
-    """One row."""
+    """Returns the row of a model for the table of results."""
 
     def flops(of: str) -> float:
         return forward_flops_per_token(row(of, size, tokens)[0])
@@ -119,7 +128,6 @@ def figures(
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    """A table."""
     print(
         f"{'model':22} {'parameters':>11} {'ms/step':>9} {'median':>9} {'tokens/s':>8} "
         f"{'time':>5} {'FLOPs':>5} {'paper':>5} {'temp MiB':>8}"
@@ -135,5 +143,5 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # as the commands do
+    allocator.use_huge_pages()  # brt's commands call this, too.
     main()

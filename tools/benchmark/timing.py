@@ -1,4 +1,4 @@
-"""Functions that take turns, and tables of their times."""
+"""Measures functions in turn, and prints tables of their times."""
 
 import statistics
 import time
@@ -11,7 +11,15 @@ import jax
 def interleaved(
     functions: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1
 ) -> dict[str, list[float]]:
-    """Milliseconds of each function in each round; a first round is thrown away."""
+    """Runs all functions in each round, and returns their milliseconds in each round.
+
+    An additional first round is not counted.
+
+    Args:
+      functions: functions by name; they return values that `jax.block_until_ready` waits for.
+      rounds: number of rounds.
+      repeats: number of calls that are timed together; the time is divided by it.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, function in functions.items():
@@ -24,12 +32,12 @@ def interleaved(
 
 
 def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
-    """The median over rounds of one function's time to another's."""
+    """Returns the median over rounds of the ratio of one function's time to another's."""
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A table."""
+    """Prints a table with a title; the keys of the rows are the column heads."""
     widths = {
         name: max(len(name), 10, *(len(row[name]) for row in rows if isinstance(row[name], str)))
         for name in rows[0]

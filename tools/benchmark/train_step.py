@@ -1,13 +1,15 @@
-"""Tokens a second and MFU of the train step, by model and by implementation, in one run.
+"""Measures tokens per second and MFU of the train step, by model and implementation, in one run.
 
     python tools/benchmark/train_step.py [--size=paper|small] [--tokens=131072] [--rounds=5]
         [--models=Slide:13L,Rec:fixed:skip] [--implementations=window_attention:xla,pallas_tpu]
         [--dtype=bfloat16] [--json=FILE]
 
-The paper's rows (Table 1) with their optimizer's work, Adafactor, and without dropout, on one
-device; random tokens. Models and implementations take turns in one process, and with them a large
-product, which says what the device does at best: the second MFU is that of it, the first of the
-peak by the data sheet. Figures are medians over the rounds, ratios medians of those within one.
+The models are rows of the paper's Table 1. A train step includes the optimizer (Adafactor), but no
+dropout, and runs on one device with random tokens. Models and implementations take turns in one
+process. A chain of large matrix products is measured in the same rounds, because it shows the speed
+that the device reaches at best. The column MFU is relative to the peak of the data sheet; the
+column "of product" is relative to the speed of the large products. Figures are medians over the
+rounds; a ratio is the median of the ratios within a round.
 """
 
 import argparse
@@ -33,11 +35,11 @@ from brt.training.profiling import peak_flops
 from brt.training.state import initial_state
 
 PRODUCT = "product"
-CHAINED = 8  # products, so that starting them is none of their time
+CHAINED = 8  # number of products in one program, so that the time to start it does not matter
 
 
 class Contestant:
-    """A compiled train step, and the state that it goes on from."""
+    """A compiled train step and its current state."""
 
     def __init__(self, config: Config):
         self.model, training = config.model, config.training
@@ -86,7 +88,13 @@ def main(args: argparse.Namespace) -> None:
 
 
 def of_row(name: str, args: argparse.Namespace, bindings: list[str]) -> tuple[Config, int]:
-    """A row of Table 1, and its tokens a step."""
+    """Returns the config of a row of Table 1, and the number of tokens of a step.
+
+    Args:
+      name: name of the row.
+      args: the flags `size`, `tokens` and `dtype`.
+      bindings: additional gin bindings.
+    """
     model, lanes, segment = row(name, SIZES[args.size], args.tokens)
     text = [
         f"Training.batch_size = {lanes}", f"Training.segment_length = {segment}",
@@ -97,7 +105,7 @@ def of_row(name: str, args: argparse.Namespace, bindings: list[str]) -> tuple[Co
 
 
 def product(dtype: str) -> tuple[Any, float]:
-    """Large products one after another, and their FLOPs."""
+    """Returns a program of large products that depend on each other, and its number of FLOPs."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     x = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
 
@@ -115,7 +123,7 @@ def figures(
     name: str, chosen: str, contestants: dict, times: dict[str, list[float]], tokens: int,
     best: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row."""
+    """Returns the row of a model and an implementation for the table."""
     own, one = f"{name}, {chosen}", contestants[name, chosen]
     milliseconds = statistics.median(times[own])
     first = next(other for _, other in contestants)

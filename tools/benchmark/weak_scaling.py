@@ -1,11 +1,13 @@
-"""Tokens a second of two processes over those of one, each on a core and with lanes of its own.
+"""Measures weak scaling: tokens per second of two processes in comparison with one process.
 
-Beside them two runs that know nothing of each other: what this machine's cores lose by sharing
-caches and memory, and threads of one core by sharing that.
+Each process runs on a core of its own and has the same number of lanes. Two independent runs at the
+same time are measured, too. They show how much speed is lost because cores share caches and memory,
+or because two hardware threads share a core.
 
 python tools/benchmark/weak_scaling.py --rounds 3
 
-Interleaved rounds, medians of the intervals of metrics.jsonl; on a machine with two idle cores.
+The three measurements take turns. Speeds are medians over the intervals in metrics.jsonl. The
+machine must have two idle cores.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LANES = 4  # of a process
+LANES = 4  # of each process
 SETTINGS = {
     "Model.layers": 4, "Recurrence.layers": "(2,)", "Model.model_dim": 256, "Model.heads": 4,
     "Model.head_dim": 64, "Model.mlp_dim": 1024, "Model.window": 128, "Recurrence.states": 128,
@@ -30,6 +32,7 @@ SETTINGS = {
 
 
 def command(processes: int, steps: int, place: Path) -> list[str]:
+    """Returns the command that trains with a number of processes in the workdir `place`."""
     bound = {**SETTINGS, "Training.steps": steps, "Training.batch_size": LANES * processes}
     return [
         sys.executable, str(ROOT / "launch/local/run_processes.py"), f"--processes={processes}",
@@ -39,7 +42,7 @@ def command(processes: int, steps: int, place: Path) -> list[str]:
 
 
 def speed(processes: int, steps: int, place: Path) -> float:
-    """Tokens a second: the median of the intervals but the first, which warms up."""
+    """Trains with a number of processes and returns the tokens per second."""
     one = command(processes, steps, place)
     done = subprocess.run(one, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
@@ -48,7 +51,7 @@ def speed(processes: int, steps: int, place: Path) -> float:
 
 
 def apart(steps: int, place: Path) -> float:
-    """Of two runs on a core each, at the same time, together."""
+    """Trains two independent runs at once, each on a core; returns the sum of their speeds."""
     runs = [
         subprocess.Popen(
             ["taskset", "-c", str(core), *command(1, steps, place / str(core))],
@@ -62,6 +65,7 @@ def apart(steps: int, place: Path) -> float:
 
 
 def measured(place: Path) -> float:
+    """Returns a run's median tokens per second, without the first interval, which compiles."""
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["perf/tokens_per_second"] for row in rows[1:])
 

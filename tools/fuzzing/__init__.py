@@ -1,1 +1,1 @@
-"""What tools/fuzz.py is made of."""
+"""The modules of tools/fuzz.py: damage to files, and examples of files with their readers."""

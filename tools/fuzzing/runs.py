@@ -1,4 +1,7 @@
-"""An example of a run's directory, of a sweep's point and of converted directories."""
+"""Writes example directories of a run, a sweep and converted models, and names their readers.
+
+`tools/fuzz.py` damages the files and passes them to the readers.
+"""
 
 import json
 from collections.abc import Callable
@@ -51,7 +54,13 @@ _PROVENANCE = {
 
 
 class Reader(NamedTuple):
-    """How commands read one file of a directory; `of` as in `fuzz.Target`."""
+    """Reads one file of a directory as the commands do.
+
+    Attributes:
+      of: glob of the files that the file is an example of, as in `fuzz.Target`.
+      path: the file.
+      read: reads the file, or the directory that contains it.
+    """
 
     of: str
     path: Path
@@ -59,7 +68,11 @@ class Reader(NamedTuple):
 
 
 def readers(place: Path) -> dict[str, Reader]:
-    """Writes the examples below `place`; returns a reader for each of their files, by name."""
+    """Writes the examples below `place`.
+
+    Returns:
+      A reader for each file, by the file's path relative to `place`.
+    """
     found = {}
 
     def add(of: str, content: Any, read: Callable[[Path], object]) -> None:
@@ -132,11 +145,15 @@ def _lines() -> str:
 
 
 def _sealed(run: workdirs.Workdir) -> None:
-    """Writes checksums that fit, where all are files: who writes a checkpoint can write them."""
+    """Writes correct checksums of the checkpoint, if it contains only files and directories.
+
+    Somebody who writes a malicious checkpoint can write matching checksums, too, so the checksums
+    must not be the only protection.
+    """
     directory = run.checkpoints / str(STEP)
     sums = directory / manifest.NAME
     if all(path.is_file() or path.is_dir() for path in directory.rglob("*")) and sums.is_file():
-        with mock.patch("os.fsync"):  # which takes most of the time
+        with mock.patch("os.fsync"):  # fsync would take most of the time.
             manifest.write(directory)
 
 
@@ -183,7 +200,11 @@ def _arrays(run: workdirs.Workdir) -> None:
 
 
 def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:
-    """The metadata of one array, which lie in the store of arrays, as a file beside it."""
+    """Adds a reader for the metadata of one array, which the store of arrays contains.
+
+    The metadata are written to a file, so that they can be damaged like other files. The reader
+    copies the file into a store in memory that contains the array.
+    """
     state = run.checkpoints / str(STEP) / "state"
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state.absolute()}/"}}
     store = tensorstore.KvStore.open(spec).result()
@@ -243,6 +264,8 @@ _DECODERS = {
 
 
 def _converted(add: Callable[..., None]) -> None:
+    """Adds readers for the files of models in the formats of Hugging Face and brt."""
+
     def theirs(path: Path) -> None:
         one = files.read_json(path.parent / "config.json")
         described = huggingface.from_theirs(
