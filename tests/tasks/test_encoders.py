@@ -1,4 +1,4 @@
-"""Tests what runs on sentences and questions derive from their data, and what they refuse."""
+"""Tests settings that runs on sentences and questions derive from their data, and refusals."""
 
 import dataclasses
 import shutil
@@ -129,7 +129,8 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
     source = Path(__file__).parents[1] / "data/huggingface/roberta"
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     shutil.copytree(source, theirs)
-    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]  # as many as it knows
+    # The vocabulary has as many tokens as the pretrained model.
+    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

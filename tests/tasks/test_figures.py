@@ -1,6 +1,6 @@
 """Tests metrics on rows of uneven length, some truncated, in padded batches.
 
-Each is compared with sums over rows that are read alone, without padding.
+Every metric is compared with sums over rows that are read alone, without padding.
 """
 
 import json
@@ -51,7 +51,7 @@ def text(seed: int, words: int) -> str:
 
 
 class Case(NamedTuple):
-    """A model, and what it makes of its training data."""
+    """A model, its dataset, and the report and rows of an evaluation on the training split."""
 
     config: Config
     dataset: Any
@@ -76,7 +76,7 @@ def lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def summed_loss(found: Case, batches: list[Any]) -> tuple[float, float]:
-    """Nats and counts of training's loss, each batch on its own."""
+    """Returns the summed nats and counts of the training loss over separate batches."""
     config, task = found.config, tasks.from_config(found.config)
     loss = jax.jit(partial(task.loss, config))
     carry, model_state = task.initial_carry(config, 1), task.initial_model_state(config)
@@ -90,7 +90,7 @@ def approx(value: float) -> Any:
 
 
 def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
-    """Uneven documents beside each other; and of each only the first tokens."""
+    """Documents of uneven length share batches; the second part reads 21 tokens of each."""
     texts = [text(0, 3), text(1, 40), text(2, 17)]
     config = Config(
         model=Model(
@@ -125,7 +125,7 @@ def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
     assert metrics["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
 
 
-@pytest.mark.slow  # Other tasks have a quick test of this.
+@pytest.mark.slow  # Quick tests of other tasks cover the same code.
 def test_bits_of_masked_tokens(tmp_path: Path) -> None:
     config = Config(
         encoder=ENCODER,
@@ -156,7 +156,7 @@ def test_bits_of_masked_tokens(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Summaries of 3 to 40 words, of which 14 tokens are kept."""
+    """Evaluates on summaries of 3 to 40 words, which are truncated to 14 tokens."""
     place = tmp_path_factory.mktemp("pairs")
     rows = [
         {"id": str(i), "document": text(i, 8 + 9 * i), "summary": text(i + 9, words)}
@@ -193,7 +193,7 @@ def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Cas
 
 
 def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:
-    """The same summaries have the same bits per byte in both."""
+    """Training and evaluation report the same bits per byte for the same summaries."""
     units = tasks.from_config(summaries.config).units_per_token(summaries.dataset)
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
@@ -208,7 +208,7 @@ def heads(task: str, **sections: Any) -> Config:
 @pytest.mark.slow_cases("text_regression")
 @pytest.mark.parametrize("task", ["text_classification", "text_regression"])
 def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
-    """Three rows, one of them cut, in batches of two."""
+    """Three rows, one of which is truncated, are read in batches of two."""
     rows = [{"sentence": text(i, n), "label": i % 2} for i, n in enumerate((2, 40, 9))]
     section = Sentences(
         train=lines(tmp_path, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
@@ -230,9 +230,9 @@ def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
         assert found.report["root_mean_square_error"] == approx(np.sqrt(np.mean(np.square(errors))))
 
 
-@pytest.mark.slow  # Other tasks have a quick test of this.
+@pytest.mark.slow  # Quick tests of other tasks cover the same code.
 def test_bits_of_answers_equal_the_summed_loss(tmp_path: Path) -> None:
-    """Two questions with one window and with several, an odd number in all."""
+    """One question has one window, the other has several; the number of windows is odd."""
     paragraphs = []
     for i, words in enumerate((6, 50)):
         context = text(i, words)
@@ -256,9 +256,9 @@ def test_bits_of_answers_equal_the_summed_loss(tmp_path: Path) -> None:
     assert found.report["f1"] == approx(100 * np.mean([r["f1"] for r in found.rows]))
 
 
-@pytest.mark.slow  # Other tasks have a quick test of this.
+@pytest.mark.slow  # Quick tests of other tasks cover the same code.
 def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
-    """Letters of two bytes; utterances of different lengths."""
+    """Some letters have two bytes, and the utterances have different lengths."""
     features, said = np.random.default_rng(0).normal(size=(90, 4)), ["ä", "süß und", "öl"]
     np.savez(
         tmp_path / "a.npz", features=features, lengths=[12, 60, 18], ids=["a", "b", "c"],

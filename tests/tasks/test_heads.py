@@ -1,4 +1,4 @@
-"""Labels and answers of small random models, against what their logits say one row at a time."""
+"""Compares predicted labels and answers of small random models with logits of single rows."""
 
 import dataclasses
 from functools import partial
@@ -29,7 +29,7 @@ ENCODER = Encoder(
 
 
 def build(objective, **sections):
-    """A config, and parameters whose logits differ much."""
+    """Returns a config and scaled random parameters, which give clearly different logits."""
     config = Config(
         training=Training(task=objective), encoder=ENCODER,
         evaluation=Evaluation(batch_size=4), **sections,
@@ -39,13 +39,13 @@ def build(objective, **sections):
 
 
 def forward(config, params):
-    """(ids, valid, key) -> logits; compiled."""
+    """Returns a compiled function from (ids, valid, key) to logits."""
     apply = jax.jit(tasks.from_config(config).network(config).apply)
     return partial(apply, {"params": params})
 
 
 def loss(config):
-    """(params, batch, key) -> the loss and what comes with it; compiled."""
+    """Returns a compiled function from (params, batch, key) to the loss and auxiliary outputs."""
     compiled = jax.jit(partial(tasks.from_config(config).loss, config))
     return lambda params, batch, key: compiled(params, LossInputs(batch, key))
 
@@ -56,6 +56,7 @@ def evaluator(config, dataset, **options):
 
 
 def read(config, params, dataset, *control):
+    """Returns the result of an evaluation on the split train."""
     return evaluator(config, dataset)(Variables(params), *control)
 
 
@@ -104,7 +105,7 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     assert int(aux.count) == 6
 
 
-@pytest.mark.slow  # Other tasks have a quick test of this.
+@pytest.mark.slow  # Quick tests of other tasks cover the same code.
 def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     rows = [("one", 1.5), ("two words", -2.0), ("three", 0.25), ("four of them", 7.0), ("5", 3.0)]
     lines = "".join(f"{text}\t{number}\n" for text, number in rows)
@@ -206,7 +207,7 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
     assert evaluation.best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
     assert evaluation.best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
     assert evaluation.best_answer(store, windows, True, 0.6)["prediction"] == first
-    there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
+    there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # The new one has an answer.
     assert evaluation.best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
     assert evaluation.best_answer(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
@@ -215,7 +216,7 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
 
 
-@pytest.mark.slow  # training/test_warm_start.py is quick.
+@pytest.mark.slow  # Other quick tests evaluate with another attention.
 def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     config, params, dataset = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
@@ -223,7 +224,7 @@ def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     both = evaluator(other, dataset, compare_exact=True)(Variables(params))
     exact = read(config, params, dataset)
     for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
-        # Every key is among the top_k.
+        # The top_k keys are all keys, so clustered attention is exact.
         np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
     assert both.metrics["attention"] == both.metrics["trained_with"] == "improved_clustered"
     assert both.metrics["accuracy_full"] == exact.metrics["accuracy"]

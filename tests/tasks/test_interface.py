@@ -1,4 +1,4 @@
-"""Tests what every task declares, and what all tasks refuse."""
+"""Tests the properties that every task declares, and settings that all tasks refuse."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
 
 
 def test_settings_that_nothing_would_read_are_refused() -> None:
-    """A default says nothing, and neither does a cache that other runs share."""
+    """Default values and a shared cache directory are accepted although nothing reads them."""
     pairs = Pairs(prefix="a", cache_dir="cache")
     origins = {"Pairs.prefix": "a.gin:3", "Data.cache_dir": "a.gin:4"}
     with pytest.raises(

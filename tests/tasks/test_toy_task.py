@@ -1,4 +1,4 @@
-"""Adding a task is adding one place: a toy goes through all that can be done with a run."""
+"""Tests that a task in a single user file, a toy, works with all commands and the Python API."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ run.put = killing
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy, registered for one test."""
+    """Registers the toy task for one test."""
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
     exec(TASK.read_text(), {"__name__": "toy"})
 
@@ -87,7 +87,7 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
 def test_weights_are_hashed_once_and_not_needed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint is hashed where it is read: that of a resumed run, or that it starts from."""
+    """A checkpoint is hashed when it is read: to resume a run, or to start another run from it."""
     hashed: list[Path] = []
     verify = reader.manifest.verify
 
@@ -115,7 +115,7 @@ def test_weights_are_hashed_once_and_not_needed_again(
 
 
 class Commands:
-    """The real commands, which read the toy task from a file of the user."""
+    """Runs brt's commands as processes, which import the toy task from a user's file."""
 
     def __init__(self, directory: Path):
         self.directory, self.killed = directory, directory / "killed.py"

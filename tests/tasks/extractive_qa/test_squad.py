@@ -1,4 +1,4 @@
-"""Exact match and F1 by cases whose figures the official definition gives by hand."""
+"""Tests exact match and F1 on cases whose values follow by hand from the official definition."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from brt.tasks.extractive_qa import squad
     [
         ("the Denver Broncos.", ("Denver  broncos",), 1, 1),
         ("a theme park", ("theme",), 0, 2 * 0.5 / 1.5),
-        ("thean", ("the an",), 0, 0),  # articles are words
-        ("re-use", ("reuse",), 1, 1),  # punctuation goes without leaving a space
+        ("thean", ("the an",), 0, 0),  # Articles are removed only as whole words.
+        ("re-use", ("reuse",), 1, 1),  # Punctuation is removed without a space in its place.
         ("x y y z", ("y y w", "q"), 0, 2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)),
         ("in 1999", ("1998", "1999", "in the year 1999"), 0, 0.8),
         ("blue", ("green", "blue"), 1, 1),

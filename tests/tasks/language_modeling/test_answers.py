@@ -1,4 +1,4 @@
-"""Figures of answers: those of a hand-made example, however it is read."""
+"""Tests metrics of the answers in memory tasks on a small example, read in several ways."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ MODEL = Model(
     kinds=(Recurrence(layers=(1,), states=4),),
 )
 TASK = TASKS["language_modeling"]
-TEXTS = {  # uneven, of two tasks, and one that asks for nothing
+TEXTS = {  # documents of uneven length, from two memory tasks and from a novel without answers
     "memory:copy/test/9?distance=5&length=3#0": "=abc;...>abc<",
     "novel.txt": "It was late.",
     "memory:recall/test/9?length=3#1": "a=123;b=456;..b>456<a>123<..",
@@ -70,7 +70,7 @@ def test_answers_stand_where_their_tokens_are(dataset: Dataset) -> None:
 
 
 class Pairs(ByteTokenizer):
-    """Tokens are two bytes long; ids say where they begin."""
+    """A tokenizer whose tokens are two bytes long. A token's id is the position of its text."""
 
     text = "=abc;...>abc<"
 
@@ -82,7 +82,7 @@ class Pairs(ByteTokenizer):
 
 
 def test_answers_take_whole_tokens(tmp_path: Path) -> None:
-    """=a bc ;. .. >a bc <"""
+    """The tokens are =a bc ;. .. >a bc < and the answer abc needs the tokens `>a` and `bc`."""
     documents = [Document("memory:copy/test/1?length=3#0", iter([Pairs.text]))]
     store = token_store.write(tmp_path / "test", documents, Pairs())
     assert answers.answer_spans(store, Pairs()) == {0: [AnswerSpan(4, 6, 2, 3)]}
@@ -100,7 +100,7 @@ def evaluate(config: Config, dataset: Dataset, params: Any, **options: Any) -> E
 def test_answers_cost_what_their_tokens_cost(
     dataset: Dataset, params: Any, batch_size: int, segment_length: int
 ) -> None:
-    """However the documents lie in lanes: side by side or behind each other, cut and padded."""
+    """Documents lie next to each other or after each other in lanes, cut and padded."""
     c = config(segment_length, batch_size)
     found = evaluate(c, dataset, params).metrics
     score = TextScorer(c, bos_id=0)
@@ -124,10 +124,10 @@ def test_answers_cost_what_their_tokens_cost(
 def test_an_answer_is_exact_where_every_token_is() -> None:
     tally = answers.AnswerScores(SPANS)
     right = {d: np.ones(n, bool) for d, n in ((0, 16), (2, 28))}
-    right[2][17] = 0  # within the first answer of the third document
-    right[2][20] = right[0][12] = right[0][8] = 0  # beside answers
+    right[2][17] = 0  # a token of the first answer of the third document
+    right[2][20] = right[0][12] = right[0][8] = 0  # tokens outside of the answers
     nats = {d: np.arange(len(r), dtype=float) for d, r in right.items()}
-    # Two lanes of two blocks; the third document goes on over three batches, beside padding.
+    # There are two lanes of two blocks. The third document spans four batches.
     layout = [[(0, 0), (0, 1), (2, 0), (2, 1)], [(0, 2), (0, 3), (2, 2), (2, 3)],
               [(-1, 0), (-1, 0), (2, 4), (2, 5)], [(-1, 0), (-1, 0), (2, 6), (-1, 0)]]  # fmt: skip
     for batch in layout:

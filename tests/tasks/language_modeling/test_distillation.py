@@ -28,7 +28,7 @@ RECURRENT = (Recurrence(layers=(1,), states=4, output_init="zero"),)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a pretrained decoder (`decoder`) and a text (`text.txt`)."""
+    """Returns a directory with a pretrained decoder (`decoder`) and a text (`text.txt`)."""
     directory = tmp_path_factory.mktemp("distillation")
     write_decoder(directory / "decoder")
     (directory / "text.txt").write_text(TEXT)
@@ -49,7 +49,7 @@ def config(place: Path, window: int, kinds: Any = RECURRENT, **training: Any) ->
 
 
 def hidden(run: runs.Run, model: Model, params: Any, tokens: np.ndarray) -> np.ndarray:
-    """The logits of all tokens, read in one segment with an empty cache."""
+    """Returns the logits of all tokens, which are read as one segment with an empty cache."""
     start = np.zeros((LANES, tokens.shape[1] // model.block_length), bool)
     start[:, 0] = True
     params = jax.tree.map(jnp.asarray, params)
@@ -61,7 +61,7 @@ def hidden(run: runs.Run, model: Model, params: Any, tokens: np.ndarray) -> np.n
 
 @pytest.mark.slow
 def test_the_divergence_is_that_of_whole_documents(place: Path) -> None:
-    """The teacher's caches are carried from step to step, and reach its whole window."""
+    """The teacher's caches are carried from step to step and cover the teacher's whole window."""
     run = runs.build(config(place, 48), progress=False)
     state, step, found = runs.new_state(run), runs.CompiledStep(run), []
     params = jax.device_get(state.params)
@@ -82,7 +82,7 @@ def test_the_divergence_is_that_of_whole_documents(place: Path) -> None:
 
 @pytest.mark.slow
 def test_equal_models_have_no_divergence(place: Path) -> None:
-    """A memory that begins as nothing changes no logits, and the gradient is that of the loss."""
+    """A new memory changes no logits at first, so the gradient is that of the loss alone."""
     found = []
     for window in (0, WINDOW):
         run = runs.build(config(place, window), progress=False)

@@ -30,7 +30,7 @@ from brt.tasks.language_modeling.evaluation import (
 from brt.tasks.language_modeling.forward import block_nats
 from brt.types import Variables
 
-RELATIVE = 1e-6  # of float32 sums
+RELATIVE = 1e-6  # relative tolerance of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
 WINDOW = 4
 MODEL = Model(
@@ -57,7 +57,7 @@ def params(random_params: Callable) -> Any:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
-    texts[3] = "é" + texts[3][2:]  # two bytes
+    texts[3] = "é" + texts[3][2:]  # This letter has two bytes, so the length stays the same.
     documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
     directory: Path = tmp_path_factory.mktemp("corpus")
     store = token_store.write(directory / "test", documents, ByteTokenizer())
@@ -85,9 +85,10 @@ def two_lanes(dataset: Dataset) -> DocumentEvaluator:
 
 @pytest.fixture(scope="module")
 def token_nats(params: Any, store: token_store.TokenStore) -> Callable[..., list[np.ndarray]]:
-    """Nats of each token of each document, every one whole in a lane of its own, float64.
+    """Returns a function that computes the nats of every token of each document in float64.
 
-    `forget` makes every so many tokens a document's start.
+    Every document is read as one segment in its own lane. With `forget`, a new document starts
+    after every `forget` tokens.
     """
     longest = -(-int(store.lengths.max()) // 8) * 8
 
@@ -152,7 +153,7 @@ def test_only_the_first_tokens_of_a_document_are_read_if_asked(
         assert score.words == len(characters.split())
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The other tests of this file cover the same code with less work.
 @pytest.mark.slow
 def test_ablations_take_away_what_they_name(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
@@ -169,7 +170,7 @@ def test_ablations_take_away_what_they_name(
     assert len({result.totals["bits"] for result in ablated.values()}) == 4
     carried = [result.protocol["carry"] for result in ablated.values()]
     assert carried == ["all but state", "all but cache", "all but memory", False]
-    # Without any, every segment is read alone. (All long documents begin with a segment.)
+    # Without any memory, every segment is read alone. All long documents begin with a segment.
     alone = [document.sum() for document in token_nats(forget=8)]
     np.testing.assert_allclose(document_nats(ablated["both"]), alone, rtol=RELATIVE)
 
@@ -184,7 +185,7 @@ def test_all_segments_of_both_readings_take_one_program(
         return block_nats(*given)
 
     monkeypatch.setattr(evaluation, "block_nats", counted)
-    placed = jax.device_put(params, jax.devices()[0])  # as parameters of a checkpoint are
+    placed = jax.device_put(params, jax.devices()[0])  # as restored parameters are
     result = evaluator(dataset, 2, 8, ablate="state")(Variables(placed))
     assert result.metrics["ablation"]["bits"] != result.metrics["bits"]
     assert len(traces) == 1

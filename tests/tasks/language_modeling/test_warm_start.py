@@ -54,24 +54,25 @@ def config(where: Path | str = "", kinds: Any = (), **model: Any) -> Config:
 
 
 def ready(asked: Config) -> Model:
-    """The model of the weights, where the config says nothing else."""
+    """Returns the model that a config gets from the weights from which training starts."""
     return warm_start.with_model(asked, warm_start.find_weights(asked)).model
 
 
 def start(where: Path, model: Model, initial: Any) -> WarmStart:
+    """Returns the parameters with which training of a model starts from the weights at a path."""
     asked = dataclasses.replace(config(where), model=model)
     return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
 
 
 def drawn(model: Model, seed: int) -> Any:
-    """Parameters, without compiling what draws real ones."""
+    """Returns random parameters without compiling the model's own initialization."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(Config(model=model))))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
 
 
 def write(path: Path, model: Model, **meta: Any) -> Path:
-    """A workdir with one checkpoint."""
+    """Writes the directory of a run with one checkpoint of a model and returns its path."""
     saved = dataclasses.replace(config(), model=model)
     given = {"config": config_json(saved), "tokenizer": ByteTokenizer.fingerprint, **meta}
     with CheckpointWriter(Workdir(path).checkpoints) as writer:
@@ -85,7 +86,12 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
-    """{layer: its arrays}, of the runs and rows that hold them."""
+    """Returns the arrays of each layer.
+
+    Args:
+      params: the parameters, in which a stack holds the arrays of several layers.
+      places: the name of the stack and the row in it, by layer.
+    """
     flat = flatten_dict(params, sep="/")
     return {
         layer: {
@@ -97,10 +103,10 @@ def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow  # training/test_warm_start.py is quick.
+@pytest.mark.slow  # training/test_warm_start.py has quick tests of warm starts.
 def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -> None:
     found = ready(config(recurrent, dropout=0.3))
-    # The sections of kinds that no layer has are left out.
+    # Sections of layer kinds that no layer has are left out.
     assert found == dataclasses.replace(MODEL.without(Clustered), dropout=0.3, dtype="auto")
     started = start(recurrent, MODEL, drawn(MODEL, seed=2))
     assert not started.missing and not started.unused
@@ -108,7 +114,7 @@ def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -
 
 
 def test_settings_of_the_model_and_of_its_parts_change_together(tmp_path: Path) -> None:
-    """Each of them alone contradicts a setting of the weights."""
+    """Either setting alone would contradict a setting of the weights."""
     plain = with_settings(MODEL, {"Recurrence.layers": (), "window": 8, "Window.sinks": 6})
     where = write(tmp_path, plain)
     model = ready(config(where, window=4, sliding=Window(sinks=2, block=2)))
@@ -143,7 +149,7 @@ def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path
     np.testing.assert_array_equal(started.params["embedding"], drawn(plain, seed=1)["embedding"])
 
 
-@pytest.mark.slow  # training/test_warm_start.py is quick.
+@pytest.mark.slow  # training/test_warm_start.py has quick tests of warm starts.
 def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
     for split in ("train", "validation"):
         (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
@@ -157,7 +163,7 @@ def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> None:
-    """With a checkpoint, and with the weights that another run starts from."""
+    """Model state comes with a checkpoint, and with the weights from which another run starts."""
     model = with_settings(
         MODEL,
         {
@@ -212,7 +218,7 @@ _STATES = ("tokens/output for attention to states", "recurrent_1/tokens/output")
 _MATRICES = ("memory/output", "window_gated_delta_net_1/memory/output")
 _SEARCHED = {"Memorizing.layers": (-1,), "Memorizing.gate": "tanh", "Memorizing.size": 8}
 _DENSE = {"DenseMemory.layers": (-1,), "DenseMemory.gate": "tanh", "DenseMemory.size": 8}
-_TWO_BLOCKS = {"Window.block": 2}  # in a window
+_TWO_BLOCKS = {"Window.block": 2}  # two blocks in a window
 
 
 @pytest.mark.slow_cases("settings0*", "settings2*", "settings5*")
@@ -240,7 +246,7 @@ _TWO_BLOCKS = {"Window.block": 2}  # in a window
 def test_a_model_begins_as_the_model_without_a_memory(
     settings: dict[str, Any], plain_settings: dict[str, Any], new: str, path: str, tmp_path: Path
 ) -> None:
-    """The pretrained model has grouped queries. What is read of the memory then learns."""
+    """The pretrained model has grouped queries. The parameters that read the memory then learn."""
     plain = with_settings(
         MODEL,
         {
@@ -275,7 +281,7 @@ def test_a_model_begins_as_the_model_without_a_memory(
 
 
 def test_a_setting_may_differ_from_the_weights_by_the_rounding_to_float32(tmp_path: Path) -> None:
-    """Files of other formats have, for example, 9.9999997e-06 for 1e-05."""
+    """Files of other formats may have 9.9999997e-06 instead of 1e-05, for example."""
     rounded = dataclasses.replace(MODEL, norm=Norm(epsilon=float(np.float32(1e-5))))
     where = write(tmp_path / "rounded", rounded)
     assert ready(config(where, norm=Norm(epsilon=1e-5))).norm == rounded.norm

@@ -1,4 +1,4 @@
-"""`brt.evaluate --windows`: the same documents with several windows, paired by document."""
+"""Tests `brt.evaluate --windows`, which compares several windows on the same documents."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ def test_bits_by_position_add_up_to_all_bits(request_and_variables: tuple) -> No
     for row in metrics["windows"]:
         bits = np.asarray(row["bits_per_token_by_position"], float)
         np.testing.assert_allclose(bits @ tokens, row["bits"], rtol=1e-6)
-    # Tokens whose whole past is in the smallest window have the same bits with every window.
+    # If the smallest window contains all earlier tokens, the bits are the same for every window.
     first = [row["bits_per_token_by_position"][0] for row in metrics["windows"]]
     np.testing.assert_allclose(first, first[0], rtol=1e-6)
 
@@ -86,7 +86,8 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     bits = (nats - other) / math.log(2)
     assert value == pytest.approx(bits.sum() / 48)
     error = math.sqrt(3 / 2 * ((bits - value * sizes) ** 2).sum()) / 48
-    assert half == pytest.approx(4.302653 * error, rel=1e-6)  # Student's t with 2 degrees
+    # 4.302653 is the 97.5 % quantile of Student's t distribution with 2 degrees of freedom.
+    assert half == pytest.approx(4.302653 * error, rel=1e-6)
     assert paired_difference(nats[:1], other[:1], sizes[:1]).half_width is None
 
 

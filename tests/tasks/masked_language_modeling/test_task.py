@@ -1,4 +1,4 @@
-"""The objective, and how it is evaluated."""
+"""Tests the loss and the evaluation of masked language modeling."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def batch() -> Batch:
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
 def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
-    """The loss equals one computed from all logits; 3 + 1 tokens of 20 + 9 are masked.
+    """The loss equals one computed from all logits. Of 20 + 9 tokens, 3 + 1 are masked.
 
     The third row is all padding.
     """
@@ -124,7 +124,7 @@ def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dat
     assert 0 < begun.metrics["masked_tokens"] < metrics["masked_tokens"]
     assert alone(variables, Control(lambda: True)) is None
     assert alone.sample(variables, 0, Control(lambda: True)) is None
-    # What is in brackets was masked: the guess and, where that is wrong, the token.
+    # Brackets enclose a masked token: the prediction and, where that is wrong, the true token.
     (document,) = texts.split("test").document(0).tolist()
     assert alone.sample(variables, 0).endswith(f"|{chr(document)}]\n")
 

@@ -43,7 +43,7 @@ def config(dataset):
 
 @pytest.fixture(scope="module")
 def params(config):
-    """Far from uniform, so that something is heard."""
+    """Returns parameters whose output is far from uniform, so that transcripts are not empty."""
     params = nn.meta.unbox(jax.jit(initial_params, static_argnums=0)(config))
     return jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, params)
 

@@ -53,7 +53,7 @@ def test_a_model_that_does_not_fit_is_refused(config, values, message):
 
 
 def test_numbers_that_no_utterance_reaches_are_refused(config):
-    """The longest utterance's number of frames is allowed; shorter ones use fewer clusters."""
+    """The limit is the frames of the longest utterance; shorter ones use fewer clusters."""
     longest = max(s.lengths.max() for s in prepare(config, progress=False)[1].splits.values())
     for name in ("clusters", "top_k"):
         values = {"clusters": 3, "top_k": 3, "kind": "improved_clustered"}

@@ -1,4 +1,4 @@
-"""A summary has at most as many tokens as were asked for."""
+"""Tests that a summary has at most as many tokens as requested."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,10 @@ from brt.tasks.writers import WriteOptions
 
 @pytest.fixture(params=[(), (0,)], ids=["T5", "BART"])
 def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the length limit of a summary for a requested limit, or None if none is written."""
+    """Returns a function from a requested length to the length limit of the decoder.
+
+    The result is None if no summary is written.
+    """
     source = SimpleNamespace(ids=[1], uncut=1)
     encoder = SimpleNamespace(sources=lambda texts: [source])
     monkeypatch.setattr(writing.Encoder, "of", lambda *_: encoder)

@@ -29,7 +29,8 @@ def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> N
         mean = 100 * sum(score[name].f1 for score in expected) / len(ROWS)
         assert found["f1"] == pytest.approx(mean)
         assert found["low"] <= found["f1"] <= found["high"]
-    assert report["rouge"]["rouge1"]["f1"] == pytest.approx(100 / 3 / 4)  # "cat", in one
+    # Only one of four predictions matches, with the single word "cat".
+    assert report["rouge"]["rouge1"]["f1"] == pytest.approx(100 / 3 / 4)
     assert report["protocol"]["name"] == "hf"
     assert report["protocol"]["rouge"] == get_protocol("hf").text
     assert "seed 0" in report["protocol"]["aggregation"]
@@ -46,7 +47,7 @@ def test_the_report_counts_what_was_cut_and_how_long_texts_are(scored: ScoredSum
     assert report["lengths"]["prediction_words"]["mean"] == (4 + 0 + 3 + 4) / 4
     assert report["lengths"]["reference_words"]["max"] == 180
     assert (report["empty"], report["distinct"]) == (1, 3)
-    assert report["copied_bigrams"] == 100 * 1 / 8  # "the cat", of 3 + 2 + 3
+    assert report["copied_bigrams"] == 100 * 1 / 8  # Of 3 + 2 + 3 bigrams, "the cat" is copied.
 
 
 def test_rows_hold_every_summary_with_its_id_and_scores(scored: ScoredSummaries) -> None:

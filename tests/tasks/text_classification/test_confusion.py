@@ -1,4 +1,4 @@
-"""Accuracy, F1 and Matthews' correlation against their definitions."""
+"""Tests accuracy, F1 and Matthews' correlation coefficient against their definitions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Correlations against NumPy's and against ranks counted one by one."""
+"""Compares correlations with NumPy's and with ranks that are counted one by one."""
 
 import numpy as np
 import pytest

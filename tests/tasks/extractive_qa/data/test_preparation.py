@@ -1,4 +1,6 @@
-"""Questions from SQuAD's files to windows, and back to characters."""
+"""Tests how questions in SQuAD's format become windows of tokens, and how answers in tokens become
+characters again.
+"""
 
 import json
 
@@ -28,7 +30,7 @@ QAS = [
 
 @pytest.fixture
 def make(tmp_path):
-    """(members of `qas`, settings) -> Questions about CONTEXT in a file."""
+    """Returns a function that writes questions about CONTEXT to a file and returns the section."""
 
     def config(qas=QAS, **settings):
         path = tmp_path / "train.json"

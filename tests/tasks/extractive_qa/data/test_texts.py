@@ -1,4 +1,4 @@
-"""Texts that no tokenizer takes spoil their own question only."""
+"""Tests that a text which no tokenizer accepts makes only its own question unusable."""
 
 import json
 

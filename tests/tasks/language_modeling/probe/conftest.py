@@ -1,4 +1,4 @@
-"""A tiny model with random parameters, and documents to read."""
+"""Fixtures with a tiny model of random parameters and documents for the model to read."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def params(random_params: Callable) -> Any:
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], TokenStore]:
-    """Texts -> a store of them."""
+    """Returns a function that writes texts to a token store, one document for each text."""
 
     def write(texts: Sequence[str]) -> TokenStore:
         directory: Path = tmp_path_factory.mktemp("corpus") / "split"

@@ -35,7 +35,7 @@ def test_all_of_a_sound_model_is_reached(
         assert len(row["blocks"]) == 2 and min(row["blocks"]) > 0 and row["through"] > 0
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_documents_shorter_than_a_segment_give_no_alarm(
     tiny: Config, params: Any, written: Callable
@@ -44,7 +44,7 @@ def test_documents_shorter_than_a_segment_give_no_alarm(
     assert found["starved"] == [] and found["states"][0]["through"] > 0
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_states_that_do_not_train_are_named(
     tiny: Config, params: Any, store: TokenStore, monkeypatch: pytest.MonkeyPatch
@@ -65,7 +65,7 @@ def test_states_that_do_not_train_are_named(
     assert found["states"][0]["blocks"] == [0, 0]
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     tiny: Config, params: Any, store: TokenStore
@@ -76,7 +76,7 @@ def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     assert sorted(found["starved"]) == [f"layer_0/cell/{name}" for name in names]
 
 
-# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+# The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_a_model_that_learns_without_gradients_too_is_reached(
     tiny: Config, random_params: Callable, store: TokenStore

@@ -59,7 +59,7 @@ def test_every_part_matters_and_frozen_from_the_third_segment_on(
     for intervention in ALL:
         changed = np.abs(result.nats[intervention] - result.nats[None]) > 1e-4
         assert np.any(changed[result.counted(intervention)])
-        if intervention.how == "frozen":  # after the first segment there is nothing to be put back
+        if intervention.how == "frozen":  # The first segment has no earlier memory to restore.
             assert not np.any(changed[result.position < tiny.training.segment_length])
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_ignores_its_states_loses_nothing(
 ) -> None:
     layer = params["stack"]["recurrent_0"]
     output = jnp.asarray(layer["tokens"]["output"])
-    output = output.at[:, 1].set(0)  # behind the window: what was read of the states
+    output = output.at[:, 1].set(0)  # the weights of what was read from the states
     deaf = params | {
         "stack": {"recurrent_0": layer | {"tokens": layer["tokens"] | {"output": output}}}
     }

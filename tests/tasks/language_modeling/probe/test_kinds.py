@@ -1,4 +1,4 @@
-"""Probes of layers whose state changes with every token, and of windows that are not blocks."""
+"""Tests probes of layers whose state changes with every token, and of windows of several blocks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def _registered() -> Iterator[None]:
 def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
     tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    """Below the recurrence over tokens is a window of three blocks."""
+    """The layer below the recurrence over tokens has a window of three blocks."""
     plain = dataclasses.replace(tiny.model, kinds=())
     model = with_settings(plain, {"layers": 2, "Window.by_layer": (12, 0), "Decay.layers": (1,)})
     config, variables = dataclasses.replace(tiny, model=model), Variables(random_params(model))

@@ -17,7 +17,7 @@ from brt.types import Variables
 def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: TokenStore) -> None:
     keeps = 0.8
     layer = params["stack"]["recurrent_0"]
-    silent = layer["cell"] | {  # nothing is added to the states, so their gate is all there is
+    silent = layer["cell"] | {  # Nothing is added to the states, so the gate alone changes them.
         "output": jnp.zeros_like(layer["cell"]["output"]),
         "output_gate_bias": jnp.full((1, 16), math.log(keeps / (1 - keeps))),
     }

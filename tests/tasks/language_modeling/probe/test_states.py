@@ -19,7 +19,7 @@ from brt.tasks.language_modeling.probe.states import (
     with_states,
 )
 
-TOLERANCE = 1e-5  # float32, relative
+TOLERANCE = 1e-5  # relative tolerance of float32 values
 
 
 def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:

@@ -7,7 +7,10 @@ import pytest
 
 @pytest.fixture
 def write_npz(tmp_path):
-    """(name, transcripts, lengths, width, ...) -> the path of a .npz with random features."""
+    """Returns a function that writes a .npz file with random features and returns its path.
+
+    `sizes` are the numbers of frames; `changes` replace arrays of the file, or remove them if None.
+    """
 
     def write(name, transcripts, sizes=None, width=3, seed=0, **changes):
         lengths = np.array(sizes or [20] * len(transcripts))
@@ -27,7 +30,7 @@ def write_npz(tmp_path):
 
 @pytest.fixture
 def write_wav():
-    """(path, samples in [-1, 1], rate, ...) -> None."""
+    """Returns a function that writes samples from -1 to 1 to a .wav file."""
 
     def write(path, samples, rate=8000, channels=1, width=2):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,10 @@ def write_wav():
 
 @pytest.fixture
 def write_ark():
-    """(path, {id: matrix}) -> lines of feats.scp, in Kaldi's binary format."""
+    """Returns a function that writes matrices by id to an archive in Kaldi's binary format.
+
+    The function returns the lines of feats.scp, which say where each matrix is.
+    """
 
     def write(path, matrices, kind=None):
         lines = []

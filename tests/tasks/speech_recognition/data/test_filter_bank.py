@@ -9,7 +9,7 @@ RATE = 8000
 
 
 def literal(samples, speech):
-    """Frame by frame, frequency by frequency, band by band."""
+    """Computes log mel features by the definition, one frame, frequency and band at a time."""
     window, shift = int(RATE * speech.window_ms / 1000), int(RATE * speech.shift_ms / 1000)
     size = 256
     assert size >= window > size // 2

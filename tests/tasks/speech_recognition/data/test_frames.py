@@ -7,7 +7,7 @@ from brt.tasks.speech_recognition.data.utterances import Utterance
 
 def test_an_utterance_gets_mean_0_and_deviation_1():
     features = np.random.default_rng(0).normal(3, 5, (40, 4)).astype(np.float32)
-    features[:, 2] = 7  # never changes
+    features[:, 2] = 7  # a constant feature
     found = frames.normalize(features, frames.moments(features))
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-6)
     np.testing.assert_allclose(found.std(axis=0), [1, 1, 0, 1], atol=1e-5)

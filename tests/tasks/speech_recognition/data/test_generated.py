@@ -23,7 +23,7 @@ def test_a_name_always_gives_the_same():
     assert [u.transcript for u in more[:4]] == [u.transcript for u in first]
     other = utterances("generated:y/4")
     assert {u.transcript for u in other}.isdisjoint(u.transcript for u in first)
-    # Pinned: results on made-up speech must mean the same tomorrow.
+    # The values are fixed, because results on generated speech must stay comparable.
     assert first[0].transcript == PINNED
     np.testing.assert_allclose(first[0].features[0, :3], SOUND, atol=1e-5)
 

@@ -8,12 +8,13 @@ from brt.tasks.speech_recognition.data.utterances import Recording
 
 
 def recording(number, speaker="", width=2, rate=8000):
+    """Returns a recording whose features all have the value `number`."""
     features = np.full((1 + number % 3, width), number, np.float32)
     return Recording("table.tsv", f"r{number}", speaker, f"w{number}", lambda: (features, rate))
 
 
 def allow(utterance):
-    """Any recording may be used."""
+    """Accepts every recording, so that any recordings may be joined."""
 
 
 def test_every_recording_is_heard_once_where_it_is_written_and_by_its_speaker():

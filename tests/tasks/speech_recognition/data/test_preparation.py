@@ -12,7 +12,7 @@ from brt.tasks.speech_recognition.data.store import SpeechStore
 
 @pytest.fixture
 def make(tmp_path, write_npz):
-    """(settings) -> a small Speech of three files."""
+    """Returns a function that makes a section Speech from three utterances and changed settings."""
 
     def config(**settings):
         given = {
@@ -141,7 +141,8 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
         prepare(make(train=tables[0], validation=tables[1]))
     dataset = prepare(make(train=tables[0], validation=()))
     assert dataset.rate == 8000
-    other = make(train=tables[0], validation=tables[1], sample_rate=8000)  # as a run keeps it
+    # The config of a run contains the sample rate of its data.
+    other = make(train=tables[0], validation=tables[1], sample_rate=8000)
     message = "16000.wav has 16000 samples a second, but Speech.sample_rate = 8000; convert it"
     with pytest.raises(DataError, match=message):
         preparation.SpeechPreparation(other, False).open_split("validation", dataset.tokenizer)
@@ -161,7 +162,7 @@ def test_joined_speech_is_that_of_the_files_and_in_one_split_only(make, write_np
     said = [len(text.split()) for text in dataset.split("train").transcripts]
     assert said == [2, 1] * 3 and dataset.split("train").lengths.tolist() == [40, 20] * 3
     assert len(dataset.split("validation")) == 1
-    shared = write_npz("c", first, seed=1)  # the same recordings, which other ones stand beside
+    shared = write_npz("c", first, seed=1)  # the recordings of "a", joined with others
     with pytest.raises(DataError, match="of Data.validation .* is in Data.train, too"):
         prepare(make(train=train, validation=(validation, shared), join=2))
 

@@ -30,8 +30,8 @@ def t5_model(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def bart_json(tmp_path_factory, lines):
-    """Returns a tokenizer file like BART's: byte-level BPE, `<s> text </s>`, truncation and padding
-    on.
+    """Returns a tokenizer file like BART's: byte-level BPE and `<s> text </s>`, with truncation and
+    padding to 8 tokens.
     """
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(lines, 600, special_tokens=SPECIAL, show_progress=False)
@@ -45,7 +45,7 @@ def bart_json(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def t5_json(tmp_path_factory, lines):
-    """Returns a file like T5's tokenizer.json: `text </s>`."""
+    """Returns a file like T5's tokenizer.json, which encodes a text as `text </s>`."""
     made = tokenizers.Tokenizer(tokenizers.models.Unigram())
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     made.decoder = tokenizers.decoders.Metaspace()
@@ -64,7 +64,7 @@ def t5_json(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def trained_model(tmp_path_factory, lines):
-    """Returns the model that Data.tokenizer = "train:600" trains."""
+    """Returns the model file that the setting Data.tokenizer = "train:600" trains."""
     path = tmp_path_factory.mktemp("trained") / "tokenizer.model"
     special = tokenizer_training.T5
     tokenizer_training.train_sentencepiece([["\n".join(lines)]], 600, path, special=special)
@@ -78,7 +78,10 @@ def tokenizer(request):
 
 @pytest.fixture
 def make_store(tmp_path):
-    """(lengths of documents, lengths of summaries) -> a store whose ids tell row and place."""
+    """Returns a function that makes a store from the lengths of documents and summaries.
+
+    Each id is 100 times its row plus its position plus 10.
+    """
 
     def make(lengths, summaries=None, max_source_length=32, max_target_length=8):
         rows = len(lengths)

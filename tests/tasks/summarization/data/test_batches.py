@@ -38,6 +38,7 @@ def epoch_of(read, epoch):
 
 
 def rows_of(found):
+    """Returns the rows of all batches without padding, in order."""
     return [int(row) for batch in found for row in batch.row if row >= 0]
 
 
@@ -52,7 +53,7 @@ def test_every_pair_comes_once_per_epoch(store, buckets, batch_size, shuffle):
     for epoch in (0, 1, 7):
         found = epoch_of(read, epoch)
         assert sorted(rows_of(found)) == [*range(len(store))]
-        # Only the last batch has empty rows, however many buckets there are.
+        # Only the last batch has empty rows, whatever the number of buckets.
         assert len(found) == -(-len(store) // batch_size)
         assert all((batch.row >= 0).all() for batch in found[:-1])
 
@@ -67,7 +68,7 @@ def test_a_batch_has_the_length_of_a_bucket_that_its_documents_fit(store, bucket
 
 
 def test_most_batches_have_the_shortest_length_that_fits(make_store):
-    """Only what is left over at the end of an epoch is padded further than it needs."""
+    """Only the batches at the end of an epoch, with leftover rows, are padded more than needed."""
     rng = np.random.default_rng(0)
     store = make_store(rng.integers(1, 33, 400).tolist())
     found = epoch_of(reader(store, buckets=(4, 8, 16, 32)), 0)
@@ -77,7 +78,8 @@ def test_most_batches_have_the_shortest_length_that_fits(make_store):
         tight += batch.source.shape[1] == min(b for b in (4, 8, 16, 32) if b >= longest)
     assert tight >= len(found) - 1
     late = [i for i, batch in enumerate(found) if batch.source.shape[1] == 4]
-    assert min(late) < 20 and max(late) > 60  # lengths come mixed, not one after another
+    # Batches of different lengths are mixed, not sorted by length.
+    assert min(late) < 20 and max(late) > 60
 
 
 def test_contents_of_a_batch(store, buckets):
@@ -103,7 +105,7 @@ def test_the_order_depends_on_seed_and_epoch_only(make_store):
     assert rows_of(epoch_of(reader(store, seed=-6), 0)) != order
     straight = reader(store, shuffle=False)
     assert rows_of(epoch_of(straight, 0)) == rows_of(epoch_of(straight, 2)) == [*range(20)]
-    # Pinned: a data position saved today must mean the same tomorrow.
+    # The order is fixed, because a saved position in the data must keep its meaning.
     assert order[:8] == [7, 8, 4, 19, 11, 3, 5, 16]
 
 

@@ -71,6 +71,6 @@ def test_lists_become_text():
 def test_ids_are_text_or_numbers():
     values = {"document": "d", "summary": "s", "n": 3, "b": b"x1", "f": 0.5, "no": None}
     assert [pair(values, id=name).id for name in ("", "n", "b")] == ["7", "3", "x1"]
-    values |= {"whole": 3.0, "nan": float("nan")}  # as pandas writes a column of ints with a gap
+    values |= {"whole": 3.0, "nan": float("nan")}  # Pandas writes ints with gaps as floats.
     assert [pair(values, id=name).id for name in ("f", "whole")] == ["0.5", "3"]
     assert [pair(values, id=name).id for name in ("no", "nan")] == ["7", "7"]

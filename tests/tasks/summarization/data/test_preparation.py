@@ -11,7 +11,7 @@ from brt.tasks.summarization.data import preparation
 
 @pytest.fixture
 def files(tmp_path, lines):
-    """{split: a .jsonl file}; one row in ten of train is bad."""
+    """Writes documents and summaries to a .jsonl file for each split and returns the paths."""
     paths = {}
     for split, first, count in (("train", 0, 60), ("validation", 100, 8), ("test", 120, 8)):
         rows = [
@@ -25,7 +25,7 @@ def files(tmp_path, lines):
 
 @pytest.fixture
 def spoilt(files):
-    """Three bad rows in the train file."""
+    """Replaces three rows of the train file by bad rows and returns the paths of all splits."""
     lines = files["train"].read_text().split("\n")
     lines[4], lines[7], lines[9] = "{}", '{"document": "d", "summary": " "}', "no JSON"
     files["train"].write_text("\n".join(lines))

@@ -40,7 +40,7 @@ def test_json_ids_are_those_of_the_library(request, lines, name, special):
 
 
 def test_special_ids_are_not_in_text(tokenizer, lines):
-    """Also where a document spells them out: an end in its middle would end it."""
+    """A document may contain the text of special tokens: an end token in it would end it early."""
     for ids in tokenizer.encode([TEXT, "a </s> b <pad> c <s> d", *lines[:20]]):
         assert not {*ids.tolist()} & {tokenizer.pad_id, tokenizer.eos_id, *tokenizer.begin}
         assert (ids < tokenizer.vocab_size).all()
@@ -50,7 +50,7 @@ def test_text_comes_back(tokenizer, lines):
     for line in (" ".join(line.split()) for line in lines[:50]):
         ids = tokenizer.encode([line])[0].tolist()
         wrapped = [tokenizer.decoder_start_id, *tokenizer.begin, *ids, tokenizer.eos_id]
-        beyond = [tokenizer.pad_id, tokenizer.vocab_size + 3]  # as T5's extra ids are
+        beyond = [tokenizer.pad_id, tokenizer.vocab_size + 3]  # T5 models have additional ids.
         assert tokenizer.decode(np.array(wrapped + beyond)) == line
 
 

@@ -1,4 +1,4 @@
-"""Scores equal those of the package rouge-score; some are short enough to check by hand."""
+"""Tests that ROUGE scores equal those of the package rouge-score, and short cases by hand."""
 
 import random
 import re
@@ -39,7 +39,11 @@ def by_lines(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[str, str]]:
-    """Paragraphs, with shortened, shuffled and other ones as predictions; and random words."""
+    """Returns references with predictions, as pairs.
+
+    The references are paragraphs of novels, with shortened and shuffled predictions, and random
+    words.
+    """
     rng = random.Random(0)
     pairs = list(ODD)
     for novel in NOVELS:
@@ -59,7 +63,7 @@ def texts() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def rouge_score() -> Callable:
-    """(stemmer, reference, prediction) -> the package's scores."""
+    """Returns a function that scores a prediction with the package rouge-score."""
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer
     scorers = {stemmer: scorer(NAMES, use_stemmer=stemmer) for stemmer in (False, True)}
     return lambda stemmer, reference, prediction: scorers[stemmer].score(reference, prediction)
@@ -78,7 +82,7 @@ def test_scores_equal_rouge_score(
         for name in NAMES:
             np.testing.assert_allclose(found[name], expected[name], atol=TOLERANCE)
         sums += [found[name].f1 for name in NAMES]
-    assert np.all(sums > 5)  # not all of it is zeros
+    assert np.all(sums > 5)  # The comparison is not of zeros only.
 
 
 def test_protocols_are_rouge_score_of_prepared_summaries(
@@ -103,7 +107,7 @@ def test_stems_are_nltks_for_every_word_of_the_novels() -> None:
     for novel in NOVELS:
         words |= set(re.findall(r"[a-z0-9]+", novel.read_text("utf-8").lower()))
     assert len(words) > 13_000
-    rng = random.Random(0)  # endings in combinations that no book has
+    rng = random.Random(0)  # Combine endings in ways that no book has.
     endings = re.findall(r"\w+", "ational tional enci izer bli alli eli ousli ization ator alism "
         "iveness fulness ousness aliti iviti biliti fulli logi icate ative alize iciti ical ful "
         "ness ance er ic able ant ement ment ion ou ism ate ous ive ize e ll ss sses ies ied eed "
@@ -131,9 +135,9 @@ def test_stems_are_those_of_porters_algorithm(word: str, expected: str) -> None:
 
 def test_n_grams_count_as_often_as_they_are_in_both() -> None:
     reference, prediction = CAT.split(), MAT.split()
-    # the (2), cat, sat, on, mat are common.
+    # The texts have five words in common: the (twice), cat, sat, on and mat.
     assert rouge_n(reference, prediction, 1) == Score(6 / 9, 1.0, 0.8)
-    # "the cat", "cat sat", "sat on" of 8 and 5.
+    # The 8 and 5 bigrams have three in common: "the cat", "cat sat" and "sat on".
     assert rouge_n(reference, prediction, 2) == pytest.approx((3 / 8, 3 / 5, 6 / 13))
     assert rouge_n(reference, ["the"] * 8, 1) == pytest.approx((2 / 8, 2 / 6, 2 / 7))
     assert rouge_n(["one"], ["one"], 2) == Score(0.0, 0.0, 0.0)
@@ -146,7 +150,8 @@ def test_the_longest_common_subsequence_keeps_the_order() -> None:
 
 
 def test_the_union_over_sentences_is_that_of_the_paper() -> None:
-    # Lin 2004, section 3.2: w1 w2 w3 w4 w5 against w1 w2 w6 w7 w8 and w1 w3 w8 w9 w5: 4 of 5.
+    # In Lin (2004), section 3.2, w1 w2 w3 w4 w5 is compared with w1 w2 w6 w7 w8 and
+    # w1 w3 w8 w9 w5, and 4 of its 5 words are matched.
     score = rouge_l_sum(["12345"], ["12678", "13895"])
     assert score == pytest.approx((4 / 10, 4 / 5, 8 / 15))
     assert rouge_l_sum(["aa"], ["a"]) == pytest.approx((1.0, 1 / 2, 2 / 3))
@@ -160,7 +165,7 @@ def test_scores_lie_between_0_and_1_and_swap_with_the_texts(texts: list[tuple[st
         )
         for name in NAMES:
             assert all(0 <= value <= 1 for value in one[name])
-        for name in NAMES[:3]:  # Lsum is a sum over the reference's sentences
+        for name in NAMES[:3]:  # rougeLsum is not symmetric: it sums over reference sentences.
             precision, recall, f1 = other[name]
             assert one[name] == pytest.approx((recall, precision, f1))
         same = PROTOCOLS["hf"].score(reference, reference)
@@ -187,7 +192,7 @@ def test_aggregates_are_means_with_an_interval_that_shrinks_as_it_should() -> No
         values = rng.uniform(size=(count, 3))
         documents = [{"rouge1": Score(*row), "rouge2": Score(0.5, 0.5, 0.5)} for row in values]
         found = aggregate(documents)
-        assert found == aggregate(documents)  # the seed is stated
+        assert found == aggregate(documents)  # The bootstrap's seed is fixed.
         np.testing.assert_allclose(found["rouge1"].mid, values.mean(axis=0), atol=1e-12)
         half = 1.96 * values.std(axis=0) / count**0.5
         np.testing.assert_allclose(found["rouge1"].high, values.mean(0) + half, atol=0.15 * half[0])

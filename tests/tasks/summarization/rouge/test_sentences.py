@@ -2,7 +2,7 @@ import pytest
 
 from brt.tasks.summarization.rouge.sentences import sentences
 
-# Texts as the sentences that they are split into.
+# Each text is a list of the sentences into which it must be split.
 SPLIT = [
     ["It rained.", "We left."],
     ["Really?", "Yes!", "Good…", "Then go."],

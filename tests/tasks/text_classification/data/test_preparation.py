@@ -1,4 +1,4 @@
-"""Sentences from tables of several kinds to ids and labels."""
+"""Tests how sentences in several table formats become token ids and labels."""
 
 import dataclasses
 import gzip
@@ -17,7 +17,7 @@ ROWS = [("good film", "1"), ("bad film", "0"), ("a good one", "1"), ("dull", "0"
 
 @pytest.fixture
 def make(tmp_path):
-    """(settings) -> Sentences of a file that holds ROWS, another cache each time."""
+    """Returns a function that makes a section Sentences from ROWS and changed settings."""
 
     def config(**settings):
         train = jsonl(tmp_path, "train", [{"sentence": s, "label": int(k)} for s, k in ROWS])
@@ -39,7 +39,7 @@ def jsonl(directory, name, rows):
 
 
 def texts(dataset, split="train"):
-    """Rows of a split as bytes were encoded: special ids as |."""
+    """Returns the texts of a split, in which "|" stands for every special token."""
     store = dataset.split(split)
     rows = [store.tokens[i] for i in range(len(store))]
     return ["".join(chr(i) if i < 256 else "|" for i in row) for row in rows]
@@ -150,7 +150,8 @@ def test_a_pair_is_cut_where_it_is_longer():
         assert sum(sizes) == min(limit, first + second)
         for part, whole in zip(kept, parts, strict=True):
             np.testing.assert_array_equal(part, whole[: len(part)])
-        if sum(sizes) < first + second:  # the longer one was cut, both only to a like length
+        # Only the longer text is cut, or both are cut to about the same length.
+        if sum(sizes) < first + second:
             cut = np.array([first, second]) - sizes
             assert cut.min() == 0 or abs(sizes[0] - sizes[1]) <= 1
             assert cut[np.argmax([first, second])] == cut.max()
@@ -179,7 +180,7 @@ def test_batches_hold_every_row_once(make):
 
 
 def test_numbers_stay_numbers(make, tmp_path, capsys):
-    """STS-B's columns; a held-out number need not be among those of train."""
+    """The columns are those of STS-B. Held-out numbers need not occur in the train split."""
     lines = ["sentence1\tsentence2\tscore\n", "a\tb\t3.75\n", "c\td\t0\n", "e\tf\tnan\n"]
     (tmp_path / "train.tsv").write_text("".join(lines))
     held = jsonl(tmp_path, "held", [{"sentence1": "g", "sentence2": "h", "label": 4.2}])

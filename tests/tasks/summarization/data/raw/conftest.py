@@ -6,7 +6,10 @@ import pytest
 
 @pytest.fixture
 def directory(tmp_path):
-    """(kind) -> a directory of raw data, as its makers lay it out, with two examples a split."""
+    """Returns a function that writes raw data of a public dataset, in the layout of its publisher.
+
+    Every split has two examples.
+    """
     made = {
         "cnn_dailymail": _cnn_dailymail, "xsum": _xsum, "arxiv": _papers, "pubmed": _papers,
         "media_sum": _media_sum,

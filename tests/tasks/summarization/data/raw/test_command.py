@@ -1,4 +1,4 @@
-"""python -m brt.prepare --pairs"""
+"""Tests `python -m brt.prepare --pairs`, which converts raw datasets of pairs."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def run(*flags):
     prepare.main(prepare.parser().parse_args([*map(str, flags)]))
 
 
-@pytest.mark.filterwarnings("ignore")  # TFDS's own
+@pytest.mark.filterwarnings("ignore")  # TFDS itself causes warnings.
 def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
     flags = ("--pairs", "media_sum", "--raw", directory("media_sum"), "--output", tmp_path / "out")
     run(*flags)
@@ -30,7 +30,7 @@ def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
         run(*flags)
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_brt_prepare_reads_the_users_own_files_of_pairs(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "d", "gist": "s"}\n{"body": "d", "gist": ""}\n')
     (tmp_path / "b.csv").write_text("gist,body\ns,d\n")

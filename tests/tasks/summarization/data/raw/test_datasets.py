@@ -1,4 +1,4 @@
-"""Written datasets can be read by brt and by TFDS, without TensorFlow."""
+"""Tests that brt and TFDS can read the datasets that brt writes, without TensorFlow."""
 
 import json
 import sys
@@ -11,12 +11,12 @@ from brt.tasks.summarization.data.raw import datasets, tables
 from brt.tasks.summarization.data.raw.datasets import RAW, RawDataset
 from brt.tasks.summarization.data.raw.examples import Example
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS itself causes warnings.
 
 
 @pytest.fixture
 def tfds(tmp_path, monkeypatch):
-    """TFDS, looking for datasets in a directory of the test."""
+    """Returns the module TFDS, which looks for datasets in a directory of the test."""
     import tensorflow_datasets
 
     monkeypatch.setattr(tensorflow_datasets.core.constants, "DATA_DIR", str(tmp_path / "tfds"))
