@@ -1,4 +1,5 @@
-"""Kinds of layers that tests register, and a small model of every kind and combination.
+"""Kinds of layers that tests register, and small models with every kind and combination of
+settings.
 
 `Toy` changes its state with every block, has an auxiliary loss and learns a number without
 gradients. `Decay` (tests/data/user_files/token_recurrence.py) is a recurrence over tokens.
@@ -31,15 +32,18 @@ class ToySection(KindSection):
     layers: tuple[int, ...] = adaptable(())
 
 
-ToySection.__name__ = "Toy"  # the name in .gin files
+ToySection.__name__ = "Toy"  # This is the section's name in .gin files.
 
 
 class ToyState(NamedTuple):
-    total: jax.Array  # [B, D], summed over the blocks before
+    total: jax.Array  # [B, D], the sum of the mean vectors of all earlier blocks
 
 
 class Toy(nn.Module):
-    """Adds what was read before the block; the more tokens it has trained on, the louder."""
+    """Layer that adds to each token the tanh of the summed mean vectors of earlier blocks.
+
+    The added vector grows with the number of tokens that the layer was trained on.
+    """
 
     model: Model
     training: bool = False
@@ -126,7 +130,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_RECURRENT, "Recurrence.layers": (0,), "layers": 3, "window": 8,
         "Window.by_layer": (0, 20, 5), "positions": "rotary",
     },
-    # Forms of pretrained decoders: heads of 4 numbers, so that there can be four of them.
+    # These are settings of pretrained decoders. Heads have 4 channels, so that a model has four
+    # heads.
     "grouped queries": {
         **_GROUPED, "MLP.gated": True, "activation": "silu", "Rotary.scaling": "linear",
         "Rotary.factor": 2.0,
@@ -158,7 +163,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_RECURRENT, "Recurrence.layers": (0,), "layers": 1, "Window.cache": False,
         "positions": "none",
     },
-    # Every gate and every layout once, with all the options that change arithmetic.
+    # Every gate and every gate layout occurs, with all the options that change the arithmetic.
     "recurrent, fixed gate, skip": {
         **_RECURRENT, "Recurrence.layers": (0,), "positions": "none", "Window.cache": False,
     },
@@ -271,7 +276,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _model(parity: bool = False, **settings: Any) -> Model:
-    """Returns the model with some settings, with the arithmetic of the authors' code if wanted."""
+    """Returns `PLAIN` with changed settings, and with the arithmetic of the authors' code if
+    `parity`.
+    """
     return with_settings(PLAIN.parity() if parity else PLAIN, settings)
 
 

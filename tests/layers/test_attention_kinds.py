@@ -45,7 +45,7 @@ def _compiled(x: dict[str, jax.Array], key: jax.Array, **options: Any) -> jax.Ar
 @pytest.mark.slow_cases("reformer", "clustered")
 @each_kind
 def test_weights_sum_to_one_and_padding_gives_zeros(kind: str) -> None:
-    """Seen through values of ones."""
+    """With values of ones, the output is the sum of the weights."""
     x = arrays()
     y = attend(section(kind), {**x, "values": jnp.ones_like(x["values"])})
     valid = jnp.broadcast_to(x["valid"][..., None, None], y.shape)
@@ -103,7 +103,7 @@ def test_another_sequence_can_be_read(kind: str) -> None:
     there = jnp.asarray(np.arange(6)[None] < np.array([6, 3, 6])[:, None])
     y = np.asarray(attend(section(kind, clusters=6, top_k=14), {**few, "queries_valid": there}))
     assert not np.any(y[2]) and not np.any(y[1, 3:])
-    if kind != "clustered":  # exact with so many keys
+    if kind != "clustered":  # With 14 best keys for 14 keys, attention is exact.
         full = attend(section("full"), {**few, "queries_valid": there})
         np.testing.assert_allclose(y, full, atol=1e-5)
 
@@ -141,7 +141,7 @@ def test_settings_reach_their_kind() -> None:
     assert np.abs(np.asarray(attend(section("oracle_top_k"), x) - full)).max() > 1e-2
     shared = attend(section("full"), {**x, "keys": x["queries"]})
     np.testing.assert_allclose(attend(section("shared_full"), x), shared, atol=1e-6)
-    scaled = attend(section("full"), x, scale=1.0)  # default: K ** -0.5 = 0.5
+    scaled = attend(section("full"), x, scale=1.0)  # The default scale is K ** -0.5 = 0.5.
     doubled = attend(section("full"), {**x, "queries": 2 * x["queries"]})
     np.testing.assert_allclose(scaled, doubled, atol=1e-6)
     planes = attention_baselines.random_planes(jax.random.key(0), rounds=2, buckets=8, width=4)
@@ -152,7 +152,9 @@ def test_settings_reach_their_kind() -> None:
 
 
 def test_short_sequences_are_attended_to_exactly() -> None:
-    """Told by their length with padding, as a shape; queries stay the keys of `reformer`."""
+    """The length with padding, which is static, decides whether a sequence is short. `reformer`
+    then still uses the queries as keys.
+    """
     x = arrays()
     for kind, exact in (("clustered", "full"), ("reformer", "shared_full")):
         y = attend(section(exact), x)

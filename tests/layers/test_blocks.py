@@ -1,4 +1,7 @@
-"""Windows that are not blocks equal windows that are; `test_every_kind.py` reads them in pieces."""
+"""Tests sliding windows whose length differs from the block, the tokens that are read at once.
+
+`test_every_kind.py` tests that models with such windows read a text in segments of any length.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,7 +18,7 @@ from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
 
-TOLERANCE = 2e-5  # of hidden vectors and states of magnitude 1, float32
+TOLERANCE = 2e-5  # absolute, float32; hidden vectors and states have magnitude 1
 LANES, TOKENS, VOCABULARY = 2, 48, 16
 PLAIN = Model(
     layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=16, vocab_size=VOCABULARY, window=8,
@@ -29,7 +32,7 @@ def tokens(seed: int = 0) -> np.ndarray:
 
 
 def starts(model: Model, *places: tuple[int, int]) -> np.ndarray:
-    """Returns [lanes, blocks], True at the block of each (lane, token)."""
+    """Returns a boolean array [lanes, blocks] that is True at the block of each (lane, token)."""
     start = np.zeros((LANES, TOKENS // model.block_length), bool)
     for lane, token in places:
         start[lane, token // model.block_length] = True
@@ -47,7 +50,8 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     positions: str, chunk: int, random_params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of half a window give the attention that blocks of a whole window give."""
-    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", chunk)  # 48 is no multiple of 10.
+    # 48 tokens are no multiple of 10.
+    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", chunk)
     whole = dataclasses.replace(PLAIN, layers=1, positions=positions)
     halves = with_settings(whole, {"Window.block": 4})
     params, ids = random_params(whole), jnp.asarray(tokens())
@@ -70,7 +74,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
 def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
     random_params: Any,
 ) -> None:
-    """Two segments, so that the second one reads a cache that ends inside of a document."""
+    """Reads two segments, so that the second one reads a cache that ends inside of a document."""
     model = with_settings(
         PLAIN, {"layers": 1, "positions": "rotary", "Window.block": 4, "Window.sinks": 2}
     )
@@ -102,7 +106,7 @@ def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
 def test_with_feedback_deferred_gradients_are_those_of_one_pass(
     random_params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recurrent layer has a window of one block, the layer below it a longer one."""
+    """The recurrent layer has a window of one block, and the layer below it has a longer window."""
     model = with_settings(
         PLAIN,
         {
@@ -131,7 +135,9 @@ def test_with_feedback_deferred_gradients_are_those_of_one_pass(
 def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Zero queries weight all visible keys equally; values of one sum the weights that are left."""
+    """Queries of zeros give all visible keys the same weight. With values of ones, the output is
+    the sum of the weights that were not dropped.
+    """
     monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", 16)
     zeros, ones = jnp.zeros((LANES, TOKENS, 2, 4)), jnp.ones((LANES, TOKENS, 2, 4))
     cached = jnp.ones((LANES, 8, 2, 4))

@@ -17,7 +17,7 @@ from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_s
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.sections import Clustered
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
@@ -64,7 +64,9 @@ def read(
 @pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("normalize_qk", [True, False])
 def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
-    """In length, and with the variance of queries that are spread evenly around them."""
+    """New centroids are as long as new queries. Their variance is that of queries in random
+    directions: the squared length divided by the head size.
+    """
     model = with_settings(
         MODEL,
         {
@@ -86,12 +88,12 @@ def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     np.testing.assert_allclose(centroids.variances, of_centroids / 32, rtol=0.2)
 
 
-@pytest.mark.slow  # The tests of ops show this quickly.
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["t5", "alibi"])
 def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     random_params: Callable, positions: str
 ) -> None:
-    """The T5 bias treats all keys beyond the window like the farthest key in it."""
+    """T5's bias treats all keys beyond the window like the farthest key in the window."""
     wide = with_settings(
         MODEL,
         {
@@ -104,7 +106,8 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     )
     params = jax.tree.map(lambda x: x[0], random_params(wide)["stack"]["clustered_0"])
     if positions == "alibi":
-        params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)  # reached next to the token
+        # The bias reaches this bound at the next token already.
+        params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)
     narrow = dataclasses.replace(wide, window=WINDOW)
     start = jnp.zeros((LANES, 1), bool)
     expected = compiled(wide)(
@@ -114,7 +117,7 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow  # tests/ops/test_causal_clustered_attention.py has a quick test of gradients.
 def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
     params: Any,
 ) -> None:

@@ -1,4 +1,5 @@
-"""Properties that every kind of layer has, in every combination of settings that reads otherwise.
+"""Tests the properties that every kind of layer must have, with all settings that change how a
+model reads.
 
 A document is read in one piece, in segments and token by token, always with the same result. No
 token depends on later tokens, on another lane, or on an earlier document.
@@ -22,10 +23,10 @@ from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state
 from brt.ops.cross_entropy import cross_entropy
 from brt.types import Variables
 
-TOLERANCE = 2e-5  # of hidden vectors and states of magnitude 1, float32
+TOLERANCE = 2e-5  # absolute, float32; hidden vectors and states have magnitude 1
 LANES, TOKENS, MIDDLE = 2, 48, 24
-# One model for each way of going through a segment; the others are slow. That of "windows by layer"
-# has a recurrent layer.
+# These are one model for each way of reading a segment; tests of other models are slow. The model
+# of "windows by layer" has a recurrent layer.
 QUICK = (
     "a window without the token", "windows by layer", "toy", "grouped queries, sinks",
     "gated delta rule beside a window", "a recurrence over tokens, blocks of a token",
@@ -33,7 +34,7 @@ QUICK = (
 
 
 class Case(NamedTuple):
-    """A model with its learned values, and its compiled reader of segments."""
+    """A model with its parameters and model state, and its jitted function that reads a segment."""
 
     model: Model
     variables: Variables
@@ -43,7 +44,9 @@ class Case(NamedTuple):
         return new_state(self.model, LANES)
 
     def starts(self, *places: tuple[int, int]) -> np.ndarray:
-        """Returns [lanes, blocks], True at the block of each (lane, token)."""
+        """Returns a boolean array [lanes, blocks] that is True at the block of each (lane,
+        token).
+        """
         start = np.zeros((LANES, TOKENS // self.model.block_length), bool)
         for lane, token in places:
             start[lane, token // self.model.block_length] = True
@@ -73,7 +76,8 @@ def build(random_params: Callable) -> Callable[[str], Case]:
             learned = {"params": variables.params}
             return Decoder(model).apply(learned, *arguments, variables.model_state)
 
-        # A number that a layer has learned without gradients must be read, so it is not zero.
+        # `Toy` learns a number without gradients. It is not zero here, so that tests see whether it
+        # is read.
         learned = jax.tree.map(lambda x: x + 9, new_model_state(model)) if name == "toy" else None
         learned = new_model_state(model) if learned is None else learned
         params = jax.tree.map_with_path(_with_low_bound, random_params(model))
@@ -83,12 +87,16 @@ def build(random_params: Callable) -> Callable[[str], Case]:
 
 
 def _with_low_bound(path: tuple, leaf: jax.Array) -> jax.Array:
-    """Returns a parameter; that of ALiBi's bound is so low that keys of the window reach it."""
+    """Returns the parameter, except for ALiBi's bound, which becomes so low that the bias of keys
+    within the window reaches it.
+    """
     return 0 * leaf + 0.05 if path[-1].key == "alibi_bound" else leaf
 
 
 def each_model(*names: str, quick: tuple[str, ...] = QUICK) -> pytest.MarkDecorator:
-    """Runs a test for the named models, or for all; those that are not in `quick` are slow."""
+    """Parametrizes a test by the named models, or by all; models that are not in `quick` are
+    slow.
+    """
     marked = [
         pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
         for name in names or MODELS
@@ -110,13 +118,13 @@ def test_every_kind_has_a_model() -> None:
 
 @each_model()
 def test_segments_cut_anywhere_are_one(name: str, build: Callable[[str], Case]) -> None:
-    """In lane 1 a document starts in the middle of the segment."""
+    """In lane 1, a second document starts at token 40."""
     case = build(name)
     length = case.model.block_length
     start = case.starts((0, 0), (1, 0), (1, 40))
     whole = case.read(tokens(), start=start)
     state, hidden = case.new_state(), []
-    # Pieces of two lengths, so that two programs are compiled.
+    # The pieces have two lengths, so that only two programs are compiled.
     for begin, end in ((0, 24), (24, 32), (32, 40), (40, TOKENS)):
         part = start[:, begin // length : end // length]
         output = case.read(tokens()[:, begin:end], state, part)
@@ -133,7 +141,8 @@ def test_a_token_reads_its_past_and_no_later_token_and_no_other_lane(
     case = build(name)
     start = case.starts((0, 0))
     hidden = case.read(tokens(), start=start).hidden
-    differs = np.empty((LANES, TOKENS, TOKENS), bool)  # an output of a lane, by an input of lane 0
+    # [lane, output token, changed token of lane 0].
+    differs = np.empty((LANES, TOKENS, TOKENS), bool)
     for place in range(TOKENS):
         changed = tokens()
         changed[0, place] = (changed[0, place] + 1) % 32
@@ -151,20 +160,20 @@ def test_a_token_reads_its_past_and_no_later_token_and_no_other_lane(
 
 
 def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
-    """Returns the tokens that each token must read, and those that it may read."""
+    """Returns masks of the tokens that each token must read, and of the tokens that it may read."""
     types = set(model.layer_types)
     block = np.arange(TOKENS) // model.block_length
     memories = {"memorizing", "compressive", "routing", "dense_memory", "clustered"}
     if types & (memories | {"gated_dense_memory"}):
-        return near, past  # A memory has some of the older tokens.
+        return near, past  # A memory holds some of the older tokens.
     if types & {
         "toy",
         "echo",
-    }:  # States of all blocks before.
+    }:  # These kinds read the states of all earlier blocks.
         return near | (block[:, None] > block[None, :]), past
     if "summary" in types or "long_summary" in types:
-        return near & False, past  # Tests of memories say which blocks a token reads.
-    # The share of a token halves with every later one, or is zero.
+        return near & False, past  # The tests of these kinds check which blocks a token reads.
+    # In the state, the share of a token halves with every later token, or is zero.
     if types & {"decay", "rg_lru", "gated_delta_net", "window_gated_delta_net"}:
         return near, past
     return (past, past) if "recurrent" in types else (near, near)
@@ -174,10 +183,11 @@ def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
 def test_a_document_does_not_depend_on_what_was_read_before_it(
     name: str, build: Callable[[str], Case]
 ) -> None:
-    """In lane 0 a document starts with the segment, in lane 1 in its middle."""
+    """In lane 0 a document starts with the segment, in lane 1 in the middle of the segment."""
     case = build(name)
     start, results = case.starts((0, 0), (1, MIDDLE)), []
-    for past in (1, 2):  # two pasts, in other segments and in this one
+    # The two pasts differ in the earlier segment and, in lane 1, also in this segment.
+    for past in (1, 2):
         state = case.read(tokens(past)).state
         both = tokens()
         both[1, :MIDDLE] = tokens(past)[1, :MIDDLE]
@@ -188,7 +198,7 @@ def test_a_document_does_not_depend_on_what_was_read_before_it(
     jax.tree.map(np.testing.assert_array_equal, one.state, other.state)
     fresh = case.read(tokens())
     assert_close(one.hidden[0], fresh.hidden[0])
-    again = case.read(both, state, case.starts((0, 0))).hidden  # In lane 1 no document starts.
+    again = case.read(both, state, case.starts((0, 0))).hidden  # Here no document starts in lane 1.
     carries = case.model.sliding.cache or set(case.model.layer_types) != {"window"}
     assert (np.abs(again[1, MIDDLE:] - one.hidden[1, MIDDLE:]).max() > 0.01) == carries
 
@@ -213,7 +223,7 @@ def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
 
 @each_model()
 def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str], Case]) -> None:
-    """Logits at every position, of a text of which the end is written."""
+    """Compares the logits at all positions of a text, whose second half the model generates."""
     case = build(name)
     greedy = Sampling(temperature=0.0)
     config = Config(model=case.model, training=Training(segment_length=MIDDLE), sampling=greedy)
@@ -243,7 +253,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
 def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     name: str, build: Callable[[str], Case]
 ) -> None:
-    """Every parameter has a gradient."""
+    """Every parameter must also have a gradient."""
     case, half = build(name), MIDDLE
     model, learned = case.model, case.variables.model_state
     start = jnp.asarray(case.starts((0, 0), (0, half), (1, 0), (1, half)))
@@ -265,7 +275,9 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
         return jax.value_and_grad(loss)(case.variables.params)
 
     def lanes(*documents: list[dict]) -> dict[str, np.ndarray]:
-        """Returns the documents of each lane, followed by padding."""
+        """Returns a batch with these documents in its lanes, followed by tokens that are not
+        scored.
+        """
         rows = {"ids": tokens(3), "targets": tokens(4), "scored": np.zeros((LANES, TOKENS), bool)}
         for lane, in_lane in enumerate(documents):
             for i, document in enumerate(in_lane):

@@ -1,4 +1,7 @@
-"""A kind of layer is a module and an entry in `KINDS`: a toy of one does all that others do."""
+"""Tests that a kind of layer needs only a module and an entry in `KINDS` to be trained and used.
+
+The example is the kind `toy`.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,7 @@ from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.ops.cross_entropy import cross_entropy
 
-TOLERANCE = 1e-4  # of hidden vectors and logits of magnitude 1, float32
+TOLERANCE = 1e-4  # absolute, float32; hidden vectors and logits have magnitude 1
 LANES, WINDOW, BLOCKS, VOCABULARY = 2, 4, 4, 16
 TOKENS = WINDOW * BLOCKS
 START = jnp.zeros((LANES, BLOCKS), bool)
@@ -48,7 +51,7 @@ def _registered() -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Returns the model section that a gin file sets."""
+    """Returns the model that a gin file sets, parsed as by a command."""
     path = tmp_path_factory.mktemp("config") / "toy.gin"
     Path(path).write_text(GIN)
     parser = command_line.parser("A command.")

@@ -1,4 +1,6 @@
-"""`brt.check_layers` accepts a correct kind, and names the rule that a wrong one breaks."""
+"""Tests that `brt.check_layers` accepts a correct kind, and names the rule that a wrong kind
+breaks.
+"""
 
 import dataclasses
 from collections.abc import Iterator

@@ -18,7 +18,7 @@ WINDOW = 4
 
 @functools.cache
 def _initial(**gate: Any) -> dict[str, np.ndarray]:
-    """Parameters of a recurrent layer with that gate, by name."""
+    """Returns the initial parameters of a recurrent layer with these gate settings, by name."""
     model = Model(
         layers=1,
         model_dim=64,
@@ -38,7 +38,7 @@ def _initial(**gate: Any) -> dict[str, np.ndarray]:
 @pytest.mark.slow_cases("gru", "lstm")
 @pytest.mark.parametrize("gate", ["fixed", "lstm", "gru"])
 def test_channels_begin_to_keep_states_for_one_to_so_many_blocks(gate: str) -> None:
-    """A channel with a gate of g keeps a state for g / (1 - g) more blocks in the mean."""
+    """A channel whose gate has the value g keeps a state for g / (1 - g) more blocks on average."""
     params = _initial(gate=gate, gate_horizon=30.0)
     found = [v for k, v in params.items() if "gate_bias" in k or "forget_bias" in k]
     for bias in found:

@@ -20,7 +20,7 @@ from brt.layers.window import WindowLayer
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_kv
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, BLOCKS = 2, 3
 MODEL = Model(
     layers=3,
@@ -55,7 +55,9 @@ def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
 
 
 def results(model: Model, params: Any, read: Callable | None = None) -> Any:
-    """Gradients, output and state of a segment; `read` stands in for the stack."""
+    """Returns the gradients, the output and the state of a segment. `read` may replace the
+    stack.
+    """
     rng, shape = np.random.default_rng(0), (LANES, BLOCKS * MODEL.window, MODEL.model_dim)
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     start = jnp.array([[True, False, False], [False, False, True]])
@@ -170,7 +172,8 @@ def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
         for keep in ("nothing", "products_with_weights")
     }
     assert again["nothing"] > again["products_with_weights"] >= plain
-    with dispatch.use_backend("tpu"):  # where the rest is computed again without being asked for
+    # On TPUs, all results but products are recomputed, even without `remat`.
+    with dispatch.use_backend("tpu"):
         kept = dataclasses.replace(model, remat=True, remat_keep="products", dtype="float32")
         own = dataclasses.replace(model, dtype="float32")
         assert products(own, params) == products(kept, params)
@@ -179,7 +182,9 @@ def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
 
 @pytest.mark.slow
 def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> None:
-    """The last of the recurrent layers speaks; the recurrent ones read their own states."""
+    """The last recurrent layer is the source of the feedback. Recurrent layers read their own
+    states.
+    """
     model = dataclasses.replace(MODEL, feedback=True)
     params, window = random_params(model)["stack"], model.window
     places = [("window_0", 0), ("recurrent_1", 0), ("recurrent_1", 1)]
@@ -246,7 +251,7 @@ def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
 
 
 def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
-    """Shapes of what the loops over blocks carry on the way back."""
+    """Returns the shapes of the arrays that the loops over blocks carry in the backward pass."""
     found = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["reverse"]:
@@ -257,7 +262,7 @@ def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
+@pytest.mark.slow
 def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +280,7 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     assert not kernels & carried()
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow  # tests/memories/test_summary.py has a quick test of the dropout of blocks.
 @pytest.mark.parametrize("only_attention", [False, True])
 def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     only_attention: bool, random_params: Callable, monkeypatch: pytest.MonkeyPatch

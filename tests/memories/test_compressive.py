@@ -18,8 +18,8 @@ from brt.memories.compressive.compression import Convolution, compress, visible_
 from brt.memories.compressive.layer import CompressedState, CompressiveLayer, new_compressed_state
 from brt.models.flops import forward_flops_per_token
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
-LANES, WINDOW, BLOCKS, SLOTS = 2, 4, 4, 2  # slots of a block
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
+LANES, WINDOW, BLOCKS, SLOTS = 2, 4, 4, 2  # SLOTS is the number of slots of a block.
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
     layers=1,
@@ -105,7 +105,9 @@ def test_slots_are_made_of_blocks_two_back_oldest_first_and_leave(params: Any) -
 
 
 def test_a_token_reads_its_block_the_one_before_and_slots_of_older_ones(params: Any) -> None:
-    """A slot of two tokens is there two blocks later, not one; in lane 1 block 2 begins anew."""
+    """A block is read as slots two blocks later, not in the next block. In lane 1, a document
+    starts at block 2.
+    """
     start = NOWHERE.copy()
     start[1, 2] = True
     model = with_settings(MODEL, {"Compressive.slots": SLOTS})
@@ -115,14 +117,15 @@ def test_a_token_reads_its_block_the_one_before_and_slots_of_older_ones(params: 
 
     base = output(inputs())
     changed = [np.any(output(inputs().at[:, t].add(1.0)) != base, -1) for t in range(TOKENS)]
-    depends = np.stack(changed, axis=2)  # [lane, token, on which token]
+    depends = np.stack(changed, axis=2)  # [lane, reading token, token that is read]
     place = np.arange(TOKENS)
-    back = place[:, None] // WINDOW - place[None] // WINDOW  # blocks
+    back = place[:, None] // WINDOW - place[None] // WINDOW  # distance in blocks
     expected = ((back == 0) & (place[:, None] >= place[None])) | (back == 1) | (back == 2)
     np.testing.assert_array_equal(depends[0], expected)
     document = place // WINDOW >= 2
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
-    # A slot is of both of its tokens: the compressor alone decides what block 3 has of block 1.
+    # Block 3 sees block 1 only through the compressor. If the compressor's kernel is zero, changes
+    # of block 1 have no effect on block 3.
     silent = {**params, "compressor_kernel": jnp.zeros_like(params["compressor_kernel"])}
     deaf, other = (
         read(silent, x, new_state(model), start, model)[0]
@@ -133,7 +136,10 @@ def test_a_token_reads_its_block_the_one_before_and_slots_of_older_ones(params: 
 
 
 def test_slots_that_are_tokens_are_a_window_of_all_that_was_read(random_params: Callable) -> None:
-    """Without positions: c = 1 and the identity; what it reads is as far as 2W + C tokens back."""
+    """A compressor that is the identity with the rate 1 makes a slot of each token. Without
+    positions, the layer then equals a long window. It reads 2W + C tokens back, where W is the
+    window and C the number of slots.
+    """
     model = with_settings(
         MODEL, {"positions": "none", "Compressive.rate": 1, "Compressive.slots": TOKENS}
     )
@@ -147,9 +153,7 @@ def test_slots_that_are_tokens_are_a_window_of_all_that_was_read(random_params: 
 
 @pytest.fixture(scope="module")
 def gradients(params: Any) -> Callable:
-    """Returns a function that computes gradients of the task's loss or of the compressor's own
-    loss.
-    """
+    """Returns a function that computes gradients of the task's loss or of the compressor's loss."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def of(own: bool, params: Any, x: jax.Array, state: CompressedState) -> Any:
@@ -178,7 +182,7 @@ def test_the_task_trains_all_but_the_compressor_whose_loss_trains_nothing_else(
     assert not any(map(np.any, jax.tree.leaves((of_own["tokens"], of_x, of_slots))))
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow
 def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
     random_params: Callable,
 ) -> None:
@@ -208,12 +212,14 @@ def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
     slots = np.einsum("bnsrd,rde->bnse", x, kernel) + bias
     kernel, bias = (np.asarray(params[f"decompressor_{part}"]) for part in ("kernel", "bias"))
     errors = np.einsum("bnse,erd->bnsrd", slots, kernel) + bias - x
-    expected = np.mean(errors**2) * (BLOCKS - 1) / BLOCKS  # the first block has none before it
+    expected = np.mean(errors**2) * (BLOCKS - 1) / BLOCKS  # The first block has no block before it.
     assert float(value) == pytest.approx(expected, rel=1e-4)
 
 
 def test_weights_learn_from_the_slots_they_read(params: Any, gradients: Callable) -> None:
-    """Tokens of zeros teach nothing of values, nor do their slots without a bias."""
+    """All tokens are zeros, and so are their slots without the compressor's bias. The values'
+    weights then learn only from the slots in the state.
+    """
     params = {**params, "compressor_bias": jnp.zeros(16)}
     state, x = read(params, inputs(1), new_state())[1], jnp.zeros_like(inputs())
     learnt, not_learnt = (
@@ -222,7 +228,7 @@ def test_weights_learn_from_the_slots_they_read(params: Any, gradients: Callable
     assert np.any(learnt) and not np.any(not_learnt)
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow
 def test_the_compressor_learns_what_attention_reads_and_weights_stay_trainable(
     params: Any, gradients: Callable
 ) -> None:
@@ -238,7 +244,7 @@ def test_the_compressor_learns_what_attention_reads_and_weights_stay_trainable(
     assert np.any(of_task["tokens"]["keys"]) and np.any(of_task["tokens"]["values"])
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow
 def test_the_loss_is_of_tokens_that_have_a_block_before_theirs(params: Any) -> None:
     alone = np.ones_like(NOWHERE)
     assert float(read(params, inputs(), new_state(), alone)[2].losses["compression"]) == 0
@@ -260,7 +266,8 @@ def test_slots_are_a_part_of_the_state_by_themselves(params: Any) -> None:
     y = read(params, inputs(), one)[0]
     for changed in (grafted, replace_parts(kind, one, new_state(), ["memory"])):
         assert np.abs(read(params, inputs(), changed)[0] - y).max() > 1e-3
-    without = replace_parts(kind, one, new_state(), ["cache"])  # what is before it is out of reach
+    # Slots cannot be read if the block after them is missing.
+    without = replace_parts(kind, one, new_state(), ["cache"])
     fresh = read(params, inputs(), new_state())[0]
     np.testing.assert_array_equal(read(params, inputs(), without)[0], fresh)
 
@@ -270,8 +277,10 @@ def test_the_flops_of_compressive_layers_are_counted() -> None:
         return forward_flops_per_token(Model(vocab_size=32000, kinds=kinds))
 
     found = of(Compressive(layers=(5,))) - of()
-    beyond = 4 * 1024 * (512 + 256)  # the slots, and what of the block before has left the window
-    assert found == beyond + 4 * 1024 * 1024 + 2 * 1024 * 1024  # keys of slots; the compressor
+    # The slots, and the keys of the previous block that have left the window on average.
+    beyond = 4 * 1024 * (512 + 256)
+    # Projections of slots to keys and values, and the compressor.
+    assert found == beyond + 4 * 1024 * 1024 + 2 * 1024 * 1024
     assert found - 2 * 1024**2 == of(Compressive(layers=(5,), compressor="max")) - of()
 
 

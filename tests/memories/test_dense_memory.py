@@ -16,7 +16,7 @@ from brt.memories import DenseMemory
 from brt.memories.dense_memory.layer import DenseMemoryLayer, DenseState, new_dense_state
 from brt.models.flops import forward_flops_per_token
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
@@ -70,7 +70,8 @@ def test_a_token_reads_its_block_and_as_many_tokens_before_it_as_there_are_place
         np.any(read(params, inputs().at[:, t].add(1.0), new_state(), start)[0] != base, -1)
         for t in range(TOKENS)
     ]
-    depends, place = np.stack(changed, axis=2), np.arange(TOKENS)  # [lane, token, on which token]
+    # `depends` is [lane, reading token, token that is read].
+    depends, place = np.stack(changed, axis=2), np.arange(TOKENS)
     first = place // WINDOW * WINDOW - MODEL.of(DenseMemory).size
     expected = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
     np.testing.assert_array_equal(depends[0], expected)
@@ -80,7 +81,9 @@ def test_a_token_reads_its_block_and_as_many_tokens_before_it_as_there_are_place
 
 
 def test_a_memory_of_all_is_a_window_of_all(params: Any) -> None:
-    """One softmax over all that was read, as without positions a sliding window has it."""
+    """Without positions, one softmax over the block and the memory equals that of a sliding
+    window.
+    """
     model = with_settings(MODEL, {"Memorizing.size": TOKENS, "DenseMemory.size": TOKENS})
     state = new_dense_state(model, LANES, jnp.dtype("float32"))
     y, _ = read(params, inputs(), state, model=model)

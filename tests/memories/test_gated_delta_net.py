@@ -1,4 +1,6 @@
-"""Gated DeltaNet layers compute the recurrence of Yang, Kautz, Hatamizadeh 2024 (section 3)."""
+"""Tests that Gated DeltaNet layers compute the recurrence of Yang, Kautz, Hatamizadeh 2024 (section
+3).
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ MODEL = Model(
 )  # fmt: skip
 LANES, BLOCKS, LENGTH = 2, 10, 4
 TOKENS = BLOCKS * LENGTH
-TOLERANCE = 2e-5  # of numbers of magnitude 1, float32
+TOLERANCE = 2e-5  # absolute, float32; the compared values have magnitude 1
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -31,8 +33,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def oracle(h: np.ndarray, learned: dict[str, np.ndarray], starts: np.ndarray) -> np.ndarray:
-    """Returns the outputs, token by token in float64. The state of a head is S [V, K], as in
-    equation 10: S_t = S_(t-1) a (I - b k k^T) + b v k^T. `starts` are the first tokens.
+    """Returns the outputs, computed token by token in float64.
+
+    The state of a head is S [V, K], as in equation 10: S_t = S_(t-1) a (I - b k k^T) + b v k^T.
+    `starts` [lanes, tokens] marks the first tokens of documents.
     """
     kernels = [learned[name] for name in ("queries", "keys", "values")]
     result = np.zeros_like(h)
@@ -67,7 +71,9 @@ def learned(random_params: Any) -> dict[str, jax.Array]:
 
 
 def document_starts() -> np.ndarray:
-    """In lane 1, two documents start in the middle, the second of them within a chunk."""
+    """Returns a boolean array [lanes, blocks]. In lane 1, two documents start in the middle, the
+    second of them within a chunk.
+    """
     starts = np.zeros((LANES, BLOCKS), bool)
     starts[0, 0], starts[1, 1], starts[1, 6] = True, True, True
     return starts
@@ -90,7 +96,7 @@ def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> delta_rule.D
     normal = np.random.default_rng(seed).normal
     queries, keys = normal(size=(2, LANES, tokens, HEADS, KEY))
     decay, strength = normal(size=(2, LANES, tokens, HEADS))
-    # A few tokens forget nearly everything, others nearly nothing.
+    # A few tokens forget nearly everything, and others nearly nothing.
     decay, strength = -np.exp(3 * decay - 3), sigmoid(2 * strength)
     if similar:
         keys, decay, strength = keys[:, :1] + 0 * keys, 0 * decay, 1 + 0 * strength

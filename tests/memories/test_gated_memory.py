@@ -1,6 +1,6 @@
-"""Layers that let a memory into a sliding-window layer by a gate that begins closed.
+"""Tests sliding-window layers that read a memory through a gate, which is closed at first.
 
-They are memorizing layers and dense-memory layers with a tanh gate.
+The layers are memorizing layers and dense-memory layers with a tanh gate.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from brt.layers import kinds
 from brt.memories.dense_memory.layer import DenseMemoryLayer, new_dense_state
 from brt.models.flops import forward_flops_per_token
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS, SIZE = 2, 4, 4, 10
 TOKENS = WINDOW * BLOCKS
 PLAIN = Model(
@@ -73,7 +73,7 @@ def read(params: Any, model: Model, x: jax.Array, state: Any = None) -> tuple:
 def test_tokens_beyond_the_window_are_read_by_their_content(
     kind: str, random_params: Callable
 ) -> None:
-    """The order of the memory's tokens has no meaning, though positions are rotary."""
+    """The order of the memory's tokens has no effect, although the window has rotary positions."""
     model = model_of(kind)
     params = params_of(random_params, model)
     _, state = read(params, model, inputs(1))
@@ -94,7 +94,7 @@ def test_tokens_beyond_the_window_are_read_by_their_content(
 def test_the_memory_stands_right_behind_the_window(
     attend_to_self: bool, random_params: Callable
 ) -> None:
-    """The first token that leaves the window is read as by a window that is longer by a token."""
+    """The token that has just left the window is read as in a window that is one token longer."""
     gated = model_of(
         "gated_dense_memory", **{"Window.block": 1, "Window.attend_to_self": attend_to_self}
     )
@@ -112,7 +112,7 @@ def test_the_memory_stands_right_behind_the_window(
 def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(
     random_params: Callable,
 ) -> None:
-    """One softmax over the block and the memory."""
+    """Both layers then take one softmax over the block and the memory."""
     gated = model_of("gated_dense_memory", positions="none")
     dense = with_settings(gated, {"DenseMemory.gate": "none"})
     params = params_of(random_params, gated, gate=100.0)
@@ -127,7 +127,9 @@ def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(
 
 @each_kind
 def test_sinks_are_not_read_a_second_time(kind: str, random_params: Callable) -> None:
-    """The document's first block are its sinks, so the memory has nothing else for the second."""
+    """The sinks are the first block of the document, so that the memory has no other token for the
+    second block.
+    """
     model = model_of(kind, **{"Window.sinks": WINDOW})
     shut, wide = (
         read(params_of(random_params, model, gate), model, inputs())[0] for gate in (0.0, 100.0)
@@ -149,10 +151,11 @@ def test_a_gate_per_head_begins_closed_and_the_window_has_positions(kind: str) -
 
 
 def test_the_memory_beyond_the_window_is_counted() -> None:
-    """Products with keys and with values, of heads of queries."""
+    """The counted products are those of query heads with keys and of weights with values."""
     found = forward_flops_per_token(model_of("gated_dense_memory"))
     plain = forward_flops_per_token(PLAIN)
-    assert found - plain == 4 * 16 * (SIZE - WINDOW + 2)  # 2.5 tokens of the block, rounded
+    # A token reads on average 2.5 tokens of its block, rounded down to 2.
+    assert found - plain == 4 * 16 * (SIZE - WINDOW + 2)
     found = forward_flops_per_token(model_of("memorizing"))
     assert found - plain == 2 * 16 * 32 + 4 * 16 * 3
 

@@ -18,7 +18,7 @@ from brt.memories.memorizing.layer import MemorizingLayer, new_memory_state
 from brt.memories.memory_state import MemoryState
 from brt.ops.normalization import l2_normalize
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
@@ -96,19 +96,21 @@ def test_the_memory_holds_the_last_tokens_of_the_document_and_nothing_else(param
 
 
 def test_a_token_finds_earlier_blocks_but_neither_its_own_nor_the_future(params: Any) -> None:
-    """Beyond the window, and back to a document's start. In lane 1 one starts at block 2."""
+    """A token finds tokens beyond the window, back to the start of its document. In lane 1, a
+    document starts at block 2.
+    """
     start = np.zeros((LANES, BLOCKS), bool)
     start[1, 2] = True
     model = with_settings(
         MODEL, {"Window.cache": False, "Memorizing.neighbors": TOKENS}
-    )  # finds everything
+    )  # The search finds all tokens.
 
     def output(x: jax.Array) -> np.ndarray:
         return np.asarray(read(params, x, new_state(), start, model)[0])
 
     base = output(inputs())
     changed = [np.abs(output(inputs().at[:, t].add(1.0)) - base).max(-1) > 0 for t in range(TOKENS)]
-    depends = np.stack(changed, axis=2)  # [lane, token, on which token]
+    depends = np.stack(changed, axis=2)  # [lane, reading token, token that is read]
     block = np.arange(TOKENS) // WINDOW
     place = np.arange(TOKENS)
     expected = (block[:, None] > block[None]) | (
@@ -135,7 +137,7 @@ def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
-    """Zeros count as in the original."""
+    """In the original code, an empty memory counts as keys and values of zeros."""
     model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
 
     def first_block(gate: float) -> np.ndarray:
@@ -154,7 +156,7 @@ def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool)
 
 
 def test_a_memory_of_any_size_keeps_what_fits(params: Any) -> None:
-    """A larger one gives the same as long as nothing is forgotten, a smaller one does not."""
+    """A larger memory gives the same results while nothing is forgotten. A smaller one does not."""
     results = []
     for size in (TOKENS - WINDOW, TOKENS, 100):
         model = with_settings(MODEL, {"Memorizing.size": size, "DenseMemory.size": size})
@@ -162,7 +164,8 @@ def test_a_memory_of_any_size_keeps_what_fits(params: Any) -> None:
         again, _ = read(params, inputs(2), state, model=model)
         results.append((y, again[:, :WINDOW]))
     assert_close(results[1], results[2])
-    assert_close(results[0][0], results[2][0])  # before the last block this is enough
+    # The smallest memory is large enough for the first segment.
+    assert_close(results[0][0], results[2][0])
     assert np.abs(results[0][1] - results[2][1]).max() > 0.01
 
 

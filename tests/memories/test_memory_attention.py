@@ -10,9 +10,10 @@ import pytest
 from brt.memories.memorizing.memory_attention import memory_attention, xla
 from brt.memories.memorizing.memory_attention.retrieval import find_neighbors
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
-COUNTS = np.array([[0, 6, 12], [24, 0, 3]])  # empty, fewer than neighbours, some, all
+# Tokens in memory: none, fewer than NEIGHBORS, some, all.
+COUNTS = np.array([[0, 6, 12], [24, 0, 3]])
 OPTIONS = [
     {"search": search, "null_keys": null_keys}
     for search in ("exact", "bucketed")
@@ -31,7 +32,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: bool) -> np.ndarray:
-    """Query by query, float64."""
+    """Returns the output, computed query by query in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros(q.shape)
     for lane, place, head in np.ndindex(*q.shape[:3]):
@@ -41,7 +42,8 @@ def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: boo
         keys, values = (x[lane, head, end - count : end] for x in (k, v))
         scores = keys @ q[lane, place, head]
         best = np.argsort(-scores)
-        if search == "bucketed":  # by place in the text, as far as it is known
+        # The bucket of a token is its position modulo the number of neighbors.
+        if search == "bucketed":
             bucket = (end - count + np.arange(count)) % NEIGHBORS
             best = [i for j, i in enumerate(best) if bucket[i] not in bucket[best[:j]]]
         best = np.array(best[:NEIGHBORS], int)
@@ -63,7 +65,8 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> jax.Array:
 def test_equals_a_search_by_hand(
     options: dict, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xla, "AT_ONCE", at_once)  # one query at a time, three, a block
+    # Scores of one query at once, of three queries, of a block.
+    monkeypatch.setattr(xla, "AT_ONCE", at_once)
     expected = oracle(*arrays(), **options)
     y = jax.jit(lambda *a: attention(*a, **options))(*arrays())
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
@@ -105,7 +108,9 @@ def test_exact_search_finds_the_largest_products() -> None:
 
 
 def test_what_was_written_is_found_by_its_own_key() -> None:
-    """Normalised keys; among them one query's own, which gets all the attention."""
+    """Keys are normalised, and each query is a multiple of one key, which gets all the
+    attention.
+    """
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(1, HEADS, SIZE, WIDTH)).astype(np.float32)
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
@@ -125,7 +130,7 @@ def test_keeps_the_dtype_of_the_values() -> None:
 
 
 def test_scores_never_exist_at_once() -> None:
-    """A memory of 64k tokens: all scores of a segment would take a gigabyte."""
+    """With a memory of 64k tokens, all scores of a segment would take a gigabyte."""
     size, tokens, heads, width = 65536, 512, 8, 16
     shape = jax.ShapeDtypeStruct
     past = shape((1, heads, size + tokens, width), jnp.float32)
@@ -136,12 +141,14 @@ def test_scores_never_exist_at_once() -> None:
 
     compiled = jax.jit(jax.grad(total)).lower(queries, past, past, counts).compile()
     slice_of_keys = 4 * heads * size * width
-    allowed = slice_of_keys + 3 * 4 * xla.AT_ONCE + 2**24  # at most a third of all scores
+    # At most a third of the bytes of all scores.
+    allowed = slice_of_keys + 3 * 4 * xla.AT_ONCE + 2**24
     assert compiled.memory_analysis().temp_size_in_bytes < allowed < 4 * heads * size * tokens / 3
 
 
 def test_an_unknown_implementation_is_refused() -> None:
-    unchecked = inspect.unwrap(memory_attention)  # the suite's type checks would come first
+    # The suite's type checks would reject the name first.
+    unchecked = inspect.unwrap(memory_attention)
     with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
         unchecked(
             *arrays(), jnp.asarray(COUNTS), size=SIZE, neighbors=NEIGHBORS, implementation="pallas"

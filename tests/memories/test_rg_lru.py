@@ -1,4 +1,4 @@
-"""RG-LRU layers compute the equations of Griffin (De et al. 2024, section 2.4)."""
+"""Tests that RG-LRU layers compute the equations of Griffin (De et al. 2024, section 2.4)."""
 
 from typing import Any
 
@@ -26,7 +26,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def oracle(x: np.ndarray, learned: dict[str, np.ndarray], starts: np.ndarray) -> np.ndarray:
-    """Returns the hidden states, token by token in float64; starts are the first tokens."""
+    """Returns the hidden states, computed token by token in float64.
+
+    `starts` [lanes, tokens] marks the first tokens of documents.
+    """
     result = np.zeros_like(x)
     for lane in range(len(x)):
         hidden, read = np.zeros(x.shape[2:]), []
@@ -48,7 +51,7 @@ def oracle(x: np.ndarray, learned: dict[str, np.ndarray], starts: np.ndarray) ->
 
 @pytest.fixture(scope="module")
 def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Inputs, parameters, and document starts: in lane 1, documents start in the middle."""
+    """Returns inputs, parameters, and document starts. In lane 1, documents start in the middle."""
     draw = np.random.default_rng(0).normal
     shapes = {
         "convolution": (4, HEADS, SIZE), "rate": (HEADS, SIZE),
@@ -62,7 +65,7 @@ def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
 
 
 def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
-    """Returns the hidden states as the layer computes them."""
+    """Returns the hidden states, computed with the functions of the layer."""
     since = convolution.tokens_since_start(starts, x.shape[1])
     empty = jnp.zeros((LANES, 3, HEADS, SIZE))
     convolved, _ = convolution.convolution(x, empty, learned["convolution"], since)
@@ -98,7 +101,7 @@ def test_states_decay_slowly_at_first() -> None:
 
 
 def test_closed_gates_give_finite_gradients() -> None:
-    """A closed gate, whose state does not decay, is where the root of 1 - a^2 has no derivative."""
+    """If the recurrence gate is closed, a is 1, where the root of 1 - a^2 has no derivative."""
     normal = np.random.default_rng(0).normal
     shape = (1, 4, HEADS, SIZE)
     x = jnp.asarray(normal(size=shape), jnp.float32)

@@ -23,7 +23,7 @@ from brt.memories.routing.routed_attention import (
 )
 from brt.ops.normalization import l2_normalize
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS, HEADS, SIZE, CLUSTERS, KEPT = 2, 6, 4, 2, 4, 3, 5
 TOKENS = WINDOW * BLOCKS
 NOWHERE = np.zeros((LANES, BLOCKS), bool)
@@ -122,7 +122,9 @@ def test_no_output_hangs_on_a_later_token_bit_by_bit(name: str) -> None:
 
 
 def test_the_public_codes_routing_fails_the_same_test() -> None:
-    """The control: changing the last third alone changes what stands before it; rows are empty."""
+    """Control experiment: changing the last third of the tokens changes earlier outputs, and some
+    tokens read nothing.
+    """
     q, other = (np.asarray(queries(seed))[0, :, 0] for seed in (0, 1))
     late = 2 * TOKENS // 3
     changed = np.concatenate([q[:late], other[late:]])
@@ -207,8 +209,9 @@ def test_centres_are_moving_averages_and_one_without_tokens_stays() -> None:
         q = queries(seed)
         clusters = jnp.minimum(
             nearest_clusters(q, statistics), CLUSTERS - 2
-        )  # of the last no tokens
-        for half in (slice(0, 1), slice(1, None)):  # in two parts, which is one step
+        )  # The last cluster gets no tokens.
+        # Tokens may be added in two parts before the averages are updated.
+        for half in (slice(0, 1), slice(1, None)):
             statistics = add_tokens(statistics, q[half], clusters[half])
         statistics = update_averages(statistics, decay)
         for head in range(HEADS):

@@ -18,7 +18,7 @@ from brt.models.flops import forward_flops_per_token
 from brt.tasks.language_modeling.warm_start import start_model_state
 from brt.tasks.weights import Weights
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
@@ -68,7 +68,7 @@ def test_a_step_in_parts_is_the_step_and_moves_centres_once(params: Any) -> None
     settle = KINDS["routing"].settle
     _, _, aux = read(params, inputs(), new_state())
     learnt = LEARNT
-    for lane in range(LANES):  # as accumulated gradients go through a batch
+    for lane in range(LANES):  # Gradient accumulation also reads a batch in parts.
         part = inputs()[lane : lane + 1]
         learnt = read(params, part, new_state(1), NOWHERE[:1], learnt)[2].model_state
     whole, parts = (settle(MODEL, found) for found in (aux.model_state, learnt))
@@ -78,7 +78,9 @@ def test_a_step_in_parts_is_the_step_and_moves_centres_once(params: Any) -> None
 
 
 def test_what_was_counted_moves_nothing_before_the_step_is_over(params: Any) -> None:
-    """So evaluation and generation, which settle nothing, read fixed centres."""
+    """Evaluation and generation do not update the averages at the end of a step, so they read fixed
+    centroids.
+    """
     y, state, aux = read(params, inputs(), new_state())
     again, other, _ = read(params, inputs(), new_state(), learnt=aux.model_state)
     np.testing.assert_array_equal(again, y)
@@ -87,7 +89,7 @@ def test_what_was_counted_moves_nothing_before_the_step_is_over(params: Any) -> 
     assert np.any(read(params, inputs(), new_state(), learnt=moved)[0] != y)
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow
 def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
     params: Any,
 ) -> None:

@@ -21,7 +21,7 @@ from brt.models import decoder
 from brt.models.decoder import Decoder, forget
 from brt.models.flops import forward_flops_per_token
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
 TOKENS = WINDOW * BLOCKS
 MODEL = Model(
@@ -92,7 +92,8 @@ def test_tokens_read_no_summary_of_their_block_and_summaries_all_its_tokens(
         after, _ = read(params, changed, new_state(), model=model)
         tokens, made = (differs(*pair) for pair in zip(after, base, strict=True))
         assert not tokens[0, : 2 * WINDOW].any() and tokens[0, 2 * WINDOW :].all()
-        assert not made[0, :1].any() and made[0, 1:].all()  # mixed from all of a block's
+        # Summaries mix all summaries of their block.
+        assert not made[0, :1].any() and made[0, 1:].all()
         assert not (tokens[1].any() or made[1].any())
     changed = inputs()._replace(x=inputs().x.at[0, WINDOW].add(1.0))
     after, _ = read(params, changed, new_state(), model=model)
@@ -103,7 +104,8 @@ def test_tokens_read_no_summary_of_their_block_and_summaries_all_its_tokens(
 def test_a_block_finds_what_earlier_blocks_left_until_newer_ones_push_it_out(params: Any) -> None:
     full = read(params, inputs(1), new_state())[1]
     assert full.length.tolist() == [MODEL.of(Summaries).long_memory] * LANES
-    # So that what is left of a vector is left in the memory alone.
+    # Without the mixes, a vector of the memory has no effect on the vectors that blocks add, and
+    # acts only while it is in the memory.
     mixes = {name: params[name] for name in ("short_mix", "long_mix")}
     silent = params | jax.tree.map(jnp.zeros_like, mixes)
     base, _ = read(silent, inputs(), full)
@@ -113,7 +115,7 @@ def test_a_block_finds_what_earlier_blocks_left_until_newer_ones_push_it_out(par
         found = found[0].reshape(BLOCKS, WINDOW)
         there = (
             np.arange(BLOCKS) <= slot // MODEL.of(Summaries).long_increment
-        )  # slot 0 is the oldest
+        )  # Slot 0 is the oldest.
         np.testing.assert_array_equal(found, np.repeat(there[:, None], WINDOW, axis=1))
 
 
@@ -134,7 +136,7 @@ def test_the_memory_has_the_last_blocks_in_their_order(params: Any) -> None:
 
 
 def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
-    """In lane 0 one starts with the segment, in lane 1 in its middle."""
+    """In lane 0, a document starts with the segment, in lane 1 in the middle of the segment."""
     past = read(params, inputs(1), new_state())[1]
     start = NOWHERE.copy()
     start[0, 0] = start[1, 2] = True
@@ -155,7 +157,7 @@ def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
-    """Zeros count as in the original."""
+    """In the original code, an empty memory counts as keys and values of zeros."""
     model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
 
     def first_block(gate: float, state: LongSummaryState) -> np.ndarray:
@@ -233,7 +235,8 @@ def test_bfloat16_goes_through_and_memories_stay_float32(params: Any) -> None:
 def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     model = dataclasses.replace(MODEL, dropout=0.5)
     same = jax.tree.map(lambda leaf: jnp.ones_like(leaf), inputs())
-    start = jnp.ones((LANES, BLOCKS), bool)  # so that blocks differ in nothing else
+    # Every block starts a document, so that blocks differ only in their dropout.
+    start = jnp.ones((LANES, BLOCKS), bool)
 
     @jax.jit
     def drawn(seed: int) -> jax.Array:
@@ -250,7 +253,8 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "millions"),  # by hand: a layer of short memories, one of long ones
+    # Computed by hand: a layer with short memory, and the addition of a long memory.
+    ("sizes", "millions"),
     [((128, 128, 8192, 64), (35.46, 42.63)), ((64, 64, 4096, 32), (30.75, 19.21))],
 )
 def test_the_flops_of_summary_layers_are_counted(sizes: tuple, millions: tuple) -> None:
