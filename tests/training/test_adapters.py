@@ -1,4 +1,4 @@
-"""Low-rank adapters (Adapter): trained instead of kernels, and merged before models read them."""
+"""Tests low-rank adapters, which are trained instead of kernels and later merged into them."""
 
 import dataclasses
 import shutil
@@ -44,12 +44,12 @@ def config(
 
 
 def sized(made: Config) -> Config:
-    """Returns the config with a vocabulary, so that no data are needed."""
+    """Returns the config with a vocabulary size, so that no dataset is needed."""
     return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=32))
 
 
 def random_params(made: Config) -> Any:
-    """Returns parameters in which the factors B are not zero."""
+    """Returns random parameters, in which the factors B of the adapters are not zero."""
     shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(made)))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)

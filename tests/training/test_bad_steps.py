@@ -23,7 +23,7 @@ from brt.training.bad_steps import FEWEST, RECENT, BadSteps, RecentLosses
 from brt.training.workdir import Workdir
 
 TOY = Path(__file__).parents[1] / "data/user_files/my_task.py"
-STEPS = 24  # an epoch has 32
+STEPS = 24  # An epoch has 32 steps.
 CONFIG = Config(
     training=Training(
         task="poisoned", steps=STEPS, batch_size=8, segment_length=4, log_every=5,
@@ -53,7 +53,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 there = jnp.array([rows[step - 1].row[0] for step in steps])
                 bad = jnp.isin(inputs.batch.row, there).any()
                 nats = nats * jnp.where(bad, POISONS[poison], 1.0)
-                if poison == "gradient":  # the derivative of the square root at 0
+                if poison == "gradient":  # The square root has an infinite derivative at 0.
                     weight = params["out"][0, 0]
                     nothing = weight - jax.lax.stop_gradient(weight)
                     nats = nats + jnp.sqrt(jnp.where(bad, nothing, 1.0))
@@ -87,7 +87,7 @@ class Killed(Exception):
 
 
 def train_killed_at(call: int, config: Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trains until a given batch, ends without saving, and then trains to the end."""
+    """Trains until a given batch, stops without saving, and then trains to the end."""
     calls, put = [], runs.put
 
     def killing(*given: object) -> object:
@@ -150,7 +150,8 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "calls"),  # near the first bad step, which is noticed one step later
+    # The run is killed close to a bad step (10 or 19), which is noticed one step later.
+    ("policy", "calls"),
     [
         ("rollback", [12]),
         pytest.param("rollback", [10, 11, 13, 20, 21], marks=pytest.mark.slow),
@@ -252,7 +253,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         poisoned("nan", 10, 14, 19)
         config = with_training(on_bad_step=policy, max_bad_steps=2)
         path = tmp_path / policy
-        for _ in range(2):  # the second time, the run is started again
+        for _ in range(2):  # The second start must fail in the same way.
             with pytest.raises(
                 NonFiniteError,
                 match=r"step 19: .*; Training.max_bad_steps = 2 allows no more bad steps",

@@ -1,4 +1,4 @@
-"""The output before the first step is true, and the files named at the end exist."""
+"""Tests that output before the first step is true, and that files named at the end exist."""
 
 import importlib.util
 from pathlib import Path

@@ -9,6 +9,7 @@ from brt.training import compilation
 
 
 def on_cpus(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Returns the compiler options for CPUs if the preferred options were `options`."""
     monkeypatch.setattr(compilation, "_CPU_OPTIONS", options)
     return dict(compilation.options.__wrapped__())
 

@@ -27,7 +27,7 @@ def test_the_loss_is_a_mean_over_tokens_and_the_norm_over_steps() -> None:
         "train/bits_per_token": pytest.approx(2 / math.log(2)),
         "train/gradient_norm": 3.0,
         "data/tokens": 12,
-        "train/probe/used": 4.0,  # a further metric of the task, averaged over steps
+        "train/probe/used": 4.0,  # an additional metric of the task, averaged over steps
     }
     accumulator.add(3, STEPS[1])
     accumulator.flush()

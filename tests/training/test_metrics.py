@@ -99,7 +99,7 @@ def test_damaged_lines_are_named_and_the_file_is_kept(
     assert (run.path / "metrics.damaged_1.jsonl").read_bytes() == damaged
     (message,) = said
     assert f"cannot read {shown};" in message and "a copy is metrics.damaged_1.jsonl" in message
-    MetricsWriter(run, 50, fail).close()  # it warns only once
+    MetricsWriter(run, 50, fail).close()  # The damage is reported only once.
     run.metrics.write_bytes(bytes(99))
     MetricsWriter(run, 50, said.append).close()
     assert (run.path / "metrics.damaged_2.jsonl").read_bytes() == bytes(99)
@@ -125,7 +125,10 @@ def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
 
 
 def events(run: workdir.Workdir) -> list[Event]:
-    """Returns the events of all files, oldest file first; each event follows its length."""
+    """Returns the events of all files, oldest file first.
+
+    In a file, 12 bytes precede every event and begin with its length, and 4 bytes follow it.
+    """
     found = []
     for path in sorted(run.tensorboard.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         content = path.read_bytes()

@@ -49,7 +49,7 @@ def test_steps_of_matrices_are_equally_long_in_all_directions() -> None:
         for matrix in matrices:
             lengths = np.linalg.svd(np.asarray(matrix), compute_uv=False)
             expected = 0.1 * 0.2 * max(matrix.shape) ** 0.5
-            # The iteration brings singular values near 1; before, they differ by a factor of 20.
+            # The iteration brings singular values near 1. Before, they differ by a factor of 20.
             assert np.all((lengths > 0.5 * expected) & (lengths < 1.5 * expected))
 
 

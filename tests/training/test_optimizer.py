@@ -17,7 +17,7 @@ AXES = {
     "encoder/layers/kernel": ("layers", "embed", "heads", "head_dim"),
     "encoder/layers/norm": ("layers", "embed"),
 }
-TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
+TOLERANCE = 1e-5  # of float32 values, relative to the largest magnitude of an array
 
 
 def params(seed: int) -> dict:
@@ -38,6 +38,7 @@ def params(seed: int) -> dict:
 
 
 def updated(optimizer: optax.GradientTransformation, start: dict, gradients: list[dict]) -> dict:
+    """Returns the parameters after one optimizer update for each gradient."""
     state = optimizer.init(start)
     update = jax.jit(optimizer.update)
     for gradient in gradients:
@@ -53,9 +54,9 @@ def assert_close(actual: dict, expected: dict) -> None:
 
 
 def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) -> np.ndarray:
-    """Implements Adafactor (Shazeer & Stern 2018) in float64, with the original's constants."""
+    """Implements Adafactor (Shazeer and Stern, 2018) in float64, with the paper's constants."""
     shape = x.shape
-    if x.ndim == 3:  # a kernel with heads is taken as a matrix
+    if x.ndim == 3:  # A kernel with an axis of heads is updated as a matrix.
         x, gradients = x.reshape(len(x), -1), [g.reshape(len(x), -1) for g in gradients]
     x, momentum = x.astype(np.float64), np.zeros(x.shape)
     factored = x.ndim == 2 and min(x.shape) >= 128
@@ -79,7 +80,7 @@ def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) ->
 
 def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     start, gradients = params(0), [params(seed) for seed in (1, 2, 3)]
-    rates = [0.5 * 2**-0.5, 2**-0.5, 3**-0.5]  # rsqrt with two steps of warm-up
+    rates = [0.5 * 2**-0.5, 2**-0.5, 3**-0.5]  # the schedule rsqrt with two steps of warm-up
     actual = updated(optimizers.build(Optimizer(warmup_steps=2), 3, AXES), start, gradients)
 
     def expected(leaf: jax.Array, *gradients: jax.Array) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 
 from brt.training.preemption import QUIT_AT_ONCE, StopSignal
 
-# The main thread sleeps in C, which ignores signals as a compilation does.
+# The main thread sleeps in C code, which signals cannot interrupt, as during a compilation.
 WAIT = """
 import sys, time
 from brt.training.preemption import StopSignal
@@ -54,7 +54,7 @@ def test_a_later_ctrl_c_quits_even_in_code_that_python_cannot_interrupt(
         begin = time.monotonic()
         process.send_signal(first)
         process.stderr.readline(), process.stderr.readline()
-        process.send_signal(signal.SIGTERM)  # schedulers send signals repeatedly
+        process.send_signal(signal.SIGTERM)  # Schedulers may send a signal several times.
         process.send_signal(signal.SIGINT)
         assert process.wait() == QUIT_AT_ONCE
         assert time.monotonic() - begin < 5

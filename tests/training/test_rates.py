@@ -1,4 +1,4 @@
-"""Learning rates and weight decays by pattern of parameter paths (Optimizer.rates)."""
+"""Tests Optimizer.rates: learning rates and weight decays by pattern of parameter paths."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def arrays(seed: int) -> dict[str, dict[str, jax.Array]]:
 
 @functools.cache
 def trained(optimizer: Optimizer, steps: int = 3) -> dict[str, np.ndarray]:
-    """Returns the parameters after some updates, by the last name of their paths."""
+    """Returns the parameters after some updates, by the last part of their paths."""
     transform = optimizers.build(optimizer, steps, AXES)
     params = arrays(0)
     state = transform.init(params)
@@ -77,7 +77,7 @@ def test_a_rate_of_zero_leaves_parameters_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_factor_of_two_is_twice_the_rate(name: str) -> None:
-    """A power of two is exact; the first step does not depend on other parameters."""
+    """Multiplication by 2 is exact, and the first step does not depend on other parameters."""
     result = trained(settings(name, rates=(("*gate", 2.0, 1.0), ("*", 1.0, 1.0))), steps=1)
     twice, plain = trained(settings(name, learning_rate=0.25), 1), trained(settings(name), 1)
     assert_equal(result, {**plain, "gate": twice["gate"]})

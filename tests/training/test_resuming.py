@@ -1,4 +1,4 @@
-"""A run continues at its newest checkpoint and never silently before it."""
+"""Tests that a run resumes at its newest checkpoint, and at no earlier one without a message."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ META = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Workdir:
-    """Returns the workdir of a run that was saved at steps 5 and 10."""
+    """Returns the directory of a run that was saved at steps 5 and 10."""
     workdir = Workdir(tmp_path / "run")
     with CheckpointWriter(workdir.checkpoints) as writer:
         for step in (5, 10):

@@ -21,7 +21,7 @@ from brt.training.run import Run
 from brt.training.start.config_changes import check_resumable
 from brt.training.state import TrainState
 
-TOLERANCE = 1e-5  # absolute, float32; the compared numbers have magnitude 1
+TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1
 STEPS = 3
 CONFIG = Config(
     model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
@@ -83,7 +83,7 @@ def trained(
         run = runs.build(config, progress=False)
         if optimizer == "adafactor":
             start = runs.new_state(run)
-        else:  # random parameters, which need no compilation
+        else:  # Random parameters need no compilation.
             params = random_params(run.config.model)
             carried = new_state(run.config.model, CONFIG.training.batch_size)
             start = TrainState(np.int32(0), params, run.optimizer.init(params), carried, {})
@@ -172,5 +172,5 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))
     model = with_settings(CONFIG.model, {"Window.cache": False})
     changed = dataclasses.replace(CONFIG, model=model)
-    for name in ("Window.cache", "Model.cache"):  # The second one is an earlier name.
+    for name in ("Window.cache", "Model.cache"):  # The second is an earlier name of the setting.
         assert check_resumable(CONFIG, changed, (name,)) == ["Window.cache: True -> False"]

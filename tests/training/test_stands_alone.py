@@ -115,7 +115,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable], Train
 
 @pytest.fixture
 def trained(once: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Returns a function like `once`, whose run, data and cache may be changed."""
+    """Returns a function like `once`, which copies the run directory so that it may be changed."""
 
     def copied(make: Callable[[Path], Config]) -> Trained:
         original = once(make)
@@ -130,7 +130,7 @@ def trained(once: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def moved(once: Callable) -> Callable:
-    """Returns a function that hides files of a run's origin until the end of a test."""
+    """Returns a function that hides files next to a run directory until the end of the test."""
     hidden: list[Path] = []
 
     def hide(make: Callable[[Path], Config], *names: str) -> None:
@@ -146,7 +146,7 @@ def moved(once: Callable) -> Callable:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the cache of a user who reads a run; it is empty at first."""
+    """Sets and returns the cache directory of a user who reads a run; it is empty at first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     return tmp_path / "own"
 

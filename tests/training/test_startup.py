@@ -1,4 +1,4 @@
-"""Notes about a run before its first step."""
+"""Tests the notes about a run that are printed before its first step."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -16,7 +16,7 @@ from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_s
 from brt.training.state import initial_params, parameter_counts
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
-PAPER = Model(vocab_size=32128)  # 12 layers of width 1024, 8 heads of 128, window 512
+PAPER = Model(vocab_size=32128)  # 12 layers of width 1024, 8 heads of size 128, window 512
 EMBEDDING = 32128 * 1024
 
 
@@ -84,7 +84,7 @@ def test_parameters_have_their_names_shapes_and_axes() -> None:
 
 
 def test_kernels_of_keys_are_matrices_like_those_of_queries() -> None:
-    """Or optimizers would treat the keys of grouped queries as no matrices."""
+    """Otherwise optimizers would not treat the keys of grouped queries as matrices."""
     shape = (3, 16, 2, 4)
     queries = "layers", "embed", "heads", "head_dim"
     keys = "layers", "embed", "kv_heads", "head_dim"

@@ -15,7 +15,7 @@ from brt.training.progress import Progress
 
 @pytest.fixture
 def shown_on(tmp_path: Path) -> Callable[[int], str]:
-    """Returns the function from a terminal's width to what it shows of the first step."""
+    """Returns a function from a terminal's width to the output about the first step there."""
 
     def show(columns: int) -> str:
         try:

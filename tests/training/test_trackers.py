@@ -41,7 +41,7 @@ CONFIG = Config(logging=Logging(wandb_project="books", mlflow_experiment="all"))
 
 
 class Service(ModuleType):
-    """A stand-in for both tracker modules that records its calls."""
+    """A replacement of both tracker modules that records the calls."""
 
     def __init__(self) -> None:
         super().__init__("service")
@@ -149,7 +149,7 @@ def test_mlflow_that_could_record_nothing_is_refused_before_training(
 def test_the_real_mlflow_records_with_its_own_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow changes the logging of its process, so the test starts a new one."""
+    """MLflow changes the logging of its process, so the test uses a new process."""
     pytest.importorskip("mlflow", reason="needs brt[mlflow]")
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Frozen parameters (Training.trainable): no step changes them, and nothing is stored for them."""
+"""Tests that frozen parameters (Training.trainable) never change and have no optimizer state."""
 
 import dataclasses
 from typing import Any

@@ -43,7 +43,7 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
 
 
 def ready(asked: Config) -> Config:
-    """Returns the config with the model of the weights."""
+    """Returns the config with the model of the weights from which training starts."""
     return warm_start.with_model(asked, warm_start.find_weights(asked))
 
 
@@ -52,7 +52,7 @@ def started(asked: Config, initial: Any) -> WarmStart:
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
-    """Returns the config with a vocabulary for a tokenizer."""
+    """Returns the config with the vocabulary size that a tokenizer needs."""
     return tasks.from_config(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
 
 
@@ -65,15 +65,17 @@ def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
 
 
 def flat(params: Any) -> dict[str, np.ndarray]:
+    """Returns all arrays by path."""
     return {name: np.asarray(x) for name, x in flatten_dict(params, sep="/").items()}
 
 
 def body(params: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of the encoder without its head, by path."""
     return {name: x for name, x in flat(params).items() if name.startswith("encoder/")}
 
 
 def write(path: Path, objective: Any, fingerprint: str, **encoder: Any) -> Path:
-    """Writes a workdir with one checkpoint."""
+    """Writes the directory of a run with one checkpoint and returns its path."""
     model = dataclasses.replace(SIZES, **encoder)
     saved = config(objective, **dataclasses.asdict(model))
     with CheckpointWriter(Workdir(path).checkpoints) as writer:
@@ -84,7 +86,7 @@ def write(path: Path, objective: Any, fingerprint: str, **encoder: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a masked language model as brt.convert does."""
+    """Converts a masked language model as brt.convert does and returns its directory."""
     path = tmp_path_factory.mktemp("weights") / "roberta"
     list(convert.from_hf(DATA / "roberta", path, verified=False))
     return path
@@ -92,14 +94,14 @@ def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes the workdir of a masked language model of bytes."""
+    """Writes a run of a masked language model of bytes and returns its directory."""
     path = tmp_path_factory.mktemp("masked")
     return write(path, MASKED, ByteTokenizer.fingerprint, vocab_size=257, remat=True)
 
 
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes the workdir of a speech recognition model."""
+    """Writes a run of a speech recognition model and returns its directory."""
     return write(tmp_path_factory.mktemp("speech"), SPEECH, LETTERS.fingerprint,
                  vocab_size=4, features=5, positions="sinusoidal")  # fmt: skip
 
@@ -128,7 +130,7 @@ def test_weights_of_runs_are_taken_over(masked: Path, speech: Path) -> None:
 
 @pytest.mark.parametrize("task", ["text_classification", "extractive_qa"])
 def test_the_head_of_another_task_is_new_and_named(masked: Path, task: Any) -> None:
-    """The old head may have an array of the same name and shape; new ids are new rows."""
+    """The old head may have an array of the same name and shape. New ids get new embeddings."""
     model = dataclasses.replace(SIZES, vocab_size=259)
     new = drawn(model, task)
     params, missing, _ = started(config(task, masked), new)
@@ -227,7 +229,8 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
     roberta: Path, masked: Path, speech: Path
 ) -> None:
     asked = ready(config(MASKED, roberta))
-    theirs = Vocabulary("characters", map(chr, range(65, 65 + 62)))  # one more for the mask
+    # The model has an additional id for the mask token.
+    theirs = Vocabulary("characters", map(chr, range(65, 65 + 62)))
     assert known(asked, theirs) == asked
     asked = ready(config(MASKED, masked))
     assert known(asked, ByteTokenizer()) == asked

@@ -29,6 +29,7 @@ with watching(phases, 0.3, Path(sys.argv[2])):
 
 
 def stuck(how: str, stacks: Path) -> tuple[int, str]:
+    """Runs STUCK, which stops in the function `how`, and returns its exit code and stderr."""
     done = subprocess.run(
         [sys.executable, "-c", STUCK, how, str(stacks)], capture_output=True, text=True, timeout=60
     )
@@ -54,7 +55,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
     stacks.write_text("of a run before")
     with watching(phases, 0.4, stacks):
         phases.enter("compiling")
-        time.sleep(0.8)  # would otherwise end this process and all its tests
+        time.sleep(0.8)  # A false alarm would end the process of the tests.
         phases.enter("stepping", 0)
         for step in range(8):
             time.sleep(0.1)

@@ -25,6 +25,7 @@ with workdir.lock(workdir.create(Path(sys.argv[1])), print):
 
 
 def hold(path: Path) -> subprocess.Popen:
+    """Starts a process that holds the lock of a run directory until its stdin is closed."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", HOLD, str(path)],
         stdin=subprocess.PIPE,
