@@ -1,4 +1,7 @@
-"""Every test runs on eight fake CPU devices, in a cache and with settings of its own."""
+"""Settings of all tests: eight fake CPU devices, fast compilation, type checks, and a cache.
+
+The cache directory is a temporary one, not that of the user.
+"""
 
 import gc
 import os
@@ -6,23 +9,27 @@ import sys
 from pathlib import Path
 from runpy import run_path
 
-# Read as a file: what the types are checked of must not be imported yet.
+# This module is run as a file, because brt must not be imported before its type checks are
+# installed.
 VERSIONS = run_path(str(Path(__file__).parents[1] / "brt/jax_versions.py"))
-# Before jax starts; commands that tests run as processes inherit them.
+# These variables must be set before jax is imported. Processes that tests start inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
-    + " --xla_backend_optimization_level=0"  # tests compile far longer than they compute
-    + " --xla_cpu_parallel_codegen_split_count=1"  # parts for threads cost a quarter more in all
+    + " --xla_backend_optimization_level=0"  # Tests take far longer to compile than to compute.
+    + " --xla_cpu_parallel_codegen_split_count=1"  # Splitting takes a quarter more processor time.
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *VERSIONS["quick_compilation"]()])
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # nobody reads the compiler's notes
-gc.set_threshold(200_000, 50, 100)  # what is traced is garbage all at once
-# Rewritten for its assertions and its types, a module is kept: many processes import it.
+# Compiled programs need no source locations, because no test reads them.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# The objects that tracing creates become garbage at the same time, so collect garbage rarely.
+gc.set_threshold(200_000, 50, 100)
+# Store the bytecode of modules, which is rewritten for assertions and type checks, because many
+# processes import the same modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -34,12 +41,12 @@ import lazy_checks  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-lazy_checks.install()  # before brt is imported
+lazy_checks.install()  # must be called before brt is imported
 
 FIRST = "tests/end_to_end/test_bad_input.py::"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects the slow tests
+@pytest.hookimpl(tryfirst=True)  # This hook must run before pytest deselects the slow tests.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the slow cases and puts the file first that trains the run of the commands.
 
@@ -74,9 +81,10 @@ def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def random_params() -> Callable[..., Any]:
-    """(model, seed) -> parameters of a `Decoder`, none of them at a special value.
+    """Returns a function that draws random parameters of a `Decoder` for a `Model` and a seed.
 
-    Drawn without compiling anything, which `Decoder.init` does for a second or two.
+    No parameter has a special value such as 0 or 1, so that tests notice if one is not used. Unlike
+    `Decoder.init`, which compiles for one or two seconds, the function compiles nothing.
     """
     import flax.linen as nn
     import jax

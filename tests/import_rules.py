@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Modules of single tasks that packages above the tasks may import, with the reason.
 TASK_MODULES_IMPORTED_ABOVE = {
-    "brt.prepare": "brt.tasks.summarization.data",  # its flags describe pairs
+    "brt.prepare": "brt.tasks.summarization.data",  # The flags of the command describe pairs.
 }
 # Modules that may compare backends, with the reason.
 BACKEND_MODULES = {

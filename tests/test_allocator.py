@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, unless the user set the allocator."""
+"""Tests that the process keeps freed memory, unless the user has configured the allocator."""
 
 import errno
 import os
@@ -48,6 +48,7 @@ HUGE_PAGES = PROGRAM + "allocator.use_huge_pages()\nthreading.Thread(target=two_
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
+    """Runs a Python program without the user's settings of malloc, and returns what it prints."""
     clean = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -57,7 +58,7 @@ def run(program: str, *arguments: str, **environment: str) -> str:
 
 
 def faults(program: str = KEEPING, **environment: str) -> int:
-    """Page faults of the second step that uses 96 MB."""
+    """Returns the number of page faults in the second step of a program that uses 96 MB."""
     return int(run(program, **environment))
 
 
@@ -81,7 +82,8 @@ def test_the_users_own_setting_stands() -> None:
 def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert faults(STEP) < 100
     elsewhere = STEP.replace("allocator.disable_async_dispatch()\n", "")
-    # A process whose thread happens to keep its memory spares as much: one of ten does not.
+    # By chance, the thread of a process may keep its memory, too. Of ten processes, at least one
+    # maps its pages again.
     again = any(faults(elsewhere) > 10_000 for _ in range(10))
     assert again, "or there is nothing to spare any more"
 
@@ -120,7 +122,7 @@ def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
         (RuntimeError("can't start new thread"), True),
         (ImportError("x.so: failed to map segment from shared object"), True),
         (ImportError("y.so: cannot map zero-fill pages"), True),
-        (RuntimeError("Resource temporarily unavailable"), True),  # of a thread that cannot start
+        (RuntimeError("Resource temporarily unavailable"), True),  # raised if a thread cannot start
         (ImportError("no module x"), False),
         (OSError(errno.EIO, "out of memory"), False),
         (ValueError("out of memory"), False),

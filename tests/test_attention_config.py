@@ -43,7 +43,7 @@ MASKED = Training(task="masked_language_modeling", segment_length=64)
 def test_numbers_that_no_sequence_reaches_are_refused(
     read: Evaluation, settings: dict, name: str
 ) -> None:
-    """The limit is the segment length of training or evaluation; ops handle shorter rows."""
+    """The limit is the segment length of training or evaluation. Operations handle shorter rows."""
     section = "Evaluation" if read.segment_length else "Training"
     training = dataclasses.replace(MASKED, segment_length=128) if read.segment_length else MASKED
     with pytest.raises(
@@ -60,7 +60,11 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
     for settings in (
         {"kind": "clustered", "clusters": 9, "top_k": 65},
         {"kind": "full", "clusters": 65, "top_k": 65},
-        {"kind": "improved_clustered", "clusters": 65, "min_length": 65},  # always exact
+        {
+            "kind": "improved_clustered",
+            "clusters": 65,
+            "min_length": 65,
+        },  # never used
     ):
         tasks.check(Config(training=MASKED, attention=Attention(**settings)))
 
@@ -71,5 +75,5 @@ def test_is_saved_with_the_config() -> None:
     config = Config(training=training, attention=attention)
     saved = config_json(config)
     assert config_from_json(saved) == config
-    del saved["Attention"]  # of a run before there was one
+    del saved["Attention"]  # as in the config of a run from before the section existed
     assert config_from_json(saved) == dataclasses.replace(config, attention=Attention())

@@ -29,6 +29,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[str, Any]:
+    """Returns figures as `brt.plan` does, from the cycles of the attention and the loss."""
     parts = {"attention": attention, "loss": loss, "optimizer": 40.96e6}
     costs = {
         name: {"cycles": x, "bytes": 10 * x, "flops": 0.0, "bytes_anywhere": 20 * x}

@@ -1,4 +1,4 @@
-"""Whatever a .gin file or a flag says is understood or refused in one sentence with its place."""
+"""Tests that .gin files and flags are read, or refused with one sentence that names the place."""
 
 import argparse
 import contextlib
@@ -130,10 +130,10 @@ def test_includes_are_found_beside_the_file_here_and_in_the_package(tmp_path: Pa
 
 def test_every_file_that_comes_with_brt_is_understood() -> None:
     for file in configs_directory().rglob("*.gin"):
-        if file.parent.name == "sweeps":  # which are no runs
+        if file.parent.name == "sweeps":  # Sweeps are no configs of runs.
             continue
         text = file.read_text()
-        asked = re.findall(r"^#.*\((Model\.\w+ = \d+)\)", text, re.M)  # of who includes it
+        asked = re.findall(r"^#.*\((Model\.\w+ = \d+)\)", text, re.M)  # required of users
         bound = [f"--gin_bindings={one}" for one in asked]
         for task in ("", "summarization", "speech_recognition"):
             chosen = [f"--gin_bindings=Training.task = '{task}'"] if task else []
@@ -372,6 +372,7 @@ command_line.main(command, parser)
 
 
 def run(*flags: str, after: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """Runs SCRIPT in a shell; `after` is what follows the command, such as a redirection."""
     Path("script.py").write_text(SCRIPT)
     root = Path(command_line.__file__).resolve().parent.parent
     shell = f'set -o pipefail; "$0" script.py "$@" {after}'
@@ -517,7 +518,7 @@ def test_an_earlier_name_of_a_setting_is_read_and_told() -> None:
 
 
 def test_an_earlier_and_a_present_name_of_one_setting_are_refused() -> None:
-    """The sentence has both names and both places."""
+    """The error names both names and both places."""
     write(
         a="Model.states = 8\nRecurrence.states = 9",
         b="Recurrence.gate = 'gru'\nModel.gate = 'lstm'",

@@ -1,4 +1,7 @@
-"""A config survives text and JSON; what a saved one must not hold is refused by name."""
+"""Tests that configs are unchanged after writing and reading them as .gin files and as JSON.
+
+Invalid saved configs are refused with an error that names the setting.
+"""
 
 import dataclasses
 import json
@@ -66,8 +69,8 @@ def test_json_reads_back_as_the_same_config(config: Config) -> None:
 
 
 def test_the_settings_of_a_model_are_read_from_what_earlier_versions_saved() -> None:
-    """They saved the section Model, in the earliest ones with the settings of kinds of layers, and
-    later ones also the sections of kinds.
+    """The earliest versions saved only the section Model, which contained the settings of the kinds
+    of layers. Later versions saved Model and the sections of these kinds.
     """
     present = model_settings(UNUSUAL)
 

@@ -1,4 +1,8 @@
-"""Every row of docs/configs.md is the pinned run, with the sizes and training that it promises."""
+"""Tests the configs in docs/configs.md.
+
+Each row of the table must give the settings in tests/data/paper_rows.json, and the sizes and the
+training of the paper.
+"""
 
 import dataclasses
 import json
@@ -26,10 +30,11 @@ ROWS = {
 PINNED_ROWS = json.loads((ROOT / "tests/data/paper_rows.json").read_text())
 DATASETS = ("pg19_bytes", "pg19_tokens", "arxiv", "github")
 ONE_PROJECTION = {"shared_queries_keys": True}
-VOCABULARY = 32128  # T5's, as in the original's counts
+# Size of T5's vocabulary, with which the parameters of the original code were counted.
+VOCABULARY = 32128
 VOCABULARIES = {"t5": VOCABULARY, "bart": 50265}
 PARITY = ("slide_13", "rec_lstm_single", "feedback_fixed_skip", "memorizing")
-# Parameters without the embedding, from the original code's own shapes.
+# Number of parameters without the embedding, from the shapes of the original code.
 PINNED = {
     "xl_512": 151_023_712,
     "xl_1024": 151_023_712,
@@ -48,12 +53,12 @@ PINNED = {
     "slide_13_large": 327_190_224,
     "rec_lstm_single_large": 374_376_688,
     "rec_fixed_skip_large": 319_849_712,
-    # XL:512 with a gate per head in place of one layer's position bias.
+    # As XL:512, but with a gate per head instead of the position bias of one layer.
     "memorizing": 151_023_712 - 8 * 32 + 8,
 }
-# MELODI's without the embedding, by the sizes of its paper's rows.
+# Number of parameters of MELODI without the embedding, for the sizes in its paper.
 MELODI = {"s128_l64": 166_035_112, "s192_l96": 167_513_416}
-PAPER_MILLIONS = {  # sections 4.1 and 4.5; it rounds 374.4 up
+PAPER_MILLIONS = {  # From sections 4.1 and 4.5 of the paper, which rounds 374.4 up.
     "slide_12": 151,
     "slide_13": 164,
     "slide_13_large": 327,
@@ -100,15 +105,16 @@ def short(row: str) -> str:
 
 @cache
 def parameters(model: Model) -> tuple[int, int]:
-    """In all, and without the embedding."""
+    """Returns the number of all parameters, and of those without the embedding."""
     config = Config(model=model, training=Training(segment_length=model.window))
     shapes = jax.eval_shape(lambda: initial_params(config))
     return parameter_counts(nn.meta.unbox(shapes))
 
 
 def structure(model: Model) -> Model:
-    """Reduces a model to what decides how it is traced: small sizes, two layers of each scanned
-    run.
+    """Returns the model with small sizes, and at most two layers of each group of equal layers.
+
+    Models that differ only in sizes are traced in the same way, and have the same result here.
     """
     kinds = [kind for _, run in groupby(model.layer_types) for kind in list(run)[:2]]
     sizes = {name: value for name, value in SIZES.items() if has_section(Config(model=model), name)}
@@ -129,14 +135,14 @@ def structure(model: Model) -> Model:
 
 @cache
 def decoders() -> dict[Model, Model]:
-    """A model of each structure, one of which the size is known where there is such a one."""
+    """Returns a model for each structure; one whose parameter count is known, if possible."""
     rows = [row for row in ROWS if tasks.from_config(resolved(row)).model == "model"]
     models = [sized(row) for row in sorted(rows, key=lambda row: family(row) in DATASETS)]
     return {structure(model): model for model in models}
 
 
 def sized(row: str) -> Model:
-    """The decoder of a row, with a vocabulary."""
+    """Returns the decoder of a row, with the size of a vocabulary."""
     vocabulary = VOCABULARY if family(row) in DATASETS else 256
     return dataclasses.replace(resolved(row).model, vocab_size=vocabulary)
 
@@ -152,7 +158,7 @@ def test_the_table_has_every_row_once() -> None:
 
 @each_row
 def test_a_row_is_the_pinned_run(row: str) -> None:
-    """The fields of all sections are compared, which are more than the settings of the row."""
+    """All fields of all sections are compared, not only those that the row sets."""
     config, usual = resolved(row), Config()
     found = {}
     for name in class_field_types():
@@ -268,7 +274,8 @@ def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:
 
 def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
     rows = rows_of("glue", "squad")
-    glue = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"}  # of Table 4
+    # The tasks in Table 4.
+    glue = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"}
     assert set(map(short, rows)) == glue | {"v1", "v2"}
     for config in map(resolved, rows):
         spans = config.training.task == "extractive_qa"
@@ -294,9 +301,8 @@ def test_summarisers_have_the_sizes_of_the_pretrained_ones(
     for row in rows:
         config = resolved(row)
         assert config.training.epochs == 25
-        bias = (
-            VOCABULARIES["bart"] if model == "bart_base" else 0
-        )  # of logits: a buffer, not trained
+        # BART adds a bias to the logits, which is not trained.
+        bias = VOCABULARIES["bart"] if model == "bart_base" else 0
         assert seq2seq_parameters(config) == count + bias
         srformer = dataclasses.replace(config.cross_attention, kind="srformer")
         config = dataclasses.replace(config, cross_attention=srformer)

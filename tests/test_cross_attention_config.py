@@ -1,4 +1,4 @@
-"""Settings of cross-attention: the presets, and what cannot work."""
+"""Tests the settings of cross-attention: the presets, and settings that are refused."""
 
 import dataclasses
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_presets_change_only_the_listed_settings() -> None:
 
 def test_first_values_of_the_presets() -> None:
     for name, leak, (low, high) in (
-        ("paper_t5", 0.1, (0.065, 0.08)),  # U(-1/8, 1/8): 0.072
+        ("paper_t5", 0.1, (0.065, 0.08)),  # The standard deviation of U(-1/8, 1/8) is 0.072.
         ("paper_bart", 0.5, (0.018, 0.022)),
     ):
         raf = cross_attention.initial_parameters(
@@ -162,5 +162,5 @@ def test_settings_that_nothing_reads_are_refused() -> None:
         resolve("Pairs.prefix = 'summarize: '")
     with pytest.raises(ConfigError, match="Model.layers has no effect if Training.task"):
         resolve("Training.task = 'summarization'", "Model.layers = 2")
-    resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # the defaults, said aloud
+    resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # These are the defaults.
     resolve("Training.task = 'summarization'", "Data.cache_dir = 'cache'", "Decoding.beams = 4")

@@ -1,4 +1,8 @@
-"""Files are written whole, durably, and never through a link; what is no file is written into."""
+"""Tests that files are replaced as a whole and durably, and that links are not followed.
+
+The only exceptions are links that the user names. FIFOs and devices are not replaced; the bytes are
+written into them.
+"""
 
 import errno
 import os
@@ -16,7 +20,7 @@ from brt.training import workdir as workdirs
 
 
 def victim(directory: Path) -> Path:
-    """A file that nobody asked to be changed."""
+    """Creates a file that must not change."""
     path = directory / "victim"
     path.write_text("precious")
     return path
@@ -24,7 +28,7 @@ def victim(directory: Path) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records what is renamed and synced, in order, under the names at that time."""
+    """Records the calls that rename and sync files, in order, with the names at that time."""
     found: list[str] = []
     replace, fsync = os.replace, os.fsync
 
@@ -119,7 +123,7 @@ def test_no_link_below_a_directory_is_followed(
 ) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "real").mkdir()
-    (tmp_path / "run").symlink_to("real")  # the user named this one
+    (tmp_path / "run").symlink_to("real")  # The user named this link, so it is followed.
     target, root = victim(tmp_path / "home"), tmp_path / "run"
     path = make(root, target)
     with pytest.raises(OSError, match="it is a symbolic link"):
@@ -175,7 +179,7 @@ def test_through_a_link_that_the_user_names_its_target_is_replaced(tmp_path: Pat
     (tmp_path / "there").mkdir()
     link, target = tmp_path / "latest", tmp_path / "there/a"
     link.symlink_to(target)
-    for content in (b"1", b"2"):  # a target that is missing, and one that is there
+    for content in (b"1", b"2"):  # First the target is missing, then it exists.
         with durable.named_by_user(link) as file:
             file.write(content)
         assert link.is_symlink() and target.read_bytes() == content
@@ -251,7 +255,7 @@ def test_a_run_directory_with_a_link_is_refused_in_one_sentence(tmp_path: Path, 
         with pytest.raises(ConfigError, match=f"{path} is a symbolic link, which is not .* remove"):
             refused()
     assert target.read_text() == "precious"
-    path.unlink()  # as the sentence says
+    path.unlink()  # The error tells the user to do this.
     workdirs.create(run.path)
 
 
@@ -260,7 +264,7 @@ def test_checkpoints_may_be_links_to_other_disks(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
     (tmp_path / "disk/4").symlink_to(tmp_path / "disk/8")
-    (tmp_path / "run/notes").symlink_to(tmp_path)  # the user's own business
+    (tmp_path / "run/notes").symlink_to(tmp_path)  # Links that brt does not use are allowed.
     workdirs.create(tmp_path / "run")
 
 

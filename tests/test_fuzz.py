@@ -1,4 +1,4 @@
-"""Damaged files are read or refused in one line: some here, many by `tools/fuzz.py`."""
+"""Tests with some inputs of tools/fuzz.py that damaged files are read or refused in one line."""
 
 import importlib.util
 from pathlib import Path
@@ -20,7 +20,7 @@ def fuzz() -> ModuleType:
     return module
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's tasks
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
 @pytest.mark.parametrize("inputs", [300, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_every_reader_reads_or_refuses(
     inputs: int, fuzz: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -63,7 +63,7 @@ def test_crafted_run_directories_are_read_or_refused(
 @pytest.mark.slow_cases("content0", "1e999")
 @pytest.mark.parametrize("content", [b"[" * 10**5, b"[]", b"null", b'"\xff', b"1e999"])
 def test_every_json_of_a_run_has_a_shape(fuzz: ModuleType, tmp_path: Path, content: bytes) -> None:
-    """Lines of metrics.jsonl that are none are left out and named instead."""
+    """metrics.jsonl is not tested here, because the readers skip and report its damaged lines."""
     for name, reader in fuzz.runs.readers(tmp_path).items():
         if name.endswith((".json", "bad_batches.jsonl")):
             good = reader.path.read_bytes()

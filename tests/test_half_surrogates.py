@@ -1,4 +1,4 @@
-"""Half a surrogate pair in JSON is found wherever it is, and nothing else is taken for one."""
+"""Tests that half a surrogate pair is found anywhere in JSON, and that whole pairs are accepted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of the end of a process that has threads which cannot be stopped."""
+"""Tests that a process ends normally even if some of its threads cannot be stopped."""
 
 import subprocess
 import sys

@@ -1,4 +1,8 @@
-"""A run that names its training data is evaluated on them, not on the quickstart's data."""
+"""Tests that a run with its own training data is not evaluated on the data of the quickstart.
+
+If a config sets `train`, the default of `validation` and `test` changes: they are a part of the
+training rows, or empty for documents.
+"""
 
 import dataclasses
 
@@ -46,7 +50,7 @@ def test_files_and_flags_say_what_is_used() -> None:
 
 
 def test_saved_configs_mean_what_they_meant() -> None:
-    old = dataclasses.replace(Data(), train=("mine",))  # as it was saved before
+    old = dataclasses.replace(Data(), train=("mine",))  # as an earlier version saved it
     assert old.validation == Data().validation
     config = config_from_json(config_json(Config(data=old)))
     assert config.data == old

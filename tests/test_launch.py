@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.rglob("*.sh"))
-# What the JobSet controller's schema asks of the fields that are used here.
+# The schema of the JobSet controller, for the fields that the file uses.
 JOBSET = {
     "type": "object",
     "required": ["apiVersion", "kind", "metadata", "spec"],
@@ -62,6 +62,7 @@ JOBSET = {
 
 
 def dry(script: str, *flags: str, **variables: str) -> str:
+    """Returns the commands that a script prints with DRY_RUN=1."""
     done = subprocess.run(
         ["bash", str(LAUNCH / script), *flags], capture_output=True, text=True,
         env=os.environ | {"DRY_RUN": "1", "SLURM_JOB_ID": "7"} | variables,

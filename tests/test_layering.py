@@ -1,4 +1,4 @@
-"""The order of imports, and other rules that a reader relies on, read from the source."""
+"""Tests rules for the source text, such as which modules may import each other."""
 
 import ast
 import functools
@@ -27,7 +27,7 @@ SOURCES = [path for folder in ("brt", "tests", "tools") for path in (ROOT / fold
 
 
 def test_archives_of_arrays_are_closed() -> None:
-    """np.load leaves an .npz file open, and Python warns of it at some later moment."""
+    """np.load leaves an .npz file open unless `with` closes it; Python warns of this later."""
     found = []
     for file in SOURCES:
         if "np.load(" not in (text := file.read_text(encoding="utf-8")):
@@ -54,7 +54,9 @@ def test_one_file_knows_how_versions_of_jax_differ() -> None:
 
 
 def test_platforms_are_chosen_by_one_file() -> None:
-    """A variable that is set once jax is imported does nothing, without a word."""
+    """Environment variables have no effect if they are set after jax is imported, so only one file
+    and one tool may set them.
+    """
     sets = re.compile(r"environ(\.setdefault\(|\[)\"(JAX_|XLA_)\w+\"(, |\] *\+?= )")
     files = [f for f in SOURCES if "tests" not in f.relative_to(ROOT).parts]
     found = {str(f.relative_to(ROOT)) for f in files if sets.search(f.read_text("utf-8"))}
@@ -133,7 +135,7 @@ def test_a_task_imports_no_other_task(folder: Path) -> None:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    """At any depth: an import inside a function ties files as much."""
+    """Imports inside of functions count, too, because they also make files depend on each other."""
     graph = {module_of(file): imported_by(file) & MODULES for file in FILES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -156,7 +158,7 @@ def test_files_are_short() -> None:
 
 
 def test_the_package_imports_nothing_before_it_is_asked() -> None:
-    """A command that only reads flags does not wait for jax; `brt.load` does."""
+    """jax is imported when `brt.load` is used, so commands that only read flags start quickly."""
     code = (
         "import sys, brt; before = set(sys.modules); assert not {'jax', 'brt.api'} & before;"
         "assert set(brt.__all__) <= set(dir(brt)); brt.load; assert 'jax' in sys.modules"

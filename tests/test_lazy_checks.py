@@ -1,4 +1,4 @@
-"""Type checks that are built at the first call find what checks of jaxtyping find."""
+"""Tests that type checks that are built at the first call find the same errors as jaxtyping."""
 
 import sys
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Named:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a module that is imported as modules of brt are."""
+    """Imports the module SOURCE with type checks, as the modules of brt are imported in tests."""
     from jaxtyping import install_import_hook
 
     place = tmp_path_factory.mktemp("modules")

@@ -1,10 +1,13 @@
-r"""A line of data ends at \n and nowhere else: str.splitlines knows ten more characters."""
+r"""Tests that brt does not split data with str.splitlines.
+
+A line of data ends at \n only, but str.splitlines also splits at ten other characters.
+"""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {  # texts that brt, a compiler or a shell has made
+OWN = {  # These files split texts that brt, a compiler or a shell has written.
     "brt/errors.py", "brt/planning/hlo.py", "brt/training/progress.py",
     "brt/config_io.py", "brt/distributed/processes.py", "brt/sweeping/commands.py",
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""requirements.lock is what setup.py allows, whole, and can be asked about."""
+"""Tests requirements.lock, and the tool that asks for vulnerabilities of the locked packages.
+
+The file must lock every requirement in setup.py at an allowed version.
+"""
 
 import ast
 import importlib.metadata
@@ -22,7 +25,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def lock(python: str = HERE) -> dict[str, str]:
-    """The versions that a Python gets, by name."""
+    """Returns the locked version of each package for a version of Python."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     found: dict[str, str] = {}
     for line in map(Requirement, (line for line in lines if not line.startswith("#"))):
@@ -54,8 +57,8 @@ def test_every_requirement_is_locked_within_its_bounds(python: str) -> None:
 
 
 def test_what_is_locked_fits_together() -> None:
-    """Checks the packages whose locked version is installed, because their requirements can be
-    read.
+    """Checks only packages whose locked version is installed, because the requirements of others
+    cannot be read.
     """
     versions, read = lock(), 0
     for name, version in versions.items():

@@ -1,4 +1,4 @@
-"""Messages of library threads about a failure that was already reported are not printed."""
+"""Tests that messages of library threads are not printed if they repeat a reported failure."""
 
 import subprocess
 import sys

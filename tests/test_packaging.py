@@ -1,4 +1,4 @@
-"""A wheel is pure Python and carries the .gin files and the embedded books."""
+"""Tests that the wheel is pure Python and contains the .gin files and the embedded books."""
 
 import re
 import shutil
@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing stale of the tree gets in and nothing is left there."""
+    """Builds the wheel from a copy of the sources.
+
+    Files that earlier builds left in the repository cannot get into the wheel, and the build
+    leaves no files there.
+    """
     directory = tmp_path_factory.mktemp("wheel")
     for name in ("brt", "configs"):
         shutil.copytree(ROOT / name, directory / name)

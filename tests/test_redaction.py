@@ -67,7 +67,7 @@ ALPHABETS = {
     "hex": "0123456789abcdef",
     "upper": string.ascii_uppercase + string.digits,
 }
-# What keys look like, by where they are and how long; KEY stands for one.
+# Texts with a secret key, by the alphabet and the length of the key. KEY stands for the key.
 KEYS = {
     ("base62", 16): ["ghr_KEY", "ghp_KEY", "https://u:KEY@host/a", "--hub_token=KEY",
         "PASSWORD=KEY"],
@@ -96,7 +96,8 @@ def test_keys_are_hidden_wherever_they_are(alphabet: str, length: int) -> None:
     assert left <= 0.01 * count, "one in a hundred has no disorder to know it by"
 
 
-# What a run writes down that is no secret, however it looks: HEX stands for a hash, WORD for words.
+# Texts that a run writes down and that contain no secret. HEX and a number stand for a hash of this
+# length, WORD for a word, and NUM for a number.
 HARMLESS = [
     "data/HEX64.bin", "sha256 HEX64", "HEX64", "commit HEX40", "--revision=HEX40",
     "git+https://h/r@HEX40",

@@ -1,4 +1,7 @@
-"""Settings that are gone: old configs that agree with what holds now are read, others refused."""
+"""Tests settings that were removed or merged into others.
+
+Old configs are read if their values agree with what brt does now; otherwise they are refused.
+"""
 
 import dataclasses
 from typing import Any
@@ -42,7 +45,7 @@ def test_a_setting_is_removed_or_there() -> None:
 
 @pytest.mark.parametrize(("name", "value"), HOLDS)
 def test_a_value_that_still_holds_is_read(name: str, value: Any) -> None:
-    """From saved configs, and from .gin files and bindings."""
+    """Both saved configs and bindings may contain the value."""
     assert config_from_json(saved(name, value)) == Config()
     assert not command_line.read((), [f"{name} = {value!r}"]).notes
     assert command_line.read((), [f"{name} = {value!r}"]).config == Config()
@@ -71,7 +74,7 @@ def test_another_value_is_refused_with_what_holds(name: str) -> None:
 
 
 TASK_OF = {"Sentences": "text_classification", "Encoder": "text_classification"}
-# Settings that became parts of others, with values that they had, and the section that means this.
+# Values of settings that were merged into others, and the section with the same meaning.
 EARLIER: list[tuple[dict[str, Any], Any]] = [
     ({"use_raf": False, "norm": "none"}, CrossAttention(without=("norm", "raf"))),
     (
@@ -163,7 +166,7 @@ def test_a_sweep_is_told_what_contains_an_earlier_setting() -> None:
 
 
 def test_derived_fields_are_saved_and_not_bound() -> None:
-    """A binding has no effect, which a sentence says."""
+    """A binding of a derived field has no effect, and a note says so."""
     config = Config(encoder=Encoder(features=40, classes=7), seq2seq=Seq2Seq(global_block=8))
     assert config_from_json(config_json(config)) == config
     assert not set(derived_fields()) & field_types().keys()

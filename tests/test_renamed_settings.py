@@ -38,7 +38,7 @@ def test_every_earlier_name_leads_to_a_present_one() -> None:
 
 @pytest.mark.parametrize(("old", "new"), MOVED)
 def test_an_earlier_name_means_the_present_one(old: str, new: str) -> None:
-    """In bindings, in saved configs, and in names of settings that a resumed run may change."""
+    """Both bindings and saved configs may contain the earlier name."""
     value, needs = value_of(new), [NEEDS[new]] if new in NEEDS else []
     expected = command_line.read((), [*needs, f"{new} = {value!r}"])
     found = command_line.read((), [*needs, f"{old} = {value!r}"])

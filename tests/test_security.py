@@ -55,7 +55,7 @@ def test_every_setting_of_a_path_is_in_the_table() -> None:
             assert "never" in found[0] and "written" in found[0]
 
 
-MAY_PARSE = {  # files that parse JSON by themselves, and why
+MAY_PARSE = {  # Files that may parse JSON by themselves, and the reason.
     "brt/untrusted.py": "all others use it",
     "brt/formatting.py": "what it has just written",
     "brt/distributed/processes.py": "messages between processes of one run, which trust each other",
@@ -110,7 +110,7 @@ def test_a_path_without_its_home_stays_as_it_is(name: str, monkeypatch: pytest.M
     assert untrusted.user_path(name) == Path(name.replace("~/", "/home/me/"))
 
 
-class PanicException(BaseException):  # noqa: N818 - the name that libraries in Rust give it
+class PanicException(BaseException):  # noqa: N818 - Libraries in Rust use this name.
     """The exception of a library in Rust, which is no subclass of Exception."""
 
 

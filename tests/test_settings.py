@@ -29,13 +29,13 @@ def test_every_field_declares_what_it_means() -> None:
         for section, kind in section_types().items()
         for field in dataclasses.fields(kind)
         if not any(isinstance(said, Setting) for said in field.metadata.values())
-        if not field.metadata.get("nested")  # which holds other sections
+        if not field.metadata.get("nested")  # Such a field contains other sections.
     ]
     assert not silent, f"{silent} declare nothing; brt/config/fields.py says what there is"
 
 
 def test_every_setting_is_documented() -> None:
-    """Some .gin file or page of the documentation names it with its section."""
+    """A .gin file or a page of the documentation must name each setting with its section."""
     root = Path(__file__).parents[1]
     files = [*(root / "configs").rglob("*.gin"), *(root / "docs").rglob("*.md"), root / "README.md"]
     named = set(re.findall(r"\b[A-Z]\w*\.\w+", "\n".join(file.read_text() for file in files)))
@@ -45,7 +45,9 @@ def test_every_setting_is_documented() -> None:
 
 
 def test_few_settings_are_enough() -> None:
-    """A new setting that few have a reason to bind is a constant, or follows from others."""
+    """Limits the number of settings. A value that few users have a reason to change should be a
+    constant, or be derived from other settings.
+    """
     assert len(field_types()) <= MOST
 
 
@@ -60,7 +62,7 @@ def test_fields_of_one_setting_are_declared_alike() -> None:
         for own in fields_of(name):
             section, _, field = own.partition(".")
             declared.add(settings(section_types()[section])[field])
-        if name != "Data.buckets":  # only lengths of speech determine what is prepared
+        if name != "Data.buckets":  # Buckets change only prepared speech.
             assert len({said._replace(cached=False) for said in declared}) == 1, name
         assert {said.resume for said in declared} == {declaration(name).resume}
 
@@ -125,7 +127,7 @@ def test_shared_settings_that_a_run_cannot_have(bindings: list[str], sentence: s
 
 
 def verb(setting: Setting) -> str:
-    """`free`, `fixed, cached`, ..."""
+    """Returns how a setting is declared, such as "free" or "fixed, cached"."""
     own = "free" if setting.resume else "fixed"
     said = own if setting.warm_start == "own" else setting.warm_start
     by = "" if setting.cached is True else f" by {setting.cached}"
@@ -133,7 +135,10 @@ def verb(setting: Setting) -> str:
 
 
 def test_fields_mean_what_they_meant() -> None:
-    """UPDATE_GOLDEN=1 writes what is there now; a new field may be missing there."""
+    """Compares the declarations of all fields with tests/data/settings.json.
+
+    UPDATE_GOLDEN=1 writes the file. New fields may be missing in it.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for section, kind in section_types().items():
         for name, setting in settings(kind).items():

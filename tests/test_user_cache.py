@@ -1,4 +1,6 @@
-"""The user's own cache is named by the environment; programs come from where nobody else writes."""
+"""Tests that the cache directory is chosen from the environment, and that compiled programs are
+read only from directories to which no other user can write.
+"""
 
 import os
 import stat
@@ -48,7 +50,7 @@ def test_no_program_comes_from_below_a_directory_where_all_can_rename(
     (tmp_path / "cache").chmod(0o777)
     assert user_cache.private("programs") is None
     assert f"every user can write to {tmp_path / 'cache'}" in capsys.readouterr().err
-    (tmp_path / "cache").chmod(0o1777)  # as /tmp
+    (tmp_path / "cache").chmod(0o1777)  # as the mode of /tmp
     assert user_cache.private("programs")
 
 
@@ -63,7 +65,8 @@ def test_no_program_comes_from_another_user(
 
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, no entry of passwd
+    # expanduser returns the path itself if there is no HOME and no entry in passwd.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
 
 
 def unwritable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A tiny Llama in Hugging Face's format, with random weights."""
+"""Writes a tiny Llama with random weights in the format of Hugging Face, for tests."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ MODEL = Model(
 
 
 def write_decoder(place: Path) -> None:
-    """Writes a decoder, whose tokenizer splits digits before it splits words, as that of SmolLM2.
+    """Writes a decoder, whose tokenizer splits numbers into digits first, as that of SmolLM2 does.
 
     Args:
       place: the directory, which must not exist.

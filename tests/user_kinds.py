@@ -1,4 +1,4 @@
-"""The kinds of layers in tests/data/user_files, registered for the time of a test."""
+"""Registers the kinds of layers in tests/data/user_files for the duration of a test."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from brt.layers import kinds
 
 @contextlib.contextmanager
 def new_registry() -> Iterator[None]:
-    """Forgets at the end of the context what was registered in it."""
+    """Removes, at the end of the context, all kinds that were registered in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "KINDS", dict(kinds.KINDS))
         patch.setattr(sections, "_SECTIONS", dict(sections._SECTIONS))
@@ -23,7 +23,7 @@ def new_registry() -> Iterator[None]:
 
 
 def _imported(name: str) -> ModuleType:
-    """Returns a module of tests/data/user_files; the kinds that it registers are forgotten."""
+    """Imports a module of tests/data/user_files, without keeping the kinds that it registers."""
     with new_registry(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(Path(__file__).parent / "data/user_files"), *sys.path])
         return importlib.import_module(name)

@@ -3,6 +3,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def compilers_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the flags of other tests, which ask for less and which a newer libtpu may not know,
-    and then ends the process."""
+    """Removes the flags that the other tests set for the compiler.
+
+    They reduce optimizations, and a newer libtpu ends the process if it does not know a flag.
+    """
     monkeypatch.delenv("XLA_FLAGS", raising=False)

@@ -13,6 +13,7 @@ BASELINES = sorted((ROOT / "tools/benchmark/baselines").glob("*.json"))
 
 
 def here(name: str) -> str:
+    """Returns the installed version of a package."""
     try:
         return version(name)
     except PackageNotFoundError:

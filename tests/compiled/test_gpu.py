@@ -38,7 +38,9 @@ def run(*command: str) -> str:
 def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
     implementation: str, options: list[str]
 ) -> None:
-    """Forward, the gradients of queries, of keys and values, of the bias; heads of three sizes."""
+    """For each of three head sizes, there are four kernels: one for the forward pass, and one each
+    for the gradients of queries, of keys and values, and of the bias.
+    """
     options = [f"--implementation={implementation}", "--json", *options]
     found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
     assert len(found) == 4 * 3

@@ -13,6 +13,7 @@ from brt.planning.schedules import BUNDLES, LIBTPU
 
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
+# Names of the cases of tools/benchmark/kernels.py, with the number of their kernels.
 CASES = {
     "window": 9,
     "local": 2,
@@ -25,8 +26,9 @@ CASES = {
     "causal": 2,
     "weights": 1,
     "products": 3,
-}  # and how many kernels they have
-GROWTH = 1.05  # of a schedule, which nobody has looked at
+}
+# A schedule may be longer than that in the table by this factor before the test fails.
+GROWTH = 1.05
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -44,7 +46,8 @@ def run(*command: str) -> str:
 
 SIZES = [(512, 128, "bfloat16"), (2048, 64, "bfloat16"), (128, 256, "bfloat16"),
          (256, 128, "float32")]  # fmt: skip
-TOO_LARGE = [("v4", 2048, 64, "bfloat16")]  # whose cores have 16 MiB
+# Cores of a v4 have only 16 MiB of VMEM.
+TOO_LARGE = [("v4", 2048, 64, "bfloat16")]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,9 @@ def test_kernels_compile_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", *sizes)
     used = json.loads(out.splitlines()[-1])
-    tiles = 1 if window == 128 else 2  # of the bias: as many rows forward as backward, or not
+    # Tiles of the bias have the same number of rows in the forward and the backward pass if the
+    # window has 128 tokens. Then one kernel computes both.
+    tiles = 1 if window == 128 else 2
     assert len(used) == CASES["window"] - 2 + tiles and max(used.values()) < 64 * 2**20
 
 
@@ -121,7 +126,8 @@ def test_the_states_kernel_compiles_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=recurrent", *sizes)
     used = json.loads(out.splitlines()[-1])
-    states = [name for name in used if name.startswith("state_attention")]  # beside products
+    # The case also contains kernels of matrix products.
+    states = [name for name in used if name.startswith("state_attention")]
     assert len(states) == CASES["recurrent"]
     assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
 
@@ -173,7 +179,9 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
 
 
 def test_a_step_of_a_pretrained_decoder_compiles(tmp_path: Path) -> None:
-    """Three heads of queries share a head of keys, which the kernels read where it lies."""
+    """Three heads of queries share a head of keys. The kernels must read the keys without copying
+    them for each head, so attention reads and writes few bytes.
+    """
     bindings = "Model.layers = 2", "Training.batch_size = 1", "Model.dtype = 'bfloat16'"
     run(
         "-m", "brt.plan", "--gin_file=configs/decoders/smollm2_135m.gin", "--topology=v5e:1x1",
@@ -188,7 +196,7 @@ def test_a_step_of_a_pretrained_decoder_compiles(tmp_path: Path) -> None:
     ("topology", "lanes", "gib"), [("v4:2x4x4", 32, 6.0), ("v5e:4x4", 16, 6.0)]
 )
 def test_the_papers_step_fits(topology: str, lanes: int, gib: float, tmp_path: Path) -> None:
-    """With a sequence on each chip; kernels run on each device by itself."""
+    """Each chip has one sequence, and kernels run on each device without communication."""
     bindings = "Model.vocab_size = 32000", f"Training.batch_size = {lanes}", "Mesh.data = -1"
     run(
         "-m", "brt.plan", "--gin_file=configs/base/paper.gin",
@@ -198,5 +206,6 @@ def test_the_papers_step_fits(topology: str, lanes: int, gib: float, tmp_path: P
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["peak_bytes"] < gib * 2**30
     moved = {kind: one["bytes"] for kind, one in found["collectives"].items()}
-    once = moved.pop("all-reduce"), moved.pop("all-gather")  # gradients, and shared updates
+    # Gradients are reduced once a step, and sharded updates of parameters are gathered once.
+    once = moved.pop("all-reduce"), moved.pop("all-gather")
     assert max(once) < 1.0e9 and sum(moved.values()) < 10e6

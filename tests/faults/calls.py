@@ -3,12 +3,12 @@
 python tests/faults/calls.py                                    # all of it: most of an hour
 python tests/faults/calls.py --commands train --kinds write,fsync --every 20 --errors ENOSPC
 
-A case is one command, one kind of call, one n, one error, and whether all later calls of the kind
-fail too. The command must end with exit code 4 and one sentence, or with 0 where all that it has
-to leave is there; no traceback; every checkpoint that counts is whole; typed again it ends as if
-nothing had been, and nothing is left lying about. All cases share one process, so that imports
-and what is compiled are paid once: `failing_calls.c` has to be preloaded, for which this file
-starts itself again.
+A case is a command, a kind of call, a number n, an error, and whether all later calls of the kind
+fail, too. The command must end with exit code 4 and one sentence, or with 0 if its result is
+complete. There must be no traceback, and every checkpoint that brt counts as saved must be
+complete. If the command is run again, it must give the same result as an undisturbed run, and leave
+no temporary files. All cases share one process, so that imports and compilation happen only once.
+The library `failing_calls.c` has to be preloaded, so this file starts itself again with it.
 """
 
 import argparse
@@ -46,11 +46,11 @@ KINDS = {
 }  # fmt: skip
 SHORT, KILL = -1, -9
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EACCES", "EDQUOT")
-LIBRARY = "BRT_FAILING_CALLS"  # where the preloaded library is
+LIBRARY = "BRT_FAILING_CALLS"  # environment variable with the path of the preloaded library
 
 
 def build(place: Path) -> Path | None:
-    """Compiles the library; None where there is no C compiler."""
+    """Compiles the library; returns None if there is no C compiler or the system is not Linux."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not compiler or sys.platform != "linux":
         return None
@@ -72,7 +72,17 @@ class Calls:
 
     @contextlib.contextmanager
     def armed(self, place: Path, kind: str, n: int = 0, error: int = 0, sticky: bool = False):  # noqa: ANN201
-        """Lets the n-th call of a kind below `place` fail; 0: none, they are only counted."""
+        """Makes the n-th call of a kind below a directory fail.
+
+        At the end of the context, `count` is the number of calls, and `hit` names the failed call.
+
+        Args:
+          place: the directory.
+          kind: a key of KINDS.
+          n: number of the call, from 1; 0 only counts the calls.
+          error: the errno of the failed call, or SHORT or KILL.
+          sticky: True if all later calls of the kind fail, too.
+        """
         self._library.arm_calls(os.fsencode(place), KINDS[kind], n, error, sticky)
         try:
             yield
@@ -83,27 +93,27 @@ class Calls:
 
 
 class Life(NamedTuple):
-    """One start of a command in this process, to its end."""
+    """Exit code and output of a command that ran in this process."""
 
     code: int
     said: str
 
 
 def live(arguments: Sequence[str]) -> Life:
-    """Runs `brt.train --flag ...` as the shell would, but for the process."""
+    """Runs a command such as `brt.train --flag ...` in this process; returns code and output."""
     from brt import command_line
 
     module = importlib.import_module(arguments[0])
     said, code = io.StringIO(), 0
     given, sys.argv[:] = list(sys.argv), arguments
-    log = logging.StreamHandler(said)  # of what is told when it is collected, too
+    log = logging.StreamHandler(said)  # also messages of the garbage collection below
     logging.getLogger().addHandler(log)
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
             command_line.main(module.main, module.parser())
         except SystemExit as end:
             code = end.code or 0
-        except BaseException:  # noqa: BLE001 - what a shell shows with a traceback
+        except BaseException:  # noqa: BLE001 - A process would print a traceback.
             traceback.print_exc(file=said)
             code = 1
     gc.collect()
@@ -118,7 +128,10 @@ def _done(arguments: Sequence[str]) -> None:
 
 
 def keep_compiled() -> None:
-    """Every life of a config shares the compiled step, the first state and the shapes."""
+    """Caches the compiled step, the initial state and the shapes of each config.
+
+    All runs of a config in this process share them, so that a run takes less time.
+    """
     import jax
     import numpy as np
 
@@ -182,7 +195,7 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
         return lambda here: shutil.copytree(source, here / "run")
 
     def one(*arguments: str, prepare: Callable = lambda here: None, again: int = 0) -> Command:
-        """A command whose files are all the same whenever it is typed."""
+        """Returns a command that writes the same files in every run."""
 
         def named(here: Path) -> list[str]:
             return [argument.replace("HERE", str(here)) for argument in arguments]
@@ -216,7 +229,7 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
     if "sweep" in names:
         arguments = ["brt.sweep", f"--gin_file={sweep}"]
         environment = dict(os.environ)
-        os.environ.pop("LD_PRELOAD", None)  # points are processes, which are not struck
+        os.environ.pop("LD_PRELOAD", None)  # No call fails in the processes of the points.
         _done([*arguments, f"--workdir={swept}"])
         os.environ.update(environment)
         found["sweep"] = one(*arguments, "--workdir=HERE/run", prepare=in_copy(swept))
@@ -247,7 +260,10 @@ Evaluation.segment_length = 16
 
 
 def _configs(place: Path) -> tuple[Path, Path]:
-    """A run of four steps, saved at the second and the fourth, and a sweep of two such runs."""
+    """Writes the config of a run and of a sweep; returns their .gin files.
+
+    The run has four steps and saves at the second and the fourth. The sweep has two such runs.
+    """
     from sharded_cases import text
 
     (place / "texts").mkdir(parents=True)
@@ -264,7 +280,7 @@ def _configs(place: Path) -> tuple[Path, Path]:
     return gin, sweep
 
 
-# Files that say when and where they were written, or what was said on the way.
+# Files and texts that depend on the time or the place of a run, or on its messages.
 _SPEED = re.compile(rb'"tokens_per_second": [0-9.e+]+|[0-9,]+ tokens per second')
 _TIMELY = ("log.txt", "provenance.json", "metrics.jsonl", "heartbeat", "tensorboard", ".lock")
 
@@ -278,7 +294,7 @@ def _files(here: Path) -> dict[str, str]:
 
 
 def _trained(run: Path) -> tuple[Any, ...]:
-    """State, metrics, and what else a run keeps."""
+    """Returns the state hash, the metrics and the other files of a run, for comparison."""
     import harness
 
     kept = {name: x for name, x in _files(run).items() if not name.startswith("checkpoints")}
@@ -287,7 +303,7 @@ def _trained(run: Path) -> tuple[Any, ...]:
 
 
 def _hidden(here: Path) -> list[str]:
-    """Names that are none of a result; others' litter is nobody's to remove."""
+    """Returns the temporary files that a command left in its directory."""
     ends = (".partial", ".deleted", ".tmp")
     return [str(path) for path in here.rglob("*") if path.name.endswith(ends)]
 
@@ -313,7 +329,7 @@ class Case(NamedTuple):
 
 
 class Driver:
-    """Runs cases below `place` and says what is wrong with each."""
+    """Runs cases in a directory and reports what went wrong."""
 
     def __init__(self, place: Path, names: Sequence[str]):
         self._calls = Calls()
@@ -321,7 +337,7 @@ class Driver:
         keep_compiled()
         found = commands(place / "shared", names)
         self._commands = {name: found[name] for name in names}
-        gc.freeze()  # what is kept need not be looked through after every life
+        gc.freeze()  # Later garbage collections need not search the cached objects.
         self.counts: dict[tuple[str, str], int] = {}
         self._whole: dict[str, Any] = {}
         self.codes: Counter[tuple[str, int]] = Counter()
@@ -372,13 +388,13 @@ class Driver:
     def _wrong_result(
         self, command: str, here: Path, when: str, but: Sequence[Path] = ()
     ) -> list[str]:
-        """Compares what is there, except below `but`, with what has to be there."""
+        """Compares the result of a command with that of an undisturbed run, except below `but`."""
         try:
             found = self._commands[command].result(here)
             for place in but:
                 prefix = f"{place.relative_to(here)}/"
                 found = {name: x for name, x in found.items() if not name.startswith(prefix)}
-        except Exception as error:  # noqa: BLE001 - whatever cannot be read is lost
+        except Exception as error:  # noqa: BLE001 - A result that cannot be read is lost.
             return [f"{when}cannot be read: {error!r}"]
         if found == self._whole[command]:
             return []
@@ -430,15 +446,21 @@ def cases(
     counts: dict[tuple[str, str], int], passes: int, every: int, errors: Sequence[str],
     draw: random.Random,
 ) -> list[Case]:  # fmt: skip
-    """Every n of each command and kind, once and sticky; errors take turns from pass to pass.
+    """Returns the cases: every n of each command and kind, once and with all later calls failing.
 
-    With as many passes as errors all of them meet every n. `every` keeps one n of so many, drawn.
+    Args:
+      counts: number of calls by command and kind.
+      passes: number of passes over all calls. Each pass gives a call another error, so `passes`
+        must be the number of errors to combine every call with every error.
+      every: selects one case of `every` at random.
+      errors: names of the errors.
+      draw: random numbers for `every`.
     """
     found = []
     for turn in range(passes):
         for (command, kind), count in counts.items():
             if kind == "short" and turn:
-                continue  # it has one way to fail
+                continue  # A short write has no errors to choose from.
             for n in range(1, count + 1):
                 for sticky in (False, True):
                     if draw.randrange(every) == 0:
@@ -465,7 +487,7 @@ def run(args: argparse.Namespace) -> int:
         tried = Counter()
         for number, case in enumerate(found):
             wrong = driver.strike(case)
-            tried[case.command, case.kind] += bool(driver.hit)  # lives differ in their last calls
+            tried[case.command, case.kind] += bool(driver.hit)  # The number of calls varies.
             if wrong:
                 failed += 1
                 print(f"FAILED {case} ({driver.hit}): {' | '.join(wrong)}", flush=True)
@@ -496,12 +518,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _memory() -> str | None:
-    """A file system on which syncing costs nothing; None: the system's temporary directory."""
+    """Returns a directory in memory, where syncing takes no time, or None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str] | None:
-    """This file in a process with the library; None where there is no C compiler."""
+    """Runs this file in a process with the preloaded library; None if it cannot be compiled."""
     with tempfile.TemporaryDirectory() as place:
         library = build(Path(place))
         if library is None:

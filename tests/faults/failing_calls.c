@@ -1,12 +1,12 @@
-/* A library to be preloaded: calls of the file system below one directory fail when they are told to.
+/* A library to be preloaded, which makes chosen calls of the file system below a directory fail.
 
    cc -shared -fPIC -O1 -o failing_calls.so failing_calls.c -ldl
 
    arm_calls(directory, kinds, number, error, sticky) counts the calls of some kinds (an OR of the
-   constants below) on paths below `directory`; the one of that number, and with `sticky` all later
-   ones, fail with errno `error`. With SHORT a write takes half of its bytes, or of one byte fails
-   with ENOSPC. With KILL the process is killed in place of the call. counted_calls() tells how many
-   there were and failed_call() which one was hit. */
+   constants below) on paths below `directory`. The call with this number fails with errno `error`;
+   with `sticky`, all later calls fail, too. With SHORT, a write takes only half of its bytes; a
+   write of one byte fails with ENOSPC. With KILL, the process is killed instead of making the call.
+   counted_calls() returns the number of calls, and failed_call() the name of the failed call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -201,7 +201,7 @@ int mkdirat(int fd, const char *path, mode_t mode) {
   return fails_at(MKDIR, "mkdirat", fd, path) ? -1 : real(fd, path, mode);
 }
 
-/* Only what is opened for writing counts. */
+/* Only files that are opened for writing count. */
 #define WRITES(flags) ((flags) & (O_CREAT | O_WRONLY | O_RDWR))
 #define MODE                                      \
   mode_t mode = 0;                                \

@@ -56,7 +56,7 @@ class Life(NamedTuple):
     """One start of the command, from its beginning to its end."""
 
     code: int
-    lines: list[tuple[float, str]]  # with the time of each
+    lines: list[tuple[float, str]]  # lines with the time when each was read
     ended: float
 
     @property
@@ -255,7 +255,7 @@ def litter(workdir: Path) -> list[str]:
 class Flip(NamedTuple):
     """A bit of a file that is inverted."""
 
-    kind: str  # of the file
+    kind: str  # kind of the file
     file: Path
     bit: int
 

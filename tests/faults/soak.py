@@ -86,7 +86,7 @@ class Soak:
 def kills(soak: Soak, task: str, processes: int, count: int) -> None:
     """Kills a run at random moments until it is done, and then continues with the next run."""
     own, sent = soak.runs(task, processes), 0
-    own.whole  # noqa: B018 - made once, and with it what is compiled
+    own.whole  # noqa: B018 - Runs once, so that all programs are compiled.
     begin = time.monotonic()
     own.live(soak.workdir(own))
     life = time.monotonic() - begin

@@ -20,7 +20,7 @@ from brt.training.phases import PhaseTracker, RunStatus
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(0.3)  # lets the thread that answers signals run
+    time.sleep(0.3)  # Gives the thread that handles signals time to run.
 
 
 def fill() -> None:
