@@ -37,7 +37,9 @@ def attention(kind: str, **options: int) -> Attention:
 
 
 def random_params(network: nn.Module, seed: int = 0) -> Any:
-    """None of them at a special value; drawn without compiling anything."""
+    """Returns random parameters, none of which has a special value such as 0, without compiling
+    anything.
+    """
     rng = np.random.default_rng(seed)
     shapes = nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
 
@@ -64,7 +66,9 @@ def valid(length: int = 12) -> np.ndarray:
 def hidden_and_gradients(
     network: encoder.Encoder, params: Any, x: Any, there: Any, key: Any, rng: Any
 ) -> tuple[jax.Array, Any]:
-    """Returns hidden vectors and gradients of a loss that the final norm does not make constant."""
+    """Returns hidden vectors, and gradients of a loss that the final norm does not make
+    constant.
+    """
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         y = network.apply({"params": params}, x, there, key, rngs={"dropout": rng})
@@ -91,10 +95,10 @@ def run(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_valid_alone_decides(kind: str) -> None:
-    """Neither padding, nor the rest of the batch; the same key gives the same bits.
+    """Outputs depend neither on padding nor on the rest of the batch, and a key always gives the
+    same bits.
 
-    That the amount of padding changes nothing is a property of attention, which its own tests
-    check for every kind.
+    The tests of attention check for every kind that the amount of padding has no effect.
     """
     model = dataclasses.replace(TOKENS, shared_queries_keys=kind in KEYS_ARE_QUERIES)
     network = encoder.Encoder(model, attention(kind))
@@ -112,7 +116,7 @@ def test_what_is_valid_alone_decides(kind: str) -> None:
     assert np.abs(other[0] - y[0]).max() > 0.1
 
 
-@pytest.mark.slow  # The tests of ops show this quickly.
+@pytest.mark.slow  # tests/ops/test_clustered_attention.py has a quick test of more padding.
 def test_how_much_padding_there_is_changes_nothing() -> None:
     network = encoder.Encoder(TOKENS, attention("improved_clustered"))
     params, there, results = random_params(network), valid(), []
@@ -131,13 +135,16 @@ def test_padding_may_be_anything_and_anywhere() -> None:
     wild = np.where(there[..., None], x, np.nan)
     np.testing.assert_array_equal(run(network, params, wild, there)[0][there], y[there])
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
-    before = np.roll(wild, 5, axis=1), np.roll(there, 5, axis=1)  # in front of the second row
+    # The padding now stands in front of the second row.
+    before = np.roll(wild, 5, axis=1), np.roll(there, 5, axis=1)
     moved, _ = run(network, params, *before)
     np.testing.assert_allclose(np.roll(moved, -5, axis=1)[1, :7], y[1, :7], atol=1e-5)
 
 
 def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
-    """Without any, the order of tokens means nothing to attention; padding is no neighbour."""
+    """Without positions, the order of tokens has no effect on attention. Padding is no
+    neighbour.
+    """
     outputs = {}
     for positions in ("none", "convolution"):
         model = dataclasses.replace(TOKENS, positions=positions)
@@ -156,7 +163,7 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
 
 @pytest.mark.slow
 def test_a_stack_is_its_layers_one_after_another() -> None:
-    """Each with parameters of its own, and a key of its own for what is drawn."""
+    """Each layer has its own parameters, and its own key for random numbers."""
     model = dataclasses.replace(TOKENS, layers=2)
     network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model, Kernels())
     params, x, there, key = random_params(network), inputs(model, 1), valid(), jax.random.key(3)
@@ -175,9 +182,9 @@ def test_a_stack_is_its_layers_one_after_another() -> None:
     np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
 
 
-@pytest.mark.slow  # test_stack.py, test_every_kind.py and test_summary.py show this quickly.
+@pytest.mark.slow  # tests/layers/test_stack.py has a quick test of recomputation.
 def test_remat_changes_nothing() -> None:
-    """Dropout and what attention draws are the same when a layer is computed again."""
+    """Recomputing a layer draws the same dropout, and the same random numbers of attention."""
     kind = attention("improved_clustered")
     networks = [
         encoder.Encoder(dataclasses.replace(TOKENS, remat=remat), kind, training=True)
@@ -190,12 +197,14 @@ def test_remat_changes_nothing() -> None:
         run(networks[1], params, x, valid(), dropped=8)[0],
         run(networks[1], params, x, valid(), 1)[0],
     )
-    for other in others:  # both do draw something
+    for other in others:  # Both the dropout and the attention draw random numbers.
         assert np.abs(other - results[1][0])[valid()].max() > 0.1
 
 
 def test_any_kind_reads_weights_of_any_other() -> None:
-    """Trained with shared projections they have all the parameters that a kind asks for."""
+    """All kinds have the same parameters, with separate and with shared projections of queries and
+    keys.
+    """
     for shared in (False, True):
         model = dataclasses.replace(TOKENS, shared_queries_keys=shared)
         trees = {
@@ -230,7 +239,7 @@ def test_each_head_has_the_logits_of_its_definition(
     assert y.shape == shape and y.dtype == jnp.float32
     if task == "spans":
         np.testing.assert_array_equal(y[1, 7:], np.full((5, 2), LOWEST))
-    if task == "classification":  # of the first token's vector, by hand
+    if task == "classification":  # The logits depend only on the first token's vector.
         below = encoder.Encoder(model, attention("full"))
         hidden = forward(below, params["encoder"], x, there, key)
         head = jax.tree.map(np.float64, params["head"])

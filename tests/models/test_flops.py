@@ -36,12 +36,17 @@ def test_gates_memories_and_centroids_cost() -> None:
     fixed, gru, lstm = (
         of(**recurrent, **{"Recurrence.gate": gate}) for gate in ("fixed", "gru", "lstm")
     )
-    assert lstm - gru == gru - fixed == 2 * 2 * 1024 * 1024  # a kernel [2A, D], one state a token
+    # A kernel [2A, D], applied to one state per token.
+    assert lstm - gru == gru - fixed == 2 * 2 * 1024 * 1024
     found = of(**{"Memorizing.layers": (-4,)}) - of()
     assert found == 2 * 1024 * 32768 + 4 * 1024 * 128
     clustered = (
         of(**{"Clustered.layers": (-4,), "Clustered.clusters": 64, "Clustered.top_k": 16}) - of()
     )
-    reading = 2 * 1024 * 64 + 4 * 1024 * (256 + 16)  # its centroid, what left the window, and 16
-    taking_in = 4 * 1024 * 64  # of every key by every centroid, and once a block of the 16
+    # Products with 64 centroids, and attention to 256 keys that have left the window, on average,
+    # and to 16 keys of the centroid.
+    reading = 2 * 1024 * 64 + 4 * 1024 * (256 + 16)
+    # Products of all keys with all centroids, and once per block of 512 tokens those of the 16 keys
+    # of every centroid.
+    taking_in = 4 * 1024 * 64
     assert clustered == reading + taking_in + taking_in * 16 // 512

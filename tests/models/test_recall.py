@@ -14,7 +14,7 @@ from brt.models import seq2seq
 pytestmark = pytest.mark.slow
 
 SEGMENT, SEGMENTS, VALUES, BATCH, STEPS = 4, 4, 8, 64, 250
-FILLER, FIRST = 2, 3  # tokens: 0 starts, 1 ends, 2 fills, values from 3
+FILLER, FIRST = 2, 3  # Token 0 starts a text, 1 ends it, 2 is filler, and values begin with 3.
 MODEL = Seq2Seq(
     encoder_layers=1, decoder_layers=1, model_dim=32, heads=2, head_dim=16, mlp_dim=64,
     vocab_size=FIRST + VALUES, relative_buckets=8, relative_max_distance=16, dropout=0.0,
@@ -23,9 +23,12 @@ MODEL = Seq2Seq(
 
 
 def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sources of filler with one value somewhere behind the first segment; that value."""
+    """Returns sources of filler with one value somewhere behind the first segment, and the
+    values.
+    """
     place, value = jax.random.split(key)
-    first_place = SEGMENT + 1  # further than the encoder carries into the first segment
+    # From here, the encoder cannot carry the value into the first segment.
+    first_place = SEGMENT + 1
     places = jax.random.randint(place, (BATCH,), first_place, SEGMENT * SEGMENTS)
     values = jax.random.randint(value, (BATCH,), FIRST, FIRST + VALUES)
     source = jnp.full((BATCH, SEGMENT * SEGMENTS), FILLER)
@@ -34,7 +37,9 @@ def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.cache
 def accuracy(kind: str) -> float:
-    """Returns the accuracy of the first target token; position 0 attends to the first segment."""
+    """Returns the accuracy of the first target token, whose position attends to the first
+    segment.
+    """
     cross = CrossAttention(kind=kind, segment_size=SEGMENT, q_ref=2 * SEGMENTS)
     network = seq2seq.Seq2Seq(MODEL, cross, training=True)
     optimizer = optax.adam(5e-3)

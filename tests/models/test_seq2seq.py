@@ -18,7 +18,7 @@ from brt.models import seq2seq
 from brt.models.targets import SpecialTokens, shift_right
 from brt.ops.cross_entropy import token_scores
 
-TOLERANCE = 1e-5  # float32; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 SOURCE, TARGET = 11, 6
 T5 = Seq2Seq(
     encoder_layers=1, decoder_layers=2, model_dim=16, heads=2, head_dim=4, mlp_dim=24,
@@ -75,7 +75,9 @@ def network(
 
 @functools.cache
 def params(net: seq2seq.Seq2Seq) -> Any:
-    """None of them at a special value; drawn without compiling `init`."""
+    """Returns random parameters, none of which has a special value such as 0, without compiling
+    `init`.
+    """
     rng = np.random.default_rng(0)
 
     def leaf(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -92,12 +94,12 @@ def params(net: seq2seq.Seq2Seq) -> Any:
 
 @functools.cache
 def compiled(net: seq2seq.Seq2Seq) -> Callable:
-    """(params, *pairs) -> hidden vectors."""
+    """Returns a jitted function (params, *pairs) -> hidden vectors."""
     return jax.jit(lambda params, *x: net.apply({"params": params}, *x).hidden)
 
 
 def begun(net: seq2seq.Seq2Seq, params: Any, x: Pairs, beams: int) -> Any:
-    """The state before the first token."""
+    """Returns the decoding state before the first token."""
     encoded = seq2seq.encode(net, params, x.source, x.mask)
     return seq2seq.prefill(net, params, encoded, x.mask, beams, TARGET)
 
@@ -162,10 +164,12 @@ def test_no_target_reads_those_after_it() -> None:
     assert np.all(np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1) > 1e-4)
 
 
-@pytest.mark.slow  # The tests of ops show this quickly.
+@pytest.mark.slow  # tests/ops/test_clustered_attention.py has quick tests of exact cases.
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_clusters_of_source_tokens_attend_together(model: str) -> None:
-    """Exactly where all keys are best, of the same weights; else what the key draws decides."""
+    """With all keys among the best keys, or for short sources, clustered attention is exact.
+    Otherwise the key for random numbers decides.
+    """
     x, own = pairs(), params(network(MODELS[model]))
 
     @functools.cache
@@ -192,9 +196,9 @@ def test_clusters_of_source_tokens_attend_together(model: str) -> None:
     np.testing.assert_allclose(np.where(x.mask[..., None], always, 0), encoded(rough), atol=1e-5)
 
 
-@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
+@pytest.mark.slow
 def test_depth_does_not_grow_the_program() -> None:
-    """Forward and backward; so neither does the time that it takes to compile."""
+    """The size of the program, forward and backward, determines how long it takes to compile."""
     x = pairs()
 
     def instructions(layers: int) -> int:
@@ -235,7 +239,7 @@ def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str)
     )  # fmt: skip
     flat = flatten_dict(gradients[0], sep="/")
     still = {name for name, gradient in flat.items() if not np.any(gradient)}
-    # The bias of logits is a constant in BART; keys' biases cancel in the softmax.
+    # The bias of the logits is a constant in BART, and the biases of keys cancel in the softmax.
     assert {name for name in still if not name.endswith("k/bias")} <= {"logits_bias"}
 
 
@@ -252,7 +256,7 @@ def test_token_nats_are_those_of_the_logits() -> None:
     assert seq2seq.readout(T5, params(network(T5))).scale == 16**-0.5
 
 
-@pytest.mark.slow  # test_inner_dropout_has_rates_of_its_own is quick.
+@pytest.mark.slow  # test_inner_dropout_has_rates_of_its_own is a quick test of dropout.
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_dropout_is_random_only_in_training(model: str) -> None:
     wet = dataclasses.replace(MODELS[model], dropout=0.3)

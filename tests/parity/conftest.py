@@ -1,4 +1,4 @@
-"""`--golden_dir=DIR`: arrays of the original code to compare with."""
+"""The option --golden_dir=DIR, a directory with arrays of the original code to compare with."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def golden_files(config: pytest.Config) -> list[Path]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests with an argument `<kind>_file` run over the files of that kind."""
+    """Runs a test that has an argument `<kind>_file` on every file of this kind."""
     for name, prefixes in PATTERNS.items():
         if name in metafunc.fixturenames:
             files = [f for f in golden_files(metafunc.config) if f.name.startswith(prefixes)]

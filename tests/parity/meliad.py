@@ -1,4 +1,4 @@
-"""Parameters and caches of the original code (google-research/meliad, generation A)."""
+"""Converts parameters and caches of the original code (google-research/meliad, generation A)."""
 
 import re
 from collections.abc import Mapping
@@ -64,10 +64,11 @@ for _ours, _theirs in (("output_gate", "post_attn_mlp"), ("mlp_gate", "ffn")):
 
 
 def layer_parameters(arrays: Arrays, model: Model) -> dict[str, dict[str, np.ndarray]]:
-    """One layer's parameters by the names and shapes of `TransformerBlock` and `StateCell`.
+    """Returns one layer's parameters with the names and shapes of `TransformerBlock` and
+    `StateCell`.
 
     Raises:
-      DataError: an array whose name is not known.
+      DataError: an array has a name that is not known.
     """
     tables = {"tokens": _TOKENS, "cell": _CELL}
     named = {
@@ -85,7 +86,10 @@ def layer_parameters(arrays: Arrays, model: Model) -> dict[str, dict[str, np.nda
 
 
 def _by_head(part: str, name: str, value: np.ndarray, model: Model) -> np.ndarray:
-    """[D, HK] -> [D, H, K] and [nHK, D] -> [n, H, K, D]; other arrays as they are."""
+    """Splits the axis of heads: [D, HK] -> [D, H, K] and [nHK, D] -> [n, H, K, D].
+
+    Other arrays are returned as they are.
+    """
     heads = (model.heads, model.head_dim)
     if name in ("queries", "keys", "values", "cross_queries"):
         return value.reshape(len(value), *heads)
@@ -107,7 +111,7 @@ def _stacked(layers: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[s
 
 
 def decoder_parameters(arrays: Arrays, model: Model) -> dict[str, object]:
-    """A whole stack's parameters as a `Decoder` tree."""
+    """Returns the parameters of a whole stack as a tree for `Decoder`."""
     stack, first = {}, 0
     for name, _, count, _ in runs(model):
         layers = [
@@ -124,7 +128,7 @@ def decoder_parameters(arrays: Arrays, model: Model) -> dict[str, object]:
 
 
 def layer_state(arrays: Arrays, valid: np.ndarray) -> LayerState:
-    """One layer's training caches."""
+    """Returns the state of one layer from the caches that the original code uses in training."""
     window = WindowState(
         jnp.asarray(arrays["previous_keys_train"]),
         jnp.asarray(arrays["previous_values_train"]),
@@ -136,13 +140,14 @@ def layer_state(arrays: Arrays, valid: np.ndarray) -> LayerState:
 
 
 def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
-    """The `parity` model whose parameters these are; sizes and kinds are read off them.
+    """Returns the `parity` model that has these parameters, from which sizes and kinds are read.
 
     Args:
-      rotary: whether keys are rotated, which leaves no parameters.
+      window: the number of tokens of the window.
+      rotary: True if keys are rotated, which the parameters do not show.
 
     Raises:
-      DataError: positions of a kind that has no counterpart.
+      DataError: the positions are of a kind that has no counterpart.
     """
     layers = sorted({int(m[1]) for k in arrays if (m := re.match(r"transformer(\d+)/", k))})
     prefixes = [f"transformer{i}/" for i in layers] or [""]

@@ -1,4 +1,4 @@
-"""Recorded outputs of the original code, and the tolerances of comparisons with them."""
+"""Reads recorded outputs of the original code, and compares arrays with them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-# What files of each kind begin with, by the argument of the tests that read them.
+# The names of the files of each kind begin with these prefixes. The keys are the arguments of the
+# tests that read the files.
 PATTERNS = {
     "layer_file": ("sliding_layer_", "xl_layer_", "recurrent_layer_"),
     "stack_file": ("stack_",),
@@ -36,7 +37,10 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 class Golden(dict):
-    """The arrays of one file; `under` gives those of a folder by their names within it."""
+    """The arrays of one recording.
+
+    The method `under` returns the arrays of a folder by their names within the folder.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(arrays(path))
@@ -49,7 +53,10 @@ class Golden(dict):
 def assert_close(
     actual: jax.Array, expected: np.ndarray, name: str, scale: float | None = None
 ) -> None:
-    """Relative to `scale`: the largest magnitude, or of a sum that of all its terms."""
+    """Checks the error relative to `scale`, by default the largest magnitude.
+
+    For a sum, `scale` is the sum of the magnitudes of its terms.
+    """
     scale = max(scale or float(np.abs(expected).max()), 1e-3)
     error = float(np.abs(np.asarray(actual) - expected).max()) / scale
     assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"

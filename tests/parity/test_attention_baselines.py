@@ -1,6 +1,6 @@
-"""Full, oracle top-k and Reformer attention equal the original code's.
+"""Compares full, oracle top-k and Reformer attention with the original code.
 
-It pads at the end of a row; what it gives for padded queries means nothing.
+The original code pads at the end of a row. Its outputs for padded queries have no meaning.
 """
 
 import functools
@@ -15,11 +15,11 @@ from recordings import arrays
 from brt.ops import attention_baselines
 from brt.ops.masked_attention import attend_to_valid
 
-TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
 
 def tokens_first(x: np.ndarray) -> jnp.ndarray:
-    """The original's [B, H, T, K] as [B, T, H, K]."""
+    """Returns the original's array [B, H, T, K] as [B, T, H, K]."""
     return jnp.asarray(x.swapaxes(1, 2))
 
 
@@ -53,7 +53,8 @@ def test_reformer_attention_equals_the_recordings(reformer_file: Path) -> None:
     q, v = (tokens_first(golden[name]) for name in "qv")
     valid = validity(golden)
     ids = attention_baselines.bucket_ids(q, jnp.asarray(golden["planes"]))
-    ids = jnp.where(valid[None, :, None], ids, 0)  # where a zero vector is hashed to
+    # The original code hashes padding, which is zeros, to bucket 0.
+    ids = jnp.where(valid[None, :, None], ids, 0)
     attend = functools.partial(
         attention_baselines.attend_in_chunks, chunk=int(golden["chunk"]),
         scale=q.shape[-1] ** -0.5, attend_to_self=not golden["masked"],

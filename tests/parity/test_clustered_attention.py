@@ -1,4 +1,6 @@
-"""Hashes, clusters, outputs and gradients equal the original code's (fast-transformers 0.4.0)."""
+"""Compares hashes, clusters, outputs and gradients with the original code (fast-transformers
+0.4.0).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ from brt.config import Attention
 from brt.layers.attention_kinds import clustered_config
 from brt.ops.clustered_attention import Planes, attend_by_label, hash_codes, kmeans, reference
 
-TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
 
 def signs(codes: np.ndarray, bits: int) -> np.ndarray:
-    """+1 and -1 of integers that hold one bit each, the lowest first."""
+    """Returns the bits of integers as +1 and -1, the lowest bit first."""
     ones = codes[..., None] >> np.arange(bits, dtype=np.int64) & 1
     return (2 * ones - 1).astype(np.float32)
 
@@ -27,7 +29,10 @@ def planes_of(golden: dict) -> Planes:
 
 
 def clusters_of(codes: jax.Array, golden: dict) -> tuple[jax.Array, jax.Array, int]:
-    """Labels and last centroids from the queries that the original began with."""
+    """Returns labels, final centroids and the number of clusters.
+
+    The initial centroids are the codes of the same queries as in the original code.
+    """
     clusters = len(golden["init_idx"])
     valid = jnp.arange(codes.shape[2])[None] < golden["lengths"][:, None]
     active = jnp.ones((len(codes), clusters), bool)
@@ -38,7 +43,8 @@ def clusters_of(codes: jax.Array, golden: dict) -> tuple[jax.Array, jax.Array, i
 
 
 def expected_labels(golden: dict, clusters: int) -> np.ndarray:
-    return np.minimum(golden["groups"], clusters)  # the original's padding: clusters + 1
+    # In the original code, padding has the label clusters + 1.
+    return np.minimum(golden["groups"], clusters)
 
 
 @pytest.mark.slow_cases("hash_b63_bias", "hash_b8_bias", "hash_b32_bias")

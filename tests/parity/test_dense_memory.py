@@ -1,8 +1,9 @@
-"""The layer that reads a dense memory equals that of MELODI's code: outputs, memory, gradients.
+"""Compares the dense-memory layer with MELODI's code: outputs, memory and gradients.
 
-Its memory is a ring that all rows share, ours has the oldest token first; without positions the
-order of keys means nothing. There a stack adds what the layer makes to what it read, residual and
-all, and a segment is the layer's block, however short windows are.
+MELODI's memory is a ring buffer with one write index for all rows; ours has the oldest token first.
+Without positions, the order of keys has no effect. MELODI's stack adds the output of the layer,
+which already contains the residual, to the layer's input. The block of the layer is a segment, also
+if windows of other layers are shorter.
 """
 
 import functools
@@ -31,7 +32,7 @@ RING = "recurrent_memory/{}_train"
 
 
 def model_of(golden: Golden) -> Model:
-    """Whose block is the segment."""
+    """Returns a model whose block is the segment."""
     cfg = golden.meta["cfg"]
     return Model(
         layers=1,
@@ -48,7 +49,7 @@ def model_of(golden: Golden) -> Model:
 
 
 def memory(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values, oldest first."""
+    """Returns the keys and values of a recorded memory, the oldest first."""
     place = int(arrays[RING.format("write_index")])
     names = (RING.format(name) for name in ("memory_keys", "memory_values"))
     keys, values = (np.roll(arrays[name], -place, axis=1) for name in names)

@@ -1,4 +1,4 @@
-"""Layers and stacks equal the original code's: outputs, next states and gradients."""
+"""Compares layers and stacks with the original code: outputs, next states and gradients."""
 
 import functools
 from pathlib import Path
@@ -21,16 +21,16 @@ from brt.training import optimizer as optimizers
 
 
 def positions(golden: Golden) -> str:
-    """The original's name of them."""
+    """Returns the original code's name for the kind of positions."""
     bindings = dict(b.split(" = ") for b in golden.meta["cfg"].get("bindings", []))
     return bindings.get("RELATIVE_POSITION_TYPE", "t5").strip("'")
 
 
 def keep_cached_keys(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """Lets layers use cached keys of any length as they are, with which the recordings begin.
+    """Lets layers read cached keys of any norm without normalizing them.
 
-    Attention normalizes cached keys. In a run, that is what the original code does, which caches
-    normalized keys.
+    The recordings begin with cached keys of any norm. The original code reads cached
+    keys as they are, because it normalizes keys before it caches them.
     """
 
     def joined(keys: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ def test_relative_biases_equal_the_recordings(bias_file: Path) -> None:
     np.testing.assert_array_equal(t5_buckets(-rel, buckets=32, max_distance=128), expected)
     table = jnp.asarray(golden["rel_embedding"])
     bias = relative_bias(table, window=64, attend_to_self=False, max_distance=128)
-    last = golden["bias_64_128"][0, :, -1]  # of the last query: distances 127 .. 0
+    last = golden["bias_64_128"][0, :, -1]  # the bias of the last query, for distances 127 to 0
     np.testing.assert_array_equal(bias, last[:, ::-1][:, 1:65])
 
 

@@ -1,4 +1,4 @@
-"""Layers that sum up blocks equal MELODI's own code: outputs, memories and gradients."""
+"""Compares summary layers with MELODI's code: outputs, memories and gradients."""
 
 import functools
 from pathlib import Path
@@ -75,7 +75,7 @@ def model_of(golden: Golden) -> Model:
 
 
 def layer_parameters(arrays: dict[str, np.ndarray], model: Model) -> dict[str, Any]:
-    """One layer's arrays by the names and shapes of ours; none is left over."""
+    """Returns one layer's arrays with our names and shapes, and checks that none is left over."""
     arrays = {name.removeprefix("melodi_layer/"): array for name, array in arrays.items()}
     heads, flat = (model.heads, model.head_dim), {}
     for ours, theirs in NAMES.items():
@@ -92,7 +92,7 @@ def layer_parameters(arrays: dict[str, np.ndarray], model: Model) -> dict[str, A
 
 
 def layer_state(arrays: dict[str, np.ndarray]) -> SummaryState | LongSummaryState:
-    """Memories of rows that have read much."""
+    """Returns the recorded memories as the state of rows whose memories are full."""
     short = jnp.asarray(arrays["short" + MEMORY])
     short = SummaryState(short, jnp.ones(len(short), bool))
     if "long" + MEMORY not in arrays:

@@ -1,4 +1,4 @@
-"""Search and attention over a memory equal the original code's."""
+"""Compares the search in a memory and the attention to its results with the original code."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from brt.memories.memorizing.memory_attention.retrieval import attend_to_neighbo
 from brt.memories.memory_state import MemoryState, memory_and_segment, state_after_segment
 from brt.ops.gathering import take
 
-TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
 
 def assert_the_same_sets(actual: np.ndarray, expected: np.ndarray) -> None:
-    """[B, H, Q, R, K]: of every query the same vectors, in any order."""
+    """Checks that every query has the same vectors in any order. Arrays are [B, H, Q, R, K]."""
 
     def ordered(vectors: np.ndarray) -> np.ndarray:
         rows = vectors.reshape(-1, *vectors.shape[-2:])

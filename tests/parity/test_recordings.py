@@ -1,4 +1,4 @@
-"""Every recording of the original codes is read by a test."""
+"""Tests that a test reads every recording of the original codes."""
 
 from pathlib import Path
 

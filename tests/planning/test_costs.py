@@ -1,4 +1,4 @@
-"""Compares the operations counted in a compiled module with those of its source."""
+"""Compares the costs that are counted in a compiled module with the operations of its source."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,9 @@ def test_collectives_are_counted_with_their_bytes() -> None:
 def test_a_collective_that_is_started_moves_its_results_once(
     operation: str, kinds: str, operands: str, size: int
 ) -> None:
-    """Neither its operands nor the compiler's own contexts; nor what waits for it."""
+    """The operands, the compiler's context values and the matching -done instruction do not
+    count.
+    """
     text = f"""
 ENTRY %main (a: f32[16], b: f32[8]) -> f32[16] {{
   %a = f32[16]{{0}} parameter(0)
@@ -93,7 +95,9 @@ def test_types_are_read_with_their_memory() -> None:
 
 
 def test_a_batched_product_that_a_tpu_writes_as_a_convolution() -> None:
-    """[B, M, K] x [B, N, K]: the window slides over the batch and meets one of it at a time."""
+    """The convolution computes [B, M, K] x [B, N, K]: its window slides over the batch, and covers
+    one example at a time.
+    """
     text = """
 ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
   %a = f32[4,8,16]{2,1,0} parameter(0)
@@ -108,7 +112,7 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
 
 
 def test_a_fusion_reads_the_slices_of_what_its_own_fusions_slice() -> None:
-    """On TPUs a loop that takes one of many slices does not read the others."""
+    """On TPUs, a loop that takes one of many slices does not read the other slices."""
     text = """
 %inner (p: f32[64,8,16], i: s32[]) -> f32[8,16] {
   %p = f32[64,8,16]{2,1,0} parameter(0)
@@ -138,7 +142,9 @@ ENTRY %main (a: f32[64,8,16], k: s32[]) -> f32[8,16] {
 
 
 def test_what_is_started_is_read_and_written_once() -> None:
-    """Copies and slices into the memory beside the processor, whose type names the operand, too."""
+    """Tests asynchronous copies and slices, some of them into on-chip memory. The type of their
+    result also names the operand.
+    """
     for operation, kinds, size in (
         ("copy-start", "(f32[64,8]{1,0:S(1)}, f32[64,8]{1,0}, u32[])", 64),
         ("copy-start", "(f32[64,8]{1,0}, f32[64,8]{1,0}, u32[])", 2 * 64),
@@ -174,7 +180,7 @@ ENTRY %main (a: f32[64,8], u: f32[4,8], i: s32[]) -> f32[64,8] {{
 
 
 def test_bytes_of_all_memories_do_not_ask_where_an_array_lies() -> None:
-    """An array that is first copied to the processor's memory is read there, and counts once."""
+    """An array that is copied to on-chip memory before it is read counts once."""
     far = """
 ENTRY %main (a: f32[64,8]) -> f32[64,8] {
   %a = f32[64,8]{1,0} parameter(0)
@@ -226,7 +232,7 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
         assert not found.unknown
     at_peak = name + ', backend_config={"cost_estimate":{"flops":"197000000000"}}'
-    # A millisecond of v5e's products, and of its cycles: no schedule is shorter than that.
+    # These products take a v5e one millisecond, or 1.5e6 cycles, which no schedule can undercut.
     assert costs(text.replace("ATTRIBUTES", at_peak), "v5e").total.cycles == 1.5e6
     name = 'metadata={op_name="jit(f)/window_attention_512x512x128_float32_6_steps"}'
     found = costs(text.replace("ATTRIBUTES", name), "v5e")
@@ -249,7 +255,9 @@ def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
 
 
 def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
-    """Millions of cycles for 32 heads, forward and backward, as in docs/internals."""
+    """The expected numbers are million cycles of compiled layers with 32 heads, forward and
+    backward.
+    """
     for tokens, millions in ((1024, 1.41), (4096, 3.91), (16384, 14.1)):
         size = f"{tokens}x32"
         passes = named(f"improved_clustered_{size}"), named(f"improved_clustered_backward_{size}")
@@ -259,7 +267,9 @@ def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
 
 
 def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:
-    """XLA joins it with the update in place, and then spreads its attributes."""
+    """XLA fuses such a kernel with the in-place update, and prints its attributes on several
+    lines.
+    """
     text = """
 %joined (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
   %a = f32[9,8,128]{2,1,0} parameter(0)
@@ -281,4 +291,5 @@ ENTRY %main (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
 """
     found = costs(text).total
     assert found.flops == 99
-    assert found.bytes == 2 * 8 * 128 + 4 * 8 * 128  # the kernel's operand, and the part
+    # The kernel's operand, and the part that is written.
+    assert found.bytes == 2 * 8 * 128 + 4 * 8 * 128

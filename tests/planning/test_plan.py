@@ -53,14 +53,16 @@ def test_paces_are_those_of_the_chip() -> None:
 
 
 def test_a_step_computes_at_least_the_products_of_the_model() -> None:
-    """Kernels of GPUs do not say their products, and a chip cannot exceed its peak."""
+    """GPU kernels do not report their operations, so the model's products are the lower bound.
+    Without this bound, a plan could exceed the peak of the chip.
+    """
     silent = made(costs=made().costs._replace(parts={"loss": Cost(1e9, 1e6)}))
     assert silent.step_seconds["products"] == pytest.approx(8 / 4 / 275)
     assert report.plan_json(silent)["mfu"]["roofline"] <= 1
 
 
 def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
-    """Or a plan would be the faster the less is known of it."""
+    """If they were not named, a plan would seem faster, the less is known about its kernels."""
     plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))
     assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.plan_text(
         plan, CONFIG
@@ -168,7 +170,7 @@ def test_a_compiler_that_is_not_installed_is_named(
 
 
 class Lowered(NamedTuple):
-    """A program for a compiler that knows these options."""
+    """A stand-in for a lowered program, whose compiler knows only these options."""
 
     known: tuple[str, ...]
 
@@ -196,7 +198,9 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
 
 
 def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
-    """In the quickstart's file the byte tokenizer determines the size of the vocabulary."""
+    """As in the file of the quickstart, the byte tokenizer determines the size of the
+    vocabulary.
+    """
     here, found = topologies.present(), []
     for size in (0, 256):
         model = with_settings(
@@ -224,7 +228,8 @@ def test_the_papers_model_is_planned_for_a_slice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("libtpu", reason="needs brt[tpu-compile]")
-    monkeypatch.delenv("XLA_FLAGS")  # of these tests; a newer libtpu may not know them
+    # The suite sets XLA_FLAGS to flags that a newer libtpu may not know.
+    monkeypatch.delenv("XLA_FLAGS")
     flags = [
         "--gin_file=configs/base/paper.gin", "--gin_file=configs/models/rec_fixed_skip.gin",
         "--gin_bindings=Model.vocab_size = 32000", "--gin_bindings=Mesh.data = -1",

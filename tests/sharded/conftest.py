@@ -1,4 +1,4 @@
-"""Each case is trained on one device once."""
+"""A fixture that trains each case only once on one device."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from brt.config import Config, Mesh
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Config, Any]]:
-    """(name, optimizer) -> a config, and what it gives on one device."""
+    """Returns a function (name, optimizer) -> the config of a case, and its results on one
+    device.
+    """
 
     @functools.cache
     def made(name: str, optimizer: str = "adafactor") -> tuple[Config, Any]:

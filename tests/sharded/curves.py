@@ -1,6 +1,7 @@
-"""Trains each case as one of several processes: a program that `test_processes.py` starts.
+"""Trains all cases as one of several processes.
 
-Prints the losses of every case, one line of JSON, where this process is the first.
+`test_processes.py` starts this program. The first process prints the losses of each case as a line
+of JSON.
 """
 
 import argparse

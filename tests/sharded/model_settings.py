@@ -1,4 +1,4 @@
-"""Models that differ from another one in some settings, those of its kinds of layers included."""
+"""A function that returns models with changed settings, those of their kinds of layers included."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ __all__ = ["with_settings", "models"]
 
 
 def with_settings(model: Model, settings: Mapping[str, Any]) -> Model:
-    """The model with settings replaced, {"window": 4, "Recurrence.states": 3}."""
+    """Returns the model with changed settings, such as {"window": 4, "Recurrence.states": 3}."""
     own = {name: value for name, value in settings.items() if "." not in name}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():

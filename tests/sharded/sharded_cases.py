@@ -1,4 +1,7 @@
-"""Tiny runs of every task and every kind of layer, whose sizes eight devices divide on any axis."""
+"""Tiny runs of every task and every kind of layer.
+
+Eight devices can divide the arrays along any axis of a mesh.
+"""
 
 import dataclasses
 import json
@@ -105,7 +108,7 @@ def masked(place: Path, **attention: Any) -> Config:
 
 
 def shared(config: Config) -> Config:
-    """With one projection for queries and keys."""
+    """Returns the config with one projection for queries and keys."""
     encoder = dataclasses.replace(config.encoder, shared_queries_keys=True)
     return dataclasses.replace(config, encoder=encoder)
 
@@ -182,7 +185,8 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "feedback": lambda place: documents(
         place, {"Recurrence.layers": (1,)}, layers=3, feedback=True
     ),
-    # Pretrained decoders: 2 heads of keys, which 8 devices cannot share, are replicated.
+    # Settings of pretrained decoders. 8 devices cannot divide 2 heads of keys, so keys are
+    # replicated.
     "grouped": lambda place: documents(place, **GROUPED),
     "grouped_recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}, **GROUPED),
     "grouped_memorizing": lambda place: documents(
@@ -239,12 +243,16 @@ def with_optimizer(config: Config, name: str, steps: int) -> Config:
 
 
 def factored() -> Any:
-    """Context in which Adafactor factors the second moments of the small matrices of the cases."""
+    """Returns a context in which Adafactor also factors the second moments of the cases' small
+    matrices.
+    """
     return mock.patch.object(optimizers, "SMALLEST_FACTORED", 8)
 
 
 def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
-    """Nats a step, and the state after the last on the host; of several processes only nats."""
+    """Returns the nats of each step, and the final state on the host, which is None for several
+    processes.
+    """
     with factored():
         run = runs.build(dataclasses.replace(config, mesh=mesh), progress=False)
     state, step, nats = runs.new_state(run), runs.CompiledStep(run), []
@@ -257,7 +265,7 @@ def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
 
 
 def worst(found: Any, expected: Any) -> float:
-    """The largest difference of two trees, each array's relative to its largest magnitude."""
+    """Returns the largest difference of two trees, relative to each array's largest magnitude."""
 
     def difference(a: np.ndarray, b: np.ndarray) -> float:
         most = np.max(np.abs(np.subtract(a, b, dtype=np.float64)))

@@ -1,4 +1,4 @@
-"""Tests the collectives of a step: no array is resharded along another axis."""
+"""Tests the collectives of a train step: none of them reshards an array along another axis."""
 
 import dataclasses
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_nothing_is_sent_to_be_cut_another_way(name: str, mesh: Mesh, tmp_path: 
     "name", ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in ("feedback", "t5"))]
 )
 def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
-    """Not in every block or layer, and all arrays as one."""
+    """One all-reduce of a step sums all arrays, instead of one in each block or layer."""
     found = costs(compiled(name, Mesh(data=8), tmp_path)).collectives
     assert {kind: count for kind, (count, _) in found.items()} == {"all-reduce": 1}
 
@@ -63,18 +63,20 @@ def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
 def test_what_replicas_gather_does_not_take_the_old_parameters_place(
     state: str, taken_over: bool, tmp_path: Path
 ) -> None:
-    """There it would be copied; all others' memory a step takes over either way."""
+    """Parameters are not donated if replicas share the optimizer's state, because the gathered
+    parameters would be copied into their memory. All other arrays are donated.
+    """
     params, others, *_ = lowered("window", Mesh(data=8), tmp_path, state).args_info[0]
     assert {leaf.donated for leaf in jax.tree.leaves(params)} == {taken_over}
     assert all(leaf.donated for leaf in jax.tree.leaves(others))
 
 
 def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(tmp_path: Path) -> None:
-    """Keys and values, forward and back, of each of the two runs of layers.
+    """Each of the two runs of layers sends keys and values, forward and backward.
 
     The optimizer exchanges nothing, and AdamW compiles faster than Adafactor.
     """
     found = costs(compiled("recurrent", Mesh(sequence=4), tmp_path, "adamw")).collectives
-    window = 8 * 4 * 8 * 4 * 4  # lanes, tokens, heads, numbers of a head, bytes
+    window = 8 * 4 * 8 * 4 * 4  # lanes x tokens x heads x channels of a head x bytes of a number
     assert found["collective-permute"] == (8, 8 * window)
     assert "all-to-all" not in found

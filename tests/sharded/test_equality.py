@@ -1,4 +1,4 @@
-"""However many devices share a run, and along whatever axis, it is the same run."""
+"""Tests that a run gives the same results on any number of devices and along any axes of a mesh."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ from sharded_cases import CASES, MESHES, STEPS, curve, worst
 from brt.config import Kernels, Mesh
 from brt.training import run as runs
 
-TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
-KERNEL_TOLERANCE = 5e-5  # of kernels beside plain XLA, after all steps
+TOLERANCE = 1e-5  # float32, for losses and states, relative to an array's largest magnitude
+KERNEL_TOLERANCE = 5e-5  # for interpreted kernels compared with plain XLA, after all steps
 
-QUICK = ("window", "data_sequence")  # of recurrent layers and other axes: test_processes.py
+QUICK = ("window", "data_sequence")  # The tests of all other cases are slow.
 EACH = [
     pytest.param(
         name, mesh, id=f"{name}-{mesh}", marks=[] if (name, mesh) == QUICK else pytest.mark.slow
@@ -27,7 +27,8 @@ EACH = [
 
 @pytest.mark.parametrize(("name", "mesh"), EACH)
 def test_devices_that_share_a_run_equal_one(name: str, mesh: str, case: Callable) -> None:
-    # AdamW compiles in three quarters of the time of Adafactor, which the slow cases have.
+    # AdamW compiles in three quarters of the time that Adafactor takes. The slow cases use
+    # Adafactor.
     config, (nats, state) = case(name, "adamw" if (name, mesh) == QUICK else "adafactor")
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE
@@ -37,7 +38,7 @@ def test_devices_that_share_a_run_equal_one(name: str, mesh: str, case: Callable
 
 @pytest.mark.slow
 def test_what_is_learned_without_gradients_is_of_the_whole_batch(case: Callable) -> None:
-    """However many parts it is read in, which move nothing before the last of them."""
+    """A batch that is read in parts updates the model state only after its last part."""
     config, (nats, state) = case("routing")
     training = dataclasses.replace(config.training, gradient_accumulation=2)
     found, after = curve(dataclasses.replace(config, training=training), Mesh(), STEPS)
@@ -91,7 +92,9 @@ def test_replicas_may_share_what_the_optimizer_remembers(
 def test_what_tpus_run_equals_one_device(
     name: str, mesh: str, case: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their kernels, interpreted; no loop over blocks; weight gradients of pairs behind them."""
+    """Runs the kernels of TPUs, interpreted, without a loop over blocks, and with weight gradients
+    that are computed after the blocks.
+    """
     config, (nats, state) = case(name)
     monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
     operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"

@@ -1,4 +1,4 @@
-"""Grouped queries of which the heads are shared by more devices than there are heads of keys."""
+"""Tests grouped queries whose heads are divided among more devices than there are heads of keys."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ LANES, TOKENS, WIDTH, WINDOW = 2, 16, 4, 4
     ("heads", "groups", "mesh"),
     [
         (8, 2, Mesh(tensor=8)),
-        (12, 4, Mesh(tensor=6)),  # Heads 2 and 3 of a device belong to two groups.
+        (12, 4, Mesh(tensor=6)),  # Heads 2 and 3, on one device, belong to two groups.
         (8, 4, Mesh(tensor=4, sequence=2)),
         (8, 1, Mesh(data=2, tensor=2, sequence=2)),
     ],

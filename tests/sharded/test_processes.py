@@ -1,4 +1,4 @@
-"""Real processes on this machine, each with devices of its own, are one run."""
+"""Tests that real processes on this machine, each with its own devices, train as one run."""
 
 import json
 import os
@@ -45,7 +45,7 @@ MESH = ("Mesh.data = 2", "Mesh.fsdp = 2", "Mesh.tensor = 2")
 
 
 class Trainer:
-    """Trains in a directory, as one process or as two."""
+    """Runs trainings in directories under `place`, with one process or with two."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -139,7 +139,7 @@ def test_two_processes_are_one_run_which_one_process_goes_on_with(
     mesh: tuple[str, ...],
     other: tuple[str, ...],
 ) -> None:
-    """Metrics are written once; what two have saved, one resumes on another mesh."""
+    """Metrics are written once. One process resumes the run of two processes on another mesh."""
     one, two = f"one {devices}", f"two {devices}"
     trainer.alone(one, *model, "Training.steps = 8")
     out = trainer.run(two, *model, *mesh, "Training.steps = 4", devices=devices)
@@ -180,14 +180,14 @@ def _until(condition: Callable[[], object], seconds: float = 120) -> None:
 
 
 def _child(process: subprocess.Popen, index: int) -> int:
-    """The process id of one of the launcher's processes."""
+    """Returns the process id of the launcher's process with this index."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     line = f"--process_index={index}".encode()
     return next(int(c) for c in children if line in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
 def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]:
-    """Sends process 1 of a run a signal and returns the exit code and the output."""
+    """Sends a signal to process 1 of a run, and returns the exit code and the output of the run."""
     process = trainer.start(workdir, *MESH, "Training.steps = 100000")
     _until(lambda: (trainer.place / workdir / "metrics.jsonl").exists() and trainer.rows(workdir))
     os.kill(_child(process, 1), number)
@@ -198,7 +198,9 @@ def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, policy: str) -> None:
-    """With a tiny learning rate losses depend on the batch, so some exceed the median."""
+    """With a tiny learning rate, losses depend on the batch only, so that some exceed the
+    median.
+    """
     bad = [f"Training.on_bad_step = '{policy}'", "Training.spike_factor = 1.0005"]
     bad += ["Optimizer.learning_rate = 1e-6", "Training.steps = 26", "Training.max_bad_steps = 99"]
     trainer.alone(f"{policy} alone", *bad)
@@ -224,7 +226,7 @@ def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> No
     assert str(step) in {p.name for p in (trainer.place / "stopped/checkpoints").iterdir()}
 
 
-# A process that takes its time between its end and its leaving.
+# A program in which all processes but the first take four seconds to leave after the end.
 LATE = """
 import argparse, time, jax
 from brt.distributed import flags, processes
@@ -242,7 +244,7 @@ with processes.explain_peer_errors():
 
 @pytest.mark.slow
 def test_the_first_process_waits_for_the_others_to_leave() -> None:
-    """They would abort without it."""
+    """If the first process did not wait, the others would abort."""
     launch = [sys.executable, str(LAUNCHER), "--processes=3", "--", sys.executable, "-c", LATE]
     done = subprocess.run(launch, cwd=ROOT, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout
@@ -257,7 +259,7 @@ def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path) -> None:
-    """Before step 0, by both."""
+    """Both processes report the difference before step 0."""
     change = 'set -- "$@" --gin_bindings="Optimizer.warmup_steps = 1"'
     out = _differing(trainer, tmp_path, change, "different")
     sentence = "process 1 of 2 on .* has a different config than process 0: 'Optimizer.warmup_ste"
